@@ -1,0 +1,54 @@
+# Everything runs from .venv, which is made on first use and brought up to date when pyproject.toml or
+# constraints.txt changes. Options for the tool behind a target go in ARGS: make test ARGS="-k fusion -x"
+
+PYTHON ?= python3
+NPROC = 2
+ARGS =
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## show this list
+	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3]'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-8s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## train the digits example on NPROC (2) processes and show the compiled graph
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(NPROC) examples/train_digits.py --dump-graph $(ARGS)
+
+test: $(STAMP) ## run the tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy -p commfuse_fx
+
+bench: $(STAMP) ## run the benchmarks
+	$(PY) -m benchmarks $(ARGS)
+
+clean: ## remove builds, caches and output; .venv stays
+	rm -rf build dist out dumps htmlcov *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# An environment that is already there is reused. torch goes first and alone, so that the build pip is
+# configured to find (a local CPU wheel, say) is settled before anything that depends on it is resolved.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -e $(VENV)/bin/python ] && [ ! -L $(VENV)/bin/python ]; then \
+	  command -v "$(PYTHON)" >/dev/null || \
+	    { echo 'error: no $(PYTHON); install Python 3.10 or later, or name one: make PYTHON=/path/to/python3' >&2; exit 1; }; \
+	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1); Python 3.10 or later is needed: make PYTHON=/path/to/python3" >&2; exit 1; }; \
+	  "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo 'error: $(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }; \
+	  echo '$(PYTHON) -m venv $(VENV)'; "$(PYTHON)" -m venv $(VENV); \
+	fi
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'error: $(VENV) does not hold a working Python 3.10 or later; remove it and run make again' >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	$(PY) -m pip install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PY) -m pip install -c constraints.txt -e '.[dev,examples,cli]'
+	@touch $@

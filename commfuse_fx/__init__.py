@@ -1,0 +1,57 @@
+"""commfuse-fx: a graph compiler for distributed training in PyTorch."""
+
+from commfuse_fx import ops
+from commfuse_fx.api import compile
+from commfuse_fx.config import ScheduleConfig
+from commfuse_fx.context import (
+    get_auto_parallel_context,
+    reset_auto_parallel_context,
+    set_auto_parallel_context,
+)
+from commfuse_fx.errors import (
+    CaptureError,
+    CollectiveError,
+    CommFuseError,
+    ConfigKeyError,
+    ConfigTypeError,
+    ConfigValueError,
+    NotAvailableError,
+    PeerFailedError,
+    PlanMismatchError,
+    VerificationError,
+    VirtualWorldError,
+)
+from commfuse_fx.lowered import Collective, Lowered
+from commfuse_fx.marks import set_comm_fusion, shard
+from commfuse_fx.runtime.world import get_group_size, get_rank, init
+from commfuse_fx.step import CompiledStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "Collective",
+    "CollectiveError",
+    "CommFuseError",
+    "CompiledStep",
+    "ConfigKeyError",
+    "ConfigTypeError",
+    "ConfigValueError",
+    "Lowered",
+    "NotAvailableError",
+    "PeerFailedError",
+    "PlanMismatchError",
+    "ScheduleConfig",
+    "VerificationError",
+    "VirtualWorldError",
+    "compile",
+    "get_auto_parallel_context",
+    "get_group_size",
+    "get_rank",
+    "init",
+    "ops",
+    "reset_auto_parallel_context",
+    "set_auto_parallel_context",
+    "set_comm_fusion",
+    "shard",
+]

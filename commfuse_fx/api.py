@@ -1,0 +1,75 @@
+"""`compile`: check what the user gave, and hand it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.config import CompileConfig, Default
+from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.optim import check_optimizer
+from commfuse_fx.step import CompiledStep
+
+
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = Default(None),
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    parallel_mode: Any = Default("data_parallel"),
+    mesh: Any = Default(None),
+    device_num: Any = Default(None),
+    global_rank: Any = Default(None),
+    gradients_mean: Any = Default(True),
+    gradient_fp32_sync: Any = Default(True),
+    enable_parallel_optimizer: Any = Default(False),
+    parallel_optimizer_config: Any = Default(None),
+    search_mode: Any = Default("dynamic_programming"),
+    strategy_ckpt_load_file: Any = Default(None),
+    strategy_ckpt_save_file: Any = Default(None),
+    full_batch: Any = Default(False),
+    parameter_broadcast: Any = Default(False),
+    pipeline_stages: Any = Default(1),
+    schedule: Any = Default("overlap"),
+    backend: Any = Default("eager"),
+    cluster: Any = Default(None),
+    exchange_factors: Any = Default("never"),
+    gradient_compression: Any = Default(None),
+) -> CompiledStep:
+    """Compile the training step of `model`: trace, insert collectives, fuse and schedule them.
+
+    What is not given is taken from `set_auto_parallel_context`, then from the default shown. Tracing
+    happens at the first call of the step, or of its `lower`.
+
+    loss_fn: the step's last positional argument is the target, and the loss is
+        `loss_fn(model(*inputs, **kwargs), target)`. None: the model returns its loss, or carries it as
+        `.loss` or `["loss"]`.
+    optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step.
+        None: a call adds the synchronised gradients to `param.grad`.
+    comm_fusion: `{"openstate": bool, "allreduce" | "allgather" | "reducescatter": {"mode", "config"}}`,
+        modes "auto" (64 MiB), "size" (MiB) and, for allreduce, "index" (ascending cuts).
+    mesh: a DeviceMesh or a tuple of sizes; None is one axis over the world.
+    device_num, global_rank: compile for this rank of a virtual world; `lower` works, calls do not.
+
+    Raises ConfigTypeError, ConfigKeyError or ConfigValueError (all of them CommFuseError) for bad
+    options, and NotAvailableError for options that are planned.
+    """
+    given = dict(locals())
+    for name in ("model", "loss_fn", "optimizer"):
+        del given[name]
+    config = CompileConfig.resolve(given)
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(
+            f"model={type(model).__name__} is not a torch.nn.Module: pass the module to train"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigTypeError(
+            f"loss_fn={loss_fn!r} is not callable: pass a function or module of (output, target) -> scalar"
+        )
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    return CompiledStep(model, loss_fn, optimizer, config)

@@ -1,0 +1,1 @@
+"""From a user's model, loss and optimizer to one graph of the training step."""

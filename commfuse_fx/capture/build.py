@@ -1,0 +1,176 @@
+"""Build the `Program` of one training step: trace it, then say what each input and output is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from commfuse_fx.capture.loss import LossFn, compute_loss
+from commfuse_fx.capture.provenance import OriginRecorder, origin_of
+from commfuse_fx.capture.trace import Traced, aten, trace_step
+from commfuse_fx.capture.tree import Structure, unflatten
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, set_info, spec_of
+from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    structure: Structure,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    config: CompileConfig,
+    training: bool,
+    optimizer: OptimizerInfo | None,
+) -> Program:
+    """Trace one call. `leaves` are the call's tensors with their paths, `structure` how they nest.
+
+    Raises CaptureError when the step cannot be one graph; errors of the model itself pass unchanged.
+    """
+    _check_parameters(model)
+
+    def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> torch.Tensor:
+        return compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder)
+
+    traced = trace_step(model, loss_of, [tensor for _, tensor in leaves], mesh, training)
+    params = describe_parameters(model)
+    program = Program(
+        graph=traced.graph,
+        mesh=mesh,
+        config=config,
+        params=params,
+        sources={},
+        training=training,
+        loss=traced.loss,
+        constants=traced.constants,
+        optimizer=optimizer if training else None,
+    )
+    sources = [
+        *(Source("parameter", name) for name in params),
+        *(Source("buffer", name) for name, _ in model.named_buffers()),
+        *(Source("input", path) for path, _ in leaves),
+    ]
+    for node, source in zip(traced.placeholders, sources, strict=True):
+        program.sources[node] = source
+    _annotate(program)
+    _set_outputs(program, traced)
+    return program
+
+
+def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """The model's parameters in the order of named_parameters(), with their marks."""
+    params: dict[str, Parameter] = {}
+    shared = _sharing_memory(model)
+    sequence = 0
+    for name, param in model.named_parameters():
+        params[name] = Parameter(
+            name,
+            TensorSpec.of(param),
+            param.requires_grad,
+            sequence if param.requires_grad else -1,
+            read_fusion_id(param, name),
+            read_layerwise_parallel(param, name),
+            TensorSpec.of(param).is_dense and name not in shared,
+        )
+        sequence += param.requires_grad
+    return params
+
+
+def _sharing_memory(model: nn.Module) -> dict[str, None]:
+    """Parameters whose memory overlaps that of another parameter or buffer."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
+        for name, tensor in named
+        if tensor.numel() and tensor.layout == torch.strided
+    )
+    found: dict[str, None] = {}
+    end, holder = 0, ""
+    for low, high, name in ranges:
+        if low < end:
+            found.update({name: None, holder: None})
+        if high > end:
+            end, holder = high, name
+    return found
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"parameter {name} is not initialised yet: run the model once on a batch first"
+            )
+        if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+            raise CaptureError(
+                f"parameter {name} is a {type(param.data).__name__}: only plain tensors can be compiled "
+                "(unwrap DTensor and other tensor subclasses first)"
+            )
+        if param.device.type == "meta":
+            raise CaptureError(
+                f"parameter {name} is on the meta device: materialise it with to_empty() first"
+            )
+
+
+def _annotate(program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            name = program.sources[node].name
+            set_info(node, NodeInfo("input", spec_of(node.meta["val"]), name=program.names.reserve(name)))
+        elif node.op == "get_attr":
+            constant = program.constants[str(node.target)]
+            set_info(node, NodeInfo("input", spec_of(constant), name=program.names.numbered("constant")))
+        elif node.op == "call_function":
+            origin = origin_of(node)
+            details = NodeInfo(
+                origin.phase, spec_of(node.meta.get("val")), origin.module, source=origin.source
+            )
+            set_info(node, details)
+            details.name = program.names.of_traced(node)
+        else:
+            set_info(node, NodeInfo("update"))
+        if getattr(node.target, "namespace", "") == "aten" and _makes_sparse(node):
+            raise CaptureError(
+                f"{info(node).name} at {info(node).source} makes a sparse gradient, which cannot be reduced in a "
+                "bucket: use sparse=False"
+            )
+
+
+def _makes_sparse(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.layout != torch.strided
+
+
+def _set_outputs(program: Program, traced: Traced) -> None:
+    """The output is (loss, *gradients) of those parameters that have one; buffer updates become copies at the end."""
+    grads = {
+        name: grad
+        for name, grad in zip(program.params, traced.grads, strict=True)
+        if grad is not None and program.params[name].trainable
+    }
+    program.grads = grads
+    for name, param in program.params.items():
+        if program.training and param.trainable and name not in grads:
+            program.note(
+                "unused", name, "it takes no part in this step's loss, so it has no gradient and no update"
+            )
+    output = program.output
+    for target, value in traced.mutations:
+        details = info(value)
+        with program.graph.inserting_before(output):
+            node = program.graph.call_function(aten.copy_.default, (target, value))
+        set_info(node, details.derive(info(target).spec, phase="update"))
+        info(node).name = program.names.reserve(f"update/{info(target).name}")
+    set_program_output(program)
+
+
+def set_program_output(program: Program) -> None:
+    """Make the graph return the loss and the gradients."""
+    values: tuple[Any, ...] = (program.loss, *program.grads.values())
+    program.output.args = (values,)

@@ -1,0 +1,172 @@
+"""Where each traced op comes from: module path, source line and phase.
+
+Forward ops take the module that is running and the innermost stack frame outside of torch. Backward
+ops take those of the forward op whose gradient they compute, found through the sequence number that
+autograd gives to both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def _is_user_file(filename: str) -> bool:
+    return not filename.startswith((_TORCH, _HERE, "<"))
+
+
+def _location(filename: str, line: int) -> str:
+    return f"{filename}:{line}"
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame that is neither torch's nor ours, or an empty string."""
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return _location(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def user_line_of(traceback: TracebackType | None) -> str:
+    """The same for the place where an exception was raised."""
+    found = ""
+    while traceback is not None:
+        if _is_user_file(traceback.tb_frame.f_code.co_filename):
+            found = _location(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+@dataclass(frozen=True)
+class Origin:
+    phase: str
+    module: str
+    source: str
+
+
+_ORIGIN = "commfuse_origin"
+
+
+def origin_of(node: fx.Node) -> Origin:
+    found: Origin = node.meta.get(_ORIGIN, _NOWHERE)
+    return found
+
+
+_NOWHERE = Origin("forward", "", "")
+
+
+def traced_graph() -> fx.Graph:
+    """The graph that make_fx is building right now."""
+    mode = get_proxy_mode()
+    assert mode is not None, "not tracing"
+    graph: fx.Graph = mode.tracer.graph  # type: ignore[attr-defined]
+    return graph
+
+
+def annotate_after(graph: fx.Graph, last: fx.Node, origin: Origin) -> None:
+    """Give `origin` to all nodes that were added after `last`."""
+    node = graph._root.prev
+    while node is not last and node.op != "root":
+        node.meta.setdefault(_ORIGIN, origin)
+        node = node.prev
+
+
+class OriginRecorder(TorchDispatchMode):
+    """Annotates every op that passes through it while make_fx records the graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self._stack: list[str] = [""]
+        self._by_sequence: dict[int, Origin] = {}
+        self._in_backward = False
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self._stack[-1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        origin = self._origin()
+        graph = traced_graph()
+        last = graph._root.prev
+        out = func(*args, **(kwargs or {}))
+        annotate_after(graph, last, origin)
+        return out
+
+    def _origin(self) -> Origin:
+        if self._in_backward:
+            current = torch._C._current_autograd_node()
+            forward = self._by_sequence.get(current._sequence_nr()) if current is not None else None
+            if forward is None:
+                return Origin("backward", "", "")
+            return Origin("backward", forward.module, forward.source)
+        origin = Origin("forward", self._stack[-1], user_line(sys._getframe(2)))
+        # An op that makes no autograd node finds the number of the op before it taken.
+        self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        return origin
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Follow which module is running, and record."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Attribute what runs inside to a name of our own, such as the loss function."""
+        self._stack.append(name)
+        yield
+        self._stack.pop()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._in_backward = True
+        yield
+        self._in_backward = False
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After an exception the stack is kept, so that the error can name the module.
+        if sys.exc_info()[0] is None:
+            self._stack.pop()
+
+
+class OriginKeeper(fx.Interpreter):
+    """Re-traces a graph so that the new nodes inherit the origins of the old ones."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        graph = traced_graph()
+        last = graph._root.prev
+        out = super().run_node(n)
+        annotate_after(graph, last, origin_of(n))
+        return out
+
+
+def keeping_origins(module: fx.GraphModule) -> Callable[..., Any]:
+    """`module` as a function to trace again."""
+    return lambda *args: OriginKeeper(module).run(*args)

@@ -1,0 +1,216 @@
+"""Trace forward, loss and backward of a training step into one functional graph of aten ops.
+
+Two stages. The first records what eager execution does: forward and `.backward()` on fresh
+parameters, so that autograd's own rules decide. The second functionalises the result, which turns
+in-place ops into plain ones and mutations of inputs (BatchNorm statistics) into values that the
+runtime copies back at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils.stateless import _reparametrize_module
+
+from commfuse_fx import ops
+from commfuse_fx.capture.provenance import OriginRecorder, keeping_origins, user_line_of
+from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.mesh import Mesh
+
+aten = torch.ops.aten
+
+LossOf = Callable[[nn.Module, Sequence[torch.Tensor], OriginRecorder], torch.Tensor]
+
+_DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedOperatorException,
+)
+
+
+@dataclass
+class Traced:
+    """Placeholders stand in the order parameters, buffers, inputs; `grads[i]` is None for an unused parameter."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    placeholders: list[fx.Node]
+    loss: fx.Node
+    grads: list[fx.Node | None]
+    mutations: list[tuple[fx.Node, fx.Node]]
+
+
+def trace_step(
+    model: nn.Module,
+    loss_of: LossOf,
+    inputs: Sequence[torch.Tensor],
+    mesh: Mesh,
+    training: bool,
+) -> Traced:
+    """Trace one step. `loss_of(model, inputs, recorder)` runs the model on traced inputs and returns the loss.
+
+    Raises CaptureError, naming module, source line and fix, where Python control flow depends on the
+    values of tensors or the loss cannot be differentiated. Errors of the model itself pass unchanged.
+    """
+    params = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    recorder = OriginRecorder(model)
+
+    def step(*flat: torch.Tensor) -> list[torch.Tensor | None]:
+        fresh = {
+            name: nn.Parameter(value, requires_grad=training and original.requires_grad)
+            for (name, original), value in zip(params.items(), flat, strict=False)
+        }
+        held = dict(zip(buffers, flat[len(params) :], strict=False))
+        leaves = [
+            value.requires_grad_(True) if training and given.requires_grad else value
+            for given, value in zip(inputs, flat[len(params) + len(buffers) :], strict=True)
+        ]
+        # backward() stays inside: activation checkpointing runs the module again there.
+        with (
+            _reparametrize_module(model, {**fresh, **held}, tie_weights=True),
+            recorder.recording(),
+            torch.set_grad_enabled(training),
+        ):
+            loss = loss_of(model, leaves, recorder)
+            for name, value in model.named_buffers():
+                if value is not held[name]:  # the model assigned a new tensor to its buffer
+                    held[name].copy_(value.detach())
+            if training:
+                _check_differentiable(loss)
+                with recorder.backward():
+                    loss.backward()  # type: ignore[no-untyped-call]
+        return [loss, *(fresh[name].grad for name in params)]
+
+    flat = [value.detach() for value in (*params.values(), *buffers.values(), *inputs)]
+    with ops.tracing_on(mesh), torch.autograd.set_multithreading_enabled(False):
+        try:
+            traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+        except _DATA_DEPENDENT as error:
+            raise _not_traceable(error, recorder) from error
+        with torch._C._DisableAutocast():
+            functional = make_fx(
+                functionalize(keeping_origins(traced), remove="mutations"),
+                decomposition_table=_DECOMPOSITIONS,
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )(*flat)
+    return _read(functional, len(params))
+
+
+def _check_differentiable(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: unfreeze one "
+            "(param.requires_grad_(True)), or check that the model's output reaches the loss without detach() or "
+            "torch.no_grad()"
+        )
+
+
+def _not_traceable(error: BaseException, recorder: OriginRecorder) -> CaptureError:
+    where = user_line_of(error.__traceback__) or "an unknown line"
+    module = recorder.module or "the top-level module"
+    return CaptureError(
+        f"cannot trace {module} at {where}: the program depends on the value of a tensor there "
+        "(an `if` or `while` on a tensor, .item(), .tolist(), a boolean mask or nonzero() whose size is not known). "
+        "Write it without a Python decision on tensor values, for example with torch.where or a fixed size. "
+        f"[{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}]"
+    )
+
+
+def _read(module: fx.GraphModule, num_params: int) -> Traced:
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    mutations: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, fx.Node] = {}  # a copy_ into a placeholder -> that placeholder
+    for node in list(graph.nodes):
+        if node.target is not aten.copy_.default:
+            continue
+        target, value = node.args[:2]
+        target = written.get(target, target)
+        if target.op == "placeholder":
+            written[node] = target
+            mutations[target] = value
+    for node in reversed(written):
+        value = node.args[1]
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    loss, *grads = graph.output_node().args[0]  # type: ignore[misc]
+    constants = {
+        str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
+    }
+    assert isinstance(loss, fx.Node) and len(grads) == num_params
+    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()))  # type: ignore[arg-type]
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """native_batch_norm updates its running statistics without saying so in its schema; this form says it."""
+    if not training or running_mean is None or running_var is None:
+        return NotImplemented
+    out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(
+        x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    running_mean.copy_(new_mean)
+    running_var.copy_(new_var)
+    return out, mean, invstd
+
+
+def _cudnn_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if not training or running_mean is None or running_var is None:
+        return NotImplemented
+    out, mean, invstd = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return out, mean, invstd, x.new_empty((0,), dtype=torch.uint8)
+
+
+def _cudnn_batch_norm_backward(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    invstd: torch.Tensor | None,
+    eps: float,
+    reserve: torch.Tensor,
+) -> Any:
+    return aten.native_batch_norm_backward(
+        grad, x, weight, running_mean, running_var, mean, invstd, True, eps, [True, True, True]
+    )
+
+
+_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}

@@ -1,0 +1,125 @@
+"""Flatten the arguments of a call into tensors and a structure that can serve as a cache key.
+
+torch's pytree leaves dataclasses alone unless they are registered; users hand them to models, so
+they are taken apart here. Everything that is not a tensor becomes part of the structure: a new value
+means a new graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from commfuse_fx.errors import ConfigTypeError
+
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The shape of a nest of containers: how to rebuild it from its tensors. Hashable."""
+
+    kind: str
+    key: Any = None
+    children: tuple[Structure, ...] = ()
+    # Rebuilding needs a pattern object of the same class; it plays no part in equality.
+    pattern: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+
+_TENSOR = Structure("tensor")
+
+
+def flatten(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Structure]:
+    """Split `value` into its tensors, each with a path such as `input.mask`, and its structure.
+
+    Raises ConfigTypeError, naming the path and the type, for objects that are neither tensors, plain
+    constants nor containers (dict, list, tuple, named tuple, dataclass): a tensor hidden in one would
+    silently become a constant of the graph.
+    """
+    leaves: list[tuple[str, torch.Tensor]] = []
+    return leaves, _flatten(value, path, leaves)
+
+
+def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Structure:
+    if isinstance(value, torch.Tensor):
+        leaves.append((path, value))
+        return _TENSOR
+    if isinstance(value, _CONSTANTS):
+        key = (value.start, value.stop, value.step) if isinstance(value, slice) else value
+        return Structure("constant", (type(value), key), pattern=value)
+    kind, items = _children(value)
+    if items is None:
+        raise ConfigTypeError(
+            f"argument {path} of type {type(value).__name__} is not understood: pass tensors, numbers, strings, "
+            "None, or dict, list, tuple and dataclass of these"
+            + (" (numpy arrays: torch.from_numpy)" if type(value).__module__ == "numpy" else "")
+        )
+    children = tuple(_flatten(item, f"{path}.{name}", leaves) for name, item in items)
+    return Structure(kind, (type(value), tuple(name for name, _ in items)), children, pattern=value)
+
+
+def _children(value: Any) -> tuple[str, list[tuple[Any, Any]] | None]:
+    if isinstance(value, Mapping):
+        return "mapping", list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple", list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return "sequence", list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "dataclass", [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return "", None
+
+
+def unflatten(structure: Structure, tensors: Iterator[torch.Tensor]) -> Any:
+    """Rebuild the value with other tensors in the places of the old ones."""
+    if structure.kind == "tensor":
+        return next(tensors)
+    if structure.kind == "constant":
+        return structure.pattern
+    names = structure.key[1]
+    items = [unflatten(child, tensors) for child in structure.children]
+    return _REBUILD[structure.kind](structure.pattern, names, items)
+
+
+def _rebuild_mapping(pattern: Any, names: tuple[Any, ...], items: list[Any]) -> Any:
+    made = dict(zip(names, items, strict=True))
+    if type(pattern) is dict:
+        return made
+    clone = copy.copy(pattern)
+    for name, item in made.items():
+        clone[name] = item
+    return clone
+
+
+def _rebuild_dataclass(pattern: Any, names: tuple[str, ...], items: list[Any]) -> Any:
+    clone = copy.copy(pattern)  # keeps fields with init=False, and skips __post_init__ as a copy should
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(clone, name, item)
+    return clone
+
+
+_REBUILD: dict[str, Callable[[Any, Any, list[Any]], Any]] = {
+    "mapping": _rebuild_mapping,
+    "namedtuple": lambda pattern, names, items: type(pattern)(*items),
+    "sequence": lambda pattern, names, items: type(pattern)(items),
+    "dataclass": _rebuild_dataclass,
+}

@@ -1,0 +1,107 @@
+"""The order of the passes, and one compile from a call's arguments to a final program."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.build import capture
+from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.capture.tree import Structure
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import OptimizerInfo, Program
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.lowered import Snapshot
+from commfuse_fx.passes.flatten_storage import FlattenStorage
+from commfuse_fx.passes.fuse_collectives import FuseCollectives
+from commfuse_fx.passes.lower_average import LowerAverage
+from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
+from commfuse_fx.passes.overlap import Overlap
+from commfuse_fx.passes.reduce_gradients import ReduceGradients
+from commfuse_fx.passes.reinplace import Reinplace
+from commfuse_fx.passes.simplify import Simplify
+from commfuse_fx.passes.slice_full_batch import SliceFullBatch
+from commfuse_fx.passes.update_parameters import UpdateParameters
+from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
+
+
+def build_pipeline(
+    config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[str] = (), flat_updates: bool = True
+) -> PassPipeline:
+    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts."""
+    group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
+    passes: list[Pass] = [
+        Simplify(),
+        SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
+        LowerUserCollectives(),
+        ReduceGradients(
+            group,
+            mean=config.gradients_mean,
+            fp32=config.gradient_fp32_sync,
+            honour_layerwise=config.parallel_mode == "hybrid_parallel",
+        ),
+        UpdateParameters(),
+        FuseCollectives(config.comm_fusion),
+        FlattenStorage(flat_updates),
+        LowerAverage(),
+    ]
+    if config.schedule != "none":
+        passes.append(Overlap())
+    passes.append(Reinplace())
+    return PassPipeline(tuple(passes))
+
+
+@dataclass
+class Compiled:
+    """The final program, the program as captured (to replay the passes from), and what it cost."""
+
+    program: Program
+    captured: Program | None
+    pipeline: PassPipeline
+    records: list[PassRecord]
+    capture_seconds: float
+
+    def replay(self) -> Mapping[str, Snapshot]:
+        """Run the passes again and keep a text after each."""
+        assert self.captured is not None
+        program = self.captured.copy()
+        stages = {"capture": Snapshot("capture", True, canonical_text(program))}
+        texts: dict[str, str] = {}
+
+        def keep(name: str, program: Program) -> None:
+            texts[name] = canonical_text(program)
+
+        for record in self.pipeline.run(program, observers=(keep,)):
+            stages[record.name] = Snapshot(record.name, record.modified, texts[record.name])
+        return stages
+
+
+def compile_call(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    structure: Structure,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    config: CompileConfig,
+    training: bool,
+    optimizer: OptimizerInfo | None,
+    sliced_inputs: Sequence[str] = (),
+    flat_updates: bool = True,
+    keep_captured: bool = False,
+) -> Compiled:
+    """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified."""
+    start = time.perf_counter()
+    program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
+    seconds = time.perf_counter() - start
+    captured = program.copy() if keep_captured else None
+    pipeline = build_pipeline(config, mesh, sliced_inputs, flat_updates)
+    check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
+    records = pipeline.run(program, check)
+    return Compiled(program, captured, pipeline, records, seconds)

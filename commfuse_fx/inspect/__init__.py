@@ -1,0 +1,1 @@
+"""Reading what was compiled. Nothing here changes a program."""

@@ -1,0 +1,77 @@
+"""Insert nodes with complete metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import WAIT
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, tensor_spec
+from commfuse_fx.ir.program import Program, Source
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Makes nodes of one program. Each new node takes the place and module of `like`, and a unique name."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = program.graph
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        spec: Spec,
+        like: NodeInfo,
+        name: str,
+        **fields: Any,
+    ) -> fx.Node:
+        """A call at the graph's current insertion point (see `after` and `before`)."""
+        node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
+        return set_info(node, like.derive(spec, name=self.program.names.reserve(name), **fields))
+
+    def after(self, node: fx.Node) -> Any:
+        return self.graph.inserting_after(node)
+
+    def before(self, node: fx.Node) -> Any:
+        return self.graph.inserting_before(node)
+
+    def placeholder(self, kind: str, name: str, spec: Spec, owner: int = -1) -> fx.Node:
+        """A new input of the step, placed after the existing ones."""
+        with self.after(self.program.last_input):
+            node = self.graph.placeholder(f"{kind}_{len(self.program.sources)}")
+        text = f"update.{owner}.{name}" if owner >= 0 else name
+        set_info(node, NodeInfo("input", spec, name=self.program.names.reserve(text)))
+        self.program.sources[node] = Source(kind, name, owner)
+        return node
+
+    def wait(self, start: fx.Node, name: str) -> fx.Node:
+        """The wait of a start node."""
+        details = info(start)
+        return self.call(WAIT, (start,), spec=details.spec, like=details, name=name)
+
+    def cast(self, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        spec = tensor_spec(value).with_dtype(dtype)
+        return self.call(
+            aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name
+        )
+
+    def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
+        """`value` in another shape: a view where its strides allow it, else a copy."""
+        spec = tensor_spec(value)
+        target = aten.view.default if spec.is_contiguous else aten.reshape.default
+        return self.call(
+            target, (value, list(shape)), spec=spec.with_shape(shape), like=info(value), name=name
+        )
+
+    def strided(self, base: fx.Node, spec: TensorSpec, offset: int, name: str, **fields: Any) -> fx.Node:
+        """The part of a flat tensor that starts at `offset` elements, with this shape and these strides."""
+        args = (base, list(spec.shape), list(spec.stride), offset)
+        return self.call(aten.as_strided.default, args, spec=spec, like=info(base), name=name, **fields)

@@ -1,0 +1,63 @@
+"""The vocabulary of collectives: which ops start one, and what waits for it.
+
+A collective is a start and a `wait_tensor`. Groups are mesh axes written as strings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.meta import info
+
+c10d = torch.ops._c10d_functional
+
+WAIT = c10d.wait_tensor.default
+
+# start op -> (kind, position of the group argument)
+_STARTS: dict[Any, tuple[str, int]] = {
+    c10d.all_reduce.default: ("all_reduce", 2),
+    c10d.all_reduce_.default: ("all_reduce", 2),
+    c10d.all_gather_into_tensor.default: ("all_gather", 2),
+    c10d.reduce_scatter_tensor.default: ("reduce_scatter", 3),
+    c10d.broadcast.default: ("broadcast", 2),
+    c10d.broadcast_.default: ("broadcast", 2),
+    c10d.all_to_all_single.default: ("all_to_all", 3),
+}
+
+IN_PLACE = {
+    c10d.all_reduce.default: c10d.all_reduce_.default,
+    c10d.broadcast.default: c10d.broadcast_.default,
+}
+
+# Kinds that may be merged, and their key in the comm_fusion dictionary.
+FUSIBLE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def is_start(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _STARTS
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is WAIT
+
+
+def kind_of(node: fx.Node) -> str:
+    """ "all_reduce", "all_gather", ... of a start node."""
+    return _STARTS[node.target][0]
+
+
+def group_of(node: fx.Node) -> str:
+    """The mesh axes of a start node."""
+    group: str = node.args[_STARTS[node.target][1]]  # type: ignore[assignment]
+    return group
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    """The wait of a start node. Raises LookupError unless there is exactly one."""
+    waits = [user for user in start.users if is_wait(user)]
+    if len(waits) != 1:
+        raise LookupError(f"collective {start.name} ({info(start).name}) has {len(waits)} waits, not one")
+    return waits[0]

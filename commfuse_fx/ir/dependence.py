@@ -1,0 +1,161 @@
+"""What must come before what: data, mutation and effects.
+
+Graphs mix pure ops with in-place ones (a gradient written into its bucket, an all_reduce in place, a
+fused parameter update). Views share the memory of their base, so each node gets a *root*: the node
+whose memory it reads or writes. Order between nodes follows from reads and writes of roots, as in any
+compiler: a write waits for earlier reads and writes, a read for earlier writes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import WAIT
+
+_IN_FLIGHT_RNG = object()
+
+
+@lru_cache(maxsize=None)
+def _alias_of_returns(target: Any) -> bool:
+    """True for ops that return memory of their first argument: views, and in-place ops."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(ret.alias_info is not None for ret in schema.returns)
+
+
+@lru_cache(maxsize=None)
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an op writes."""
+    if target is WAIT:
+        return ((0, "tensor"),)
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        (i, arg.name)
+        for i, arg in enumerate(schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+@lru_cache(maxsize=None)
+def draws_random_numbers(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when the node only gives another shape or part to existing memory, and writes nothing."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        node.op == "call_function" and _alias_of_returns(node.target) and not _written_arguments(node.target)
+    )
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """A Python function whose effects nobody knows: nothing moves across it."""
+    return (
+        node.op == "call_function"
+        and not hasattr(node.target, "_schema")
+        and getattr(node.target, "__module__", "") not in ("_operator", "operator", "math")
+        and not getattr(node.target, "commfuse_pure", False)
+    )
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, lambda node: found.append(node))
+    return found
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory this node writes."""
+    if node.op != "call_function":
+        return []
+    found: list[fx.Node] = []
+    for position, name in _written_arguments(node.target):
+        value = (
+            node.kwargs[name]
+            if name in node.kwargs
+            else node.args[position]
+            if position < len(node.args)
+            else None
+        )
+        found.extend(_nodes_in(value))
+    return found
+
+
+class Roots:
+    """The memory that each node refers to. `aliases` maps placeholders onto the placeholder whose memory they share."""
+
+    def __init__(self, graph: fx.Graph, aliases: Mapping[fx.Node, fx.Node] | None = None) -> None:
+        self._root: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            self._root[node] = self._find(node, aliases or {})
+
+    def __getitem__(self, node: fx.Node) -> fx.Node:
+        return self._root[node]
+
+    def _find(self, node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        if node in aliases:
+            return aliases[node]
+        if node.op != "call_function" or not node.all_input_nodes:
+            return node
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            # An op with several results makes them separately; a view with several parts does not.
+            return (
+                self._root[source] if self._root[source] is not source or source.op == "placeholder" else node
+            )
+        if node.target is WAIT:
+            return self._root[node.args[0]]  # type: ignore[index]
+        if _alias_of_returns(node.target):
+            written = written_nodes(node)
+            return self._root[written[0] if written else node.all_input_nodes[0]]
+        return node
+
+
+class Dependence:
+    """`direct[node]` lists the nodes that must come before it, in graph order, each once."""
+
+    def __init__(self, graph: fx.Graph, aliases: Mapping[fx.Node, fx.Node] | None = None) -> None:
+        self.roots = Roots(graph, aliases)
+        self.direct: dict[fx.Node, list[fx.Node]] = {}
+        writers: dict[Any, list[fx.Node]] = {}
+        readers: dict[Any, list[fx.Node]] = {}
+        barrier: fx.Node | None = None
+        since_barrier: list[fx.Node] = []
+        for node in graph.nodes:
+            before: dict[fx.Node, None] = dict.fromkeys(node.all_input_nodes)
+            written = dict.fromkeys(self.roots[arg] for arg in written_nodes(node))
+            if draws_random_numbers(node.target):
+                written[_IN_FLIGHT_RNG] = None  # type: ignore[index]
+            read: dict[Any, None] = {}
+            if not is_view(node):
+                read = dict.fromkeys(self.roots[arg] for arg in node.all_input_nodes)
+            for root in read:
+                before.update(dict.fromkeys(writers.get(root, ())))
+            for root in written:
+                before.update(dict.fromkeys(writers.get(root, ())))
+                before.update(dict.fromkeys(readers.get(root, ())))
+            if barrier is not None:
+                before[barrier] = None
+            if is_opaque(node):
+                before.update(dict.fromkeys(since_barrier))
+                barrier, since_barrier = node, []
+            elif node.op == "call_function":
+                since_barrier.append(node)
+            before.pop(node, None)
+            self.direct[node] = list(before)
+            for root in written:
+                writers[root] = [node]
+                readers[root] = []
+            for root in read:
+                if root not in written:
+                    readers.setdefault(root, []).append(node)

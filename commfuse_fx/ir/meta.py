@@ -1,0 +1,196 @@
+"""Typed metadata of graph nodes.
+
+Every node carries one `NodeInfo` under `node.meta["commfuse"]`. Fields are either *saved* (they
+appear in dumps and in the fingerprint) or *scratch* (they help passes and error messages only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+PHASES = ("input", "forward", "backward", "update")
+
+_KEY = "commfuse"
+
+_SHORT_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short stable name of a dtype, such as `f32`."""
+    return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    """Row-major strides (in elements) of a tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype, strides (in elements) and device type of a tensor, without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        stride = tuple(int(s) for s in tensor.stride()) if tensor.layout == torch.strided else ()
+        return cls(tuple(int(s) for s in tensor.shape), tensor.dtype, stride, str(tensor.device))
+
+    @classmethod
+    def flat(cls, numel: int, like: TensorSpec) -> TensorSpec:
+        """A one-dimensional contiguous tensor with dtype and device of `like`."""
+        return cls((numel,), like.dtype, (1,), like.device)
+
+    def with_shape(self, shape: Iterable[int]) -> TensorSpec:
+        """The contiguous tensor of another shape."""
+        shape = tuple(shape)
+        return TensorSpec(shape, self.dtype, contiguous_stride(shape), self.device)
+
+    def with_dtype(self, dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(self.shape, dtype, self.stride, self.device)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.numel == 0 or all(
+            size == 1 or have == want
+            for size, have, want in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """True when the elements fill one gap-free block of memory without overlap, in any order of dimensions."""
+        expected = 1
+        for stride, size in sorted(
+            (stride, size) for size, stride in zip(self.shape, self.stride, strict=True) if size != 1
+        ):
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+        if not self.is_contiguous:
+            text += f"({','.join(map(str, self.stride))})"
+        return text
+
+
+Spec = TensorSpec | tuple["Spec", ...] | None
+
+
+def spec_of(value: Any) -> Spec:
+    """The spec of a traced value: a tensor, a sequence of them, or None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(spec_of(item) for item in value)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveInfo:
+    """What one collective does. `group` names mesh axes, never ranks, so it is the same on every rank."""
+
+    kind: str
+    group: str
+    dtype: torch.dtype
+    nbytes: int
+    members: tuple[str, ...]
+    sequence: int
+    reduce_op: str | None = None
+    fusion_id: int | None = None
+    role: str = "user"  # "gradient" | "user"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member of a fused collective: what it reduces for whom, before and after."""
+
+    names: tuple[str, ...]
+    value: fx.Node
+    result: fx.Node
+
+
+@dataclass(slots=True)
+class NodeInfo:
+    """Metadata of one node. Scratch fields: `source`, `parts`."""
+
+    phase: str
+    spec: Spec = None
+    module: str = ""
+    name: str = ""
+    collective: CollectiveInfo | None = None
+    source: str = field(default="", compare=False)
+    parts: tuple[Part, ...] = field(default=(), compare=False)
+
+    def copy(self) -> NodeInfo:
+        return replace(self)
+
+    def derive(self, spec: Spec, **changes: Any) -> NodeInfo:
+        """Metadata for a node that a pass makes beside this one: same place in the program, another value."""
+        made = NodeInfo(self.phase, spec, self.module, source=self.source)
+        for key, value in changes.items():
+            setattr(made, key, value)
+        return made
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The typed metadata of a node. Raises KeyError when a pass forgot to set it."""
+    found: NodeInfo = node.meta[_KEY]
+    return found
+
+
+def has_info(node: fx.Node) -> bool:
+    return _KEY in node.meta
+
+
+def set_info(node: fx.Node, value: NodeInfo) -> fx.Node:
+    node.meta[_KEY] = value
+    return node
+
+
+def tensor_spec(node: fx.Node) -> TensorSpec:
+    """The spec of a node that yields one tensor. Raises TypeError otherwise."""
+    spec = info(node).spec
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"node {node.name} yields {spec}, not one tensor")
+    return spec

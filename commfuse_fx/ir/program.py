@@ -1,0 +1,182 @@
+"""A training step on its way through the compiler: the graph plus what its inputs and outputs mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import TensorSpec, has_info, info, set_info
+from commfuse_fx.ir.naming import Names
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What the compiler knows of one parameter.
+
+    `sequence` is its position among those that require gradients. `movable`: its memory is its own and
+    has no gaps, so it can become a view of flat storage.
+    """
+
+    name: str
+    spec: TensorSpec
+    trainable: bool
+    sequence: int = -1
+    fusion_id: int | None = None
+    layerwise_parallel: bool = False
+    movable: bool = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the runtime finds the value of a placeholder.
+
+    kind: "parameter" | "buffer" | "input" (a leaf of the call's arguments) | "flat" (flat storage of
+    several parameters) | "state" (a list of optimizer state tensors) | "hyper" (a number read from the
+    optimizer at every step). `owner` is the update that a flat, state or hyper belongs to.
+    """
+
+    kind: str
+    name: str
+    owner: int = -1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Parameters that lie one after another in flat storage and are updated as one tensor.
+
+    `members` are (parameter name, offset in elements). A segment of one member is the parameter itself.
+    """
+
+    members: tuple[tuple[str, int], ...]
+    numel: int
+
+    @property
+    def is_flat(self) -> bool:
+        return len(self.members) > 1
+
+
+@dataclass
+class Update:
+    """One parameter update node: its rule, its param group and the segments of its lists, in order."""
+
+    rule: str
+    group: int
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of `explain()`: which pass decided what about whom, and why."""
+
+    topic: str
+    subject: str
+    reason: str
+
+
+@dataclass
+class Program:
+    """The unit that passes transform."""
+
+    graph: fx.Graph
+    mesh: Mesh
+    config: CompileConfig
+    params: dict[str, Parameter]
+    sources: dict[fx.Node, Source]
+    training: bool
+    loss: fx.Node
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
+    grads: dict[str, fx.Node] = field(default_factory=dict)
+    optimizer: OptimizerInfo | None = None
+    updates: list[Update] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def copy(self) -> Program:
+        """An independent program with the same content."""
+        graph = fx.Graph()
+        same: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(self.graph, same)
+        output = graph.output(result)
+        output.meta = self.output.meta.copy()
+        same[self.output] = output
+        for old, new in same.items():
+            set_info(new, info(old).copy())
+        return replace(
+            self,
+            graph=graph,
+            sources={same[node]: source for node, source in self.sources.items()},
+            loss=same[self.loss],
+            grads={name: same[node] for name, node in self.grads.items()},
+            names=self.names.copy(),
+            updates=[replace(update, segments=list(update.segments)) for update in self.updates],
+            notes=list(self.notes),
+        )
+
+    def note(self, topic: str, subject: str, reason: str) -> None:
+        self.notes.append(Note(topic, subject, reason))
+
+    def placeholder(self, kind: str, name: str, owner: int = -1) -> fx.Node | None:
+        """The placeholder with this source, if the graph has it."""
+        wanted = Source(kind, name, owner)
+        return next((node for node, source in self.sources.items() if source == wanted), None)
+
+    def aliases(self) -> dict[fx.Node, fx.Node]:
+        """Placeholders that share memory with another one: members of flat storage, views of step counts."""
+        shared: dict[fx.Node, fx.Node] = {}
+        by_source = {source: node for node, source in self.sources.items()}
+        for source, node in by_source.items():
+            if source.kind == "flat":
+                update = self.updates[source.owner]
+                segment = next(each for each in update.segments if each.members[0][0] == source.name)
+                for name, _ in segment.members:
+                    shared[by_source[Source("parameter", name)]] = node
+            if source.kind == "state" and source.name == "step":
+                shared[node] = by_source[Source("state", "steps", source.owner)]
+        return shared
+
+    @property
+    def last_input(self) -> fx.Node:
+        """The last placeholder; new ones are inserted after it."""
+        last = None
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                break
+            last = node
+        assert last is not None, "a training step has inputs"
+        return last
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    def collectives(self) -> Iterator[fx.Node]:
+        """The nodes that start a collective, in issue order."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and has_info(node) and info(node).collective is not None:
+                yield node
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """One param group: its parameters (those of the model, in its order) and its structural flags."""
+
+    params: tuple[str, ...]
+    flags: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """The user's optimizer as the compiler sees it.
+
+    `rule` is the name of a known elementwise update rule, or "opaque": the optimizer's own step() is called.
+    """
+
+    rule: str
+    class_name: str
+    groups: tuple[OptimizerGroup, ...]
+    why_opaque: str = ""

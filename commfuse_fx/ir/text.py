@@ -1,0 +1,135 @@
+"""Canonical text of a program: byte-identical over runs, ranks and hash seeds. One line per node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, dtype_name, info
+from commfuse_fx.ir.naming import PHASE_TAG, op_name
+from commfuse_fx.ir.program import Program, Segment
+
+SCHEMA = 1
+
+
+def header(program: Program) -> list[tuple[str, str]]:
+    """(name, value) pairs that identify what was compiled, for whom and how."""
+    config = program.config
+    lines = [
+        ("schema", str(SCHEMA)),
+        ("torch", torch.__version__.split("+")[0]),
+        ("world", str(program.mesh.world)),
+        ("mesh", str(program.mesh)),
+        ("step", "train" if program.training else "eval"),
+        *config.header(),
+    ]
+    if program.optimizer is not None:
+        lines.append(("optimizer", f"{program.optimizer.class_name} ({program.optimizer.rule})"))
+    return lines
+
+
+def canonical_text(program: Program, activations: bool = True) -> str:
+    """The header and one line per node.
+
+    With `activations` False, sizes that depend on the batch are left out: two ranks may differ in
+    those and still run the same collectives. Lines correspond one to one with the full text.
+    """
+    lines = [f"# {name}: {value}" for name, value in header(program)]
+    writer = _Writer(program, activations)
+    lines.extend(writer.line(node) for node in program.graph.nodes)
+    return "\n".join(lines) + "\n"
+
+
+def node_reference(node: fx.Node) -> str:
+    return f"%{info(node).name}"
+
+
+def collective_text(details: CollectiveInfo, size: int) -> str:
+    """`group=dp(2) op=sum bytes=128 fusion_id=1 members=[a, b]`."""
+    parts = [f"group={details.group}({size})"]
+    if details.reduce_op:
+        parts.append(f"op={details.reduce_op}")
+    parts.append(f"dtype={dtype_name(details.dtype)}")
+    parts.append(f"bytes={details.nbytes}")
+    if details.fusion_id is not None:
+        parts.append(f"fusion_id={details.fusion_id}")
+    parts.append(f"members=[{', '.join(details.members)}]")
+    return " ".join(parts)
+
+
+def spec_text(spec: Spec) -> str:
+    if isinstance(spec, TensorSpec):
+        return str(spec)
+    if spec is None:
+        return "-"
+    texts = [spec_text(item) for item in spec]
+    if len(texts) > 4:
+        return f"({', '.join(texts[:3])}, ... {len(texts)})"
+    return f"({', '.join(texts)})"
+
+
+class _Writer:
+    def __init__(self, program: Program, activations: bool) -> None:
+        self.program = program
+        self.activations = activations
+
+    def line(self, node: fx.Node) -> str:
+        details = info(node)
+        if node.op == "placeholder":
+            return self._input(node, details)
+        if node.op == "output":
+            return f"return {self._value(node.args[0])}"
+        if node.op == "get_attr":
+            return f"in  {node_reference(node)}: {self._spec(details)} = constant"
+        text = (
+            f"{PHASE_TAG[details.phase]} {node_reference(node)}: {self._spec(details)} = {self._call(node)}"
+        )
+        if details.collective is not None:
+            size = self.program.mesh.size(details.collective.group)
+            text += f"  {{{collective_text(details.collective, size)}}}"
+        return text
+
+    def _input(self, node: fx.Node, details: NodeInfo) -> str:
+        source = self.program.sources[node]
+        text = f"in  {node_reference(node)}: "
+        if source.kind == "hyper":
+            return text + "number = hyper-parameter of the optimizer"
+        if source.kind == "input":
+            return text + f"{self._spec(details)} = input"
+        text += f"{spec_text(details.spec)} = {source.kind}"
+        if source.kind == "flat":
+            text += f" {self._segment(source.owner, source.name)}"
+        if source.kind == "state" and isinstance(details.spec, tuple):
+            text += f" of {len(details.spec)} tensor(s)"
+        return text
+
+    def _segment(self, owner: int, name: str) -> str:
+        segment: Segment = next(s for s in self.program.updates[owner].segments if s.members[0][0] == name)
+        return f"[{', '.join(f'{member}@{offset}' for member, offset in segment.members)}]"
+
+    def _spec(self, details: NodeInfo) -> str:
+        if self.activations or details.collective is not None or details.phase == "update":
+            return spec_text(details.spec)
+        return "*"
+
+    def _call(self, node: fx.Node) -> str:
+        values = [self._value(arg) for arg in node.args]
+        values.extend(f"{key}={self._value(value)}" for key, value in node.kwargs.items())
+        return f"{op_name(node.target)}({', '.join(values)})"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return node_reference(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._value(item) for item in value)}]"
+        if isinstance(value, torch.dtype):
+            return dtype_name(value)
+        if isinstance(value, bool) or value is None:
+            return str(value)
+        if isinstance(value, int):
+            return str(value) if self.activations else "*"
+        if isinstance(value, str):
+            return value
+        return str(value).removeprefix("torch.")

@@ -1,0 +1,67 @@
+"""Invariants of a program, checked after every pass in tests and with COMMFUSE_VERIFY=1."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from commfuse_fx.errors import VerificationError
+from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.dependence import Dependence, is_view
+from commfuse_fx.ir.meta import has_info, info
+from commfuse_fx.ir.program import Program
+
+
+def verify(program: Program, after: str) -> None:
+    """Raise VerificationError, naming pass, node and source line, where an invariant does not hold."""
+
+    def fail(node: fx.Node, what: str) -> None:
+        name = info(node).name if has_info(node) else node.name
+        where = f" ({info(node).source})" if has_info(node) and info(node).source else ""
+        raise VerificationError(f"after pass {after}: node {name}{where}: {what}")
+
+    seen: dict[fx.Node, None] = {}
+    names: dict[str, None] = {}
+    for node in program.graph.nodes:
+        for value in node.all_input_nodes:
+            if value not in seen:
+                fail(node, f"uses {value.name} before it is computed")
+        seen[node] = None
+        if not has_info(node):
+            fail(node, "has no metadata")
+        if node.op == "placeholder" and node not in program.sources:
+            fail(node, "is an input without a source")
+        if node.op == "output":
+            continue
+        name = info(node).name
+        if not name or name in names:
+            fail(node, f"has the name {name!r}, which is empty or not unique")
+        names[name] = None
+        if is_start(node):
+            try:
+                wait_of(node)
+            except LookupError as error:
+                fail(node, str(error))
+            if info(node).collective is None:
+                fail(node, "starts a collective but carries no collective metadata")
+    _check_in_flight(program, fail)
+
+
+def _check_in_flight(program: Program, fail: object) -> None:
+    """Between a start and its wait nobody may touch the memory that is on the wire."""
+    roots = Dependence(program.graph, program.aliases()).roots
+    flying: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_wait(node):
+            start = node.args[0]
+            assert isinstance(start, fx.Node)
+            flying.pop(roots[start], None)
+            continue
+        if not is_view(node):
+            for value in node.all_input_nodes:
+                start = flying.get(roots[value])
+                if start is not None:
+                    fail(node, f"touches memory of {info(start).name} while it is on the wire")  # type: ignore[operator]
+        if is_start(node):
+            flying[roots[node]] = node

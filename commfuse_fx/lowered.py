@@ -1,0 +1,147 @@
+"""What was compiled, to read: the final graph, its collectives, and how it came about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.errors import NotAvailableError
+from commfuse_fx.inspect.explain import Explanation, explain
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.serialize import to_json
+from commfuse_fx.ir.text import canonical_text
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the final graph, as this rank runs it.
+
+    bytes: payload of the full, unsharded buffer. group: global ranks. members: parameter names, or node
+    names for collectives that serve no parameter. index: sequence number of the first member.
+    """
+
+    kind: str
+    reduce_op: str | None
+    dtype: torch.dtype
+    group: tuple[int, ...]
+    bytes: int
+    members: tuple[str, ...]
+    fusion_id: int | None
+    index: int
+    phase: str
+
+    @property
+    def fused(self) -> bool:
+        return len(self.members) > 1
+
+    @classmethod
+    def of(cls, details: CollectiveInfo, node: NodeInfo, ranks: tuple[int, ...]) -> Collective:
+        return cls(
+            kind=details.kind,
+            reduce_op=details.reduce_op,
+            dtype=details.dtype,
+            group=ranks,
+            bytes=details.nbytes,
+            members=details.members,
+            fusion_id=details.fusion_id,
+            index=details.sequence,
+            phase=node.phase,
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The program after one pass."""
+
+    name: str
+    modified: bool
+    _text: str
+
+    def text(self) -> str:
+        return self._text
+
+
+class Lowered:
+    """A compiled step. Text, JSON, collectives and fingerprint do not depend on the rank; groups do."""
+
+    def __init__(self, program: Program, rank: int, replay: Callable[[], Mapping[str, Snapshot]]) -> None:
+        self._program = program
+        self._rank = rank
+        self._replay = replay
+
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """The final graph. Collectives name mesh axes as their group; `node.meta["commfuse"]` is a NodeInfo."""
+        root = torch.nn.Module()
+        for name, constant in self._program.constants.items():
+            root.register_buffer(name, constant, persistent=False)
+        return fx.GraphModule(root, self._program.graph, "CommFuseStep")
+
+    @cached_property
+    def stages(self) -> Mapping[str, Snapshot]:
+        """Pass name -> snapshot after it, in order; "capture" comes first. Made when first asked for."""
+        return self._replay()
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """All collectives, in issue order."""
+        mesh = self._program.mesh
+        found: list[Collective] = []
+        for node in self._program.collectives():
+            details = info(node).collective
+            assert details is not None
+            found.append(Collective.of(details, info(node), mesh.ranks(details.group, self._rank)))
+        return found
+
+    @cached_property
+    def _canonical(self) -> str:
+        return canonical_text(self._program)
+
+    def text(self) -> str:
+        """Canonical text: byte-identical over runs, ranks and hash seeds."""
+        return self._canonical
+
+    def to_json(self) -> str:
+        """The final graph as JSON: `{"schema", "header", "nodes"}`."""
+        return to_json(self._program)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical text, in hex."""
+        return hashlib.sha256(self._canonical.encode()).hexdigest()
+
+    def explain(self) -> Explanation:
+        """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced."""
+        return explain(self._program)
+
+    def simulate(self, cluster: Any = None) -> Any:
+        raise NotAvailableError("Lowered.simulate() is not available yet: measure the step itself for now")
+
+    def dump(self, directory: str | Path) -> Path:
+        """Write `rank<r>/` under `directory`: index.json, one text per stage, the final graph as text and JSON.
+
+        Returns the folder of this rank. Existing files of the same names are replaced.
+        """
+        folder = Path(directory) / f"rank{self._rank}"
+        (folder / "stages").mkdir(parents=True, exist_ok=True)
+        stages = []
+        for number, (name, snapshot) in enumerate(self.stages.items()):
+            path = folder / "stages" / f"{number:02d}-{name}.txt"
+            path.write_text(snapshot.text())
+            stages.append({"pass": name, "modified": snapshot.modified, "file": f"stages/{path.name}"})
+        files = {"text": "graph.txt", "json": "graph.json", "explain": "explain.txt"}
+        (folder / files["text"]).write_text(self.text())
+        (folder / files["json"]).write_text(self.to_json())
+        (folder / files["explain"]).write_text(self.explain().text())
+        index = {"schema": 1, "rank": self._rank, "fingerprint": self.fingerprint, **files, "stages": stages}
+        (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+        return folder

@@ -1,0 +1,142 @@
+"""Agreement between ranks before the first collective of every step.
+
+Each step every rank casts a vote over a small Gloo group: a hash of its plan, and whether it has failed
+so far. The vote is started when the backward begins and read before the first collective, so it hides
+behind compute. If the ranks differ, all of them learn it from the same vote, exchange their plans, and
+raise; nobody is left waiting in a collective that the others will never join.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
+
+log = logging.getLogger("commfuse_fx")
+
+
+def hash62(text: str) -> int:
+    """A positive integer that fits 62 bits, the same on every rank and run."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def checksum(tensors: list[torch.Tensor]) -> int:
+    """A number that differs, almost surely, when two ranks hold different values. Zero-copy, one pass."""
+    total = 0
+    for number, tensor in enumerate(tensors):
+        bits = tensor.detach().double().sum().view(torch.int64)
+        total = (total * 31 + int(bits) + number) % (1 << 62)
+    return total
+
+
+class Agreement:
+    """One rank's side of the votes. `plan` texts: what must agree, and the full text to quote from, line by line."""
+
+    def __init__(self) -> None:
+        # A group of its own: votes never mix with other traffic. Every rank must get here.
+        self._group: Any = dist.new_group(backend="gloo")
+        self._work: Any = None
+        self._vote = torch.zeros(5, dtype=torch.int64)
+        self._settled = True
+        self.rank = dist.get_rank()
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether this step's vote has been cast or settled."""
+        return self._settled or self._work is not None
+
+    def begin_step(self) -> None:
+        self._settled = False
+        self._work = None
+
+    def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
+        """Start the vote. Returns at once."""
+        failure = self.rank + 1 if failed else 0
+        self._vote = torch.tensor([signature, -signature, failure, parameters, -parameters])
+        try:
+            self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def settle(self, plan: tuple[str, str]) -> None:
+        """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
+        if self._settled:
+            return
+        high, low, failure, most, least = self._result()
+        self._settled = True
+        if failure:
+            raise PeerFailedError(self._explain_failure(self._exchange("")))
+        if high != -low:
+            raise PlanMismatchError(self._explain_mismatch(self._exchange(plan)))
+        if most != -least:
+            log.warning(
+                "parameters differ between ranks before the first step: seed all ranks alike, or pass "
+                "parameter_broadcast=True to start from rank 0's"
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on with this step. Waits until they have heard it."""
+        try:
+            self.cast(0, failed=True)
+            self._result()
+            self._exchange(f"{type(error).__name__}: {error}")
+        except (CollectiveError, RuntimeError) as lost:
+            log.warning("could not tell the other ranks about the error: %s", lost)
+        finally:
+            self._settled = True
+
+    def _result(self) -> list[int]:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self._work = None
+        return [int(value) for value in self._vote.tolist()]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(gathered, mine, self._group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return gathered
+
+    def _lost(self, error: RuntimeError) -> CollectiveError:
+        return CollectiveError(
+            f"rank {self.rank}: the agreement before the first collective of the step failed: another rank has died or "
+            f"did not reach this step within the time-out. Nothing was updated. [{type(error).__name__}: {error}]"
+        )
+
+    def _explain_failure(self, messages: list[Any]) -> str:
+        said = [(rank, text) for rank, text in enumerate(messages) if isinstance(text, str) and text]
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
+        return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
+
+    def _explain_mismatch(self, plans: list[Any]) -> str:
+        for other, plan in enumerate(plans):
+            if isinstance(plan, tuple) and isinstance(plans[0], tuple) and plan[0] != plans[0][0]:
+                line, first, second = _first_difference(plans[0], plan)
+                return (
+                    f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
+                    f"  rank 0: {first}\n  rank {other}: {second}\n"
+                    "Give every rank the same model, configuration and optimizer, and batches of the same structure."
+                )
+        return (
+            "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
+        )
+
+
+def _first_difference(one: tuple[str, str], two: tuple[str, str]) -> tuple[int, str, str]:
+    """Compare what must agree; quote the full lines."""
+    keys = [text.splitlines() for text in (one[0], two[0])]
+    full = [text.splitlines() for text in (one[1], two[1])]
+    for i in range(max(len(keys[0]), len(keys[1]))):
+        if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
+            return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]
+    return 0, "", ""

@@ -1,0 +1,172 @@
+"""Run a compiled program on this rank."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from commfuse_fx.ir.dependence import draws_random_numbers
+from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.runtime.codegen import Generated, generate
+from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.storage import Storage
+from commfuse_fx.runtime.wire import Wire
+
+
+class Executor:
+    """One program, its generated code and its bound storage.
+
+    A run is two calls. `produce` computes everything and changes nothing that the user owns; if it
+    raises, the step has not happened. `commit` writes parameters, optimizer state and buffers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        groups: Groups | None,
+        rank: int,
+    ) -> None:
+        self.program = program
+        self.params = params
+        self.buffers = buffers
+        self.optimizer = optimizer
+        self.rank = rank
+        self.storage = Storage(program, params, optimizer)
+        self.wire = Wire(program, groups, rank)
+        self.has_collectives = any(True for _ in program.collectives())
+        self.draws = any(draws_random_numbers(node.target) for node in program.graph.nodes)
+        self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
+        self._sources: Sequence[Source] = list(program.sources.values())
+        self._hooks: dict[fx.Node, Callable[[], None]] = {}
+        self.generated: Generated | None = None
+
+    def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
+        """Generate the code. The hooks run when the backward begins (or at once, if collectives come earlier)
+        and just before the first collective."""
+        hooks: dict[fx.Node, list[Callable[[], None]]] = {}
+        if self.has_collectives:
+            body = [node for node in self.program.graph.nodes if node.op == "call_function"]
+            first = next(self.program.collectives())
+            backward = next((node for node in body if info(node).phase == "backward"), first)
+            before_first = body.index(backward) < body.index(first)
+            hooks.setdefault(backward if before_first else body[0], []).append(on_backward)
+            hooks.setdefault(first, []).append(on_first_collective)
+        self.generated = generate(self.program, self._bind, hooks)
+
+    def _bind(self, node: fx.Node) -> Any:
+        if node.target is optimizer_step:
+            return self._step_optimizer
+        return self.wire.bind(node) or node.target
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """Execute one step; returns the loss and the gradients (when the program has any)."""
+        assert self.generated is not None
+        given = self._gather(inputs)
+        with torch.no_grad(), torch._C._DisableAutocast(), self._own_randomness():
+            try:
+                live = self.generated.produce(given)
+            except Exception as error:
+                self.wire.abandon()
+                self._locate(error)
+                raise
+            with _interrupts_deferred():
+                outputs = self.generated.commit(live)
+                self.storage.publish()
+        return outputs
+
+    def _gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        numbers = self.storage.numbers()
+        values: list[Any] = []
+        for source in self._sources:
+            if source.kind == "parameter":
+                values.append(self.params[source.name])
+            elif source.kind == "buffer":
+                values.append(self.buffers[source.name])
+            elif source.kind == "input":
+                values.append(inputs[source.name])
+            elif source.kind == "hyper":
+                values.append(numbers[source.owner][source.name])
+            else:
+                values.append(self.storage.value(source))
+        return values
+
+    def _step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+        """Let the user's optimizer update, with `.grad` as it was before and after."""
+        assert self.optimizer is not None
+        held = [(param, param.grad) for group in self.optimizer.param_groups for param in group["params"]]
+        for param, _ in held:
+            param.grad = None
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        try:
+            with torch.enable_grad():
+                self.optimizer.step()
+        finally:
+            for param, grad in held:
+                param.grad = grad
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Draw from a stream of this rank, which the user's seed decides: another mask on every step and rank."""
+        if not self.draws or self.program.mesh.world == 1:
+            yield
+            return
+        # 62 bits from the user's generator, so that the next step differs; the rank is mixed in.
+        seed = int(torch.randint(0, 1 << 62, (1,)))
+        state = torch.get_rng_state()
+        cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
+        try:
+            torch.default_generator.manual_seed((seed + self.rank * 0x9E3779B97F4A7C15) % (1 << 63))
+            for device in self.devices:
+                torch.cuda.default_generators[device].manual_seed(seed ^ (self.rank + 1))
+            yield
+        finally:
+            torch.set_rng_state(state)
+            for device, saved in zip(self.devices, cuda, strict=True):
+                torch.cuda.set_rng_state(saved, device)
+
+    def _locate(self, error: BaseException) -> None:
+        """Add the module and source line of the node that failed to the exception."""
+        assert self.generated is not None
+        traceback = error.__traceback__
+        node = None
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.generated.filename:
+                node = self.generated.node_of_line.get(traceback.tb_lineno)
+            traceback = traceback.tb_next
+        if node is not None and sys.version_info >= (3, 11):
+            details = info(node)
+            where = f" ({details.source})" if details.source else ""
+            error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C waits until the update is complete: a half-updated model is of no use to anybody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[Any] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None or not callable(previous):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if arrived:
+            previous(*arrived[-1])

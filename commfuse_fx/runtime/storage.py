@@ -1,0 +1,208 @@
+"""Where the parameters and the optimizer state of a compiled step live.
+
+Parameters that are updated together become views of one flat tensor, and so do their optimizer states.
+To the user nothing changes: `param`, `optimizer.state[param]` and both state_dicts stay what they were,
+and values that the user loads or assigns are taken over at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.ir.program import Program, Segment, Source, Update
+from commfuse_fx.optim import RULES, Rule
+
+FIRST_STEP = "is_first_step"
+
+
+class LayoutConflict(Exception):
+    """The optimizer's present state does not allow this plan. `remedy`: "separate" updates, or "opaque" ones."""
+
+    def __init__(self, remedy: str, reason: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """The part of `flat` at `offset` (elements) with shape and strides of `like`."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+
+
+class Storage:
+    """Binds the inputs of one program that belong to its parameters and its optimizer."""
+
+    def __init__(
+        self, program: Program, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.program = program
+        self.params = params
+        self.optimizer = optimizer
+        self.flats: dict[tuple[int, str], torch.Tensor] = {}
+        self._updates = [_BoundUpdate(self, update, i) for i, update in enumerate(program.updates)]
+
+    def bind(self) -> None:
+        """Take over parameters and state as they are now. Raises LayoutConflict; then nothing has changed."""
+        for update in self._updates:
+            update.check_uniform()
+        with torch.no_grad():
+            for update in self._updates:
+                update.bind_params()
+                update.bind_states()
+
+    def is_bound(self) -> bool:
+        """False when the user has replaced a parameter's or a state's memory since the last step."""
+        return all(update.is_bound() for update in self._updates)
+
+    def publish(self) -> None:
+        """After the first update: show the states in `optimizer.state`."""
+        for update in self._updates:
+            update.publish()
+
+    def value(self, source: Source) -> Any:
+        """The tensor, or list of tensors, for a flat or state input."""
+        if source.kind == "flat":
+            return self.flats[source.owner, source.name]
+        return self._updates[source.owner].lists[source.name]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of each update, read from the optimizer now."""
+        return [update.numbers() for update in self._updates]
+
+
+class _BoundUpdate:
+    def __init__(self, storage: Storage, update: Update, owner: int) -> None:
+        self.storage = storage
+        self.update = update
+        self.owner = owner
+        self.rule: Rule = RULES[update.rule]
+        assert storage.optimizer is not None and storage.program.optimizer is not None
+        self.optimizer = storage.optimizer
+        self.flags = dict(storage.program.optimizer.groups[update.group].flags)
+        self.names = self.rule.states(self.flags)
+        self.lists: dict[str, list[torch.Tensor]] = {}
+        self.first_step = False
+        self._pointers: list[tuple[nn.Parameter, int]] = []
+        self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
+
+    def numbers(self) -> dict[str, Any]:
+        values: dict[str, Any] = self.rule.hyper(self.optimizer.param_groups[self.update.group])
+        values[FIRST_STEP] = self.first_step
+        return values
+
+    def is_bound(self) -> bool:
+        if any(param.data_ptr() != pointer for param, pointer in self._pointers):
+            return False
+        state = self.optimizer.state
+        return bool(self.lists) and all(
+            (held := state.get(param)) is not None and held.get(name) is value
+            for param, name, value in self._shown
+        )
+
+    def publish(self) -> None:
+        self.first_step = False
+        for param, name, value in self._shown:
+            self.optimizer.state[param][name] = value
+
+    def check_uniform(self) -> None:
+        """One update of several parameters needs one step count; SGD needs all or none of the momentum buffers."""
+        for segment in self.update.segments:
+            if segment.is_flat and self.rule.has_step:
+                counts = [self._step_count(name) for name, _ in segment.members]
+                if any(count != counts[0] for count in counts):
+                    raise LayoutConflict("separate", "parameters of one bucket have different step counts")
+        if self.rule.name == "sgd" and self.names:
+            missing = [self._state_of(name, "momentum_buffer") is None for name in self._members()]
+            group = self.optimizer.param_groups[self.update.group]
+            if any(missing) and not all(missing) and group["dampening"] != 0:
+                raise LayoutConflict(
+                    "opaque", "only some parameters have a momentum buffer, and dampening is not 0"
+                )
+
+    def bind_params(self) -> None:
+        self._pointers = []
+        for segment in self.update.segments:
+            if not segment.is_flat:
+                continue
+            key = (self.owner, segment.members[0][0])
+            flat = self.storage.flats.get(key)
+            if flat is None or not self._lies_in(flat, segment):
+                flat = self.storage.flats[key] = self._move_params(segment)
+            self._pointers.extend(
+                (param, param.data_ptr())
+                for param in (self.storage.params[name] for name, _ in segment.members)
+            )
+
+    def _lies_in(self, flat: torch.Tensor, segment: Segment) -> bool:
+        start, size = flat.data_ptr(), flat.element_size()
+        return all(
+            self.storage.params[name].data_ptr() == start + offset * size for name, offset in segment.members
+        )
+
+    def _move_params(self, segment: Segment) -> torch.Tensor:
+        first = self.storage.params[segment.members[0][0]]
+        flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
+        for name, offset in segment.members:
+            param = self.storage.params[name]
+            place = strided_view(flat, param, offset)
+            place.copy_(param.detach())
+            param.data = place
+        return flat
+
+    def bind_states(self) -> None:
+        self._shown = []
+        self.lists = {name: [] for name in self.names}
+        if self.rule.has_step:
+            self.lists["steps"] = []
+            self.lists["step"] = []
+        if self.rule.name == "sgd":
+            self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self._members())
+        for segment in self.update.segments:
+            for name in self.names:
+                self.lists[name].append(self._bind_state(segment, name))
+            if self.rule.has_step:
+                self._bind_steps(segment)
+
+    def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
+        first = self.storage.params[segment.members[0][0]]
+        if not segment.is_flat:
+            held = self._state_of(segment.members[0][0], state)
+            if held is None or held.dtype != first.dtype or held.stride() != first.stride():
+                old, held = held, torch.zeros_like(first.detach(), memory_format=torch.preserve_format)
+                if old is not None:
+                    held.copy_(old)
+            self._shown.append((first, state, held))
+            return held
+        flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
+        for name, offset in segment.members:
+            param = self.storage.params[name]
+            place = strided_view(flat, param, offset)
+            held = self._state_of(name, state)
+            if held is not None:
+                place.copy_(held)
+            self._shown.append((param, state, place))
+        return flat
+
+    def _bind_steps(self, segment: Segment) -> None:
+        """Every parameter keeps a step count of its own, as a view, so that eager steps can go on from here."""
+        device = self.storage.params[segment.members[0][0]].device
+        counts = torch.tensor([self._step_count(name) for name, _ in segment.members], dtype=torch.float32)
+        counts = counts.to(device)
+        for i, (name, _) in enumerate(segment.members):
+            self._shown.append((self.storage.params[name], "step", counts[i]))
+        self.lists["steps"].append(counts)
+        self.lists["step"].append(counts[0])
+
+    def _members(self) -> list[str]:
+        return [name for segment in self.update.segments for name, _ in segment.members]
+
+    def _state_of(self, name: str, state: str) -> Any:
+        held = self.optimizer.state.get(self.storage.params[name])
+        return None if held is None else held.get(state)
+
+    def _step_count(self, name: str) -> float:
+        held = self._state_of(name, "step")
+        return 0.0 if held is None else float(held)

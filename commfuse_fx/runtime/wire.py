@@ -1,0 +1,148 @@
+"""Bind collectives of a graph to torch.distributed: start asynchronously, wait by handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
+from commfuse_fx.ir.functions import axis_index
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import collective_text
+from commfuse_fx.runtime.groups import Groups
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as the one-dimensional block of memory that it is."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+class Wire:
+    """The collectives of one program on this rank. `groups` is None where the program has none."""
+
+    def __init__(self, program: Program, groups: Groups | None, rank: int) -> None:
+        self.program = program
+        self.groups = groups
+        self.rank = rank
+        self._pending: dict[fx.Node, Any] = {}
+
+    def bind(self, node: fx.Node) -> Callable[..., Any] | None:
+        """The callable for a collective, a wait or a coordinate; None for any other node."""
+        if is_start(node):
+            return self._bind_start(node)
+        if is_wait(node):
+            return self._bind_wait(node)
+        if node.target is axis_index:
+            index = self.program.mesh.index(str(node.args[0]), self.rank)
+            return lambda group: index
+        if node.target is torch.ops.commfuse.zero_unless_source.default:
+            mine = self.program.mesh.index(str(node.args[2]), self.rank)
+            return lambda x, src, group: x if mine == src else torch.zeros_like(x)
+        return None
+
+    def abandon(self) -> None:
+        """Forget collectives that were started in a step that failed."""
+        self._pending.clear()
+
+    def _bind_start(self, node: fx.Node) -> Callable[..., Any]:
+        assert self.groups is not None, "a collective needs process groups"
+        issue = _ISSUE[node.target]
+        group = self.groups[group_of(node)]
+        ranks = self.program.mesh.ranks(group_of(node), self.rank)
+        pending = self._pending
+
+        def start(*args: Any) -> torch.Tensor:
+            try:
+                out, pending[node] = issue(group, ranks, *args)
+            except RuntimeError as error:
+                raise self._failure(node, error) from error
+            return out  # type: ignore[no-any-return]
+
+        return start
+
+    def _bind_wait(self, node: fx.Node) -> Callable[..., Any]:
+        start = node.args[0]
+        assert isinstance(start, fx.Node)
+        pending = self._pending
+
+        def wait(value: torch.Tensor) -> torch.Tensor:
+            try:
+                pending.pop(start).wait()
+            except RuntimeError as error:
+                raise self._failure(start, error) from error
+            return value
+
+        return wait
+
+    def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
+        details = info(node).collective
+        assert details is not None
+        size = self.program.mesh.size(details.group)
+        return CollectiveError(
+            f"rank {self.rank}: {details.kind} {info(node).name} failed: {collective_text(details, size)}. "
+            "Another rank has died, is stuck or left the step early; its own output says why. Parameters and "
+            f"optimizer state on this rank are as before this step. [{type(error).__name__}: {error}]"
+        )
+
+
+def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> tuple[torch.Tensor, Any]:
+    return _all_reduce_in_place(group, ranks, x.clone(), op, axes)
+
+
+def _all_reduce_in_place(
+    group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str
+) -> tuple[torch.Tensor, Any]:
+    return x, dist.all_reduce(_memory(x), _REDUCE_OPS[op], group, async_op=True)
+
+
+def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> tuple[torch.Tensor, Any]:
+    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    return out, dist.all_gather_into_tensor(out, x.contiguous(), group, async_op=True)
+
+
+def _reduce_scatter(
+    group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str
+) -> tuple[torch.Tensor, Any]:
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return out, dist.reduce_scatter_tensor(out, x.contiguous(), _REDUCE_OPS[op], group, async_op=True)
+
+
+def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> tuple[torch.Tensor, Any]:
+    return _broadcast_in_place(group, ranks, x.clone(), src, axes)
+
+
+def _broadcast_in_place(
+    group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str
+) -> tuple[torch.Tensor, Any]:
+    return x, dist.broadcast(_memory(x), ranks[src], group, async_op=True)
+
+
+def _all_to_all(
+    group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str
+) -> tuple[torch.Tensor, Any]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group, async_op=True)
+
+
+_ISSUE: dict[Any, Callable[..., tuple[torch.Tensor, Any]]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce_in_place,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.broadcast.default: _broadcast,
+    c10d.broadcast_.default: _broadcast_in_place,
+    c10d.all_to_all_single.default: _all_to_all,
+}

@@ -1,0 +1,1 @@
+"""Graph-to-graph passes, one file each."""

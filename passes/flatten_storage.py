@@ -1,0 +1,320 @@
+"""Let fused gradient buckets live in flat storage, so that concat and split cost nothing.
+
+Gradients are written into their place in the bucket, by the op that computes them where it can write
+its result there, else by a copy. The collective runs in place. Parameters of one bucket, param group
+and dtype lie in flat storage in the same order, and are updated as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import IN_PLACE, wait_of
+from commfuse_fx.ir.meta import Part, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.program import Program, Segment
+from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace
+
+# Members start on cache-line boundaries: kernels run at full speed, and give the same bits as on tensors
+# of their own, which torch aligns alike.
+ALIGNMENT = 64
+
+# Ops that compute straight into memory they are given, and the variant that does so.
+_WRITES_INTO: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+}
+
+
+@dataclass
+class _Member:
+    name: str
+    value: fx.Node  # the gradient as it enters the collective
+    result: fx.Node  # the reduced gradient
+    spec: TensorSpec  # its place in the bucket: wire dtype, strides of the parameter
+    place: tuple[int, int] | None  # (update, position in its lists) if flat storage can serve that update
+    offset: int = 0
+
+
+@dataclass
+class _Run:
+    """Members that are updated together: one stretch of the bucket."""
+
+    owner: int | None
+    members: list[_Member] = field(default_factory=list)
+    offset: int = 0
+    numel: int = 0
+    padded_from: int | None = None  # some padding lies behind this offset
+
+    @property
+    def is_flat(self) -> bool:
+        return self.owner is not None and len(self.members) > 1
+
+
+@dataclass(frozen=True)
+class FlattenStorage:
+    """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all."""
+
+    flat_updates: bool = True
+    name: str = "flatten_storage"
+    requires: tuple[str, ...] = ("fused",)
+    ensures: tuple[str, ...] = ("flat",)
+
+    def __call__(self, program: Program) -> bool:
+        buckets = [node for node in program.collectives() if info(node).parts and _role(node) == "gradient"]
+        if not buckets:
+            return False
+        places = _update_places(program) if self.flat_updates else {}
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        flat: dict[int, list[tuple[_Run, fx.Node]]] = {}
+        for start in buckets:
+            bucket = _Bucket(Builder(program), start, places, position)
+            wait = bucket.rewrite()
+            for run in bucket.runs:
+                if run.is_flat and run.owner is not None:
+                    flat.setdefault(run.owner, []).append((run, wait))
+        for owner, runs in flat.items():
+            _use_flat_parameters(Builder(program), owner, runs)
+        remove_dead_nodes(program)
+        return True
+
+
+def _role(start: fx.Node) -> str:
+    collective = info(start).collective
+    return collective.role if collective else ""
+
+
+def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
+    """Reduced gradient -> (update, position in its lists), for parameters whose memory can be moved."""
+    places: dict[fx.Node, tuple[int, int]] = {}
+    for owner, update in enumerate(program.updates):
+        grads = _gradients_of(program, owner)
+        for position, segment in enumerate(update.segments):
+            name = segment.members[0][0]
+            if not program.params[name].movable:
+                program.note(
+                    "not flat", name, "it shares memory with another tensor or has gaps between its elements"
+                )
+                continue
+            grad = grads[position]
+            places[grad] = (owner, position)
+            if grad.target is aten._to_copy.default and len(grad.all_input_nodes[0].users) == 1:
+                places[grad.all_input_nodes[0]] = (owner, position)
+    return places
+
+
+def _update_nodes(program: Program, owner: int) -> list[fx.Node]:
+    prefix = f"update.{owner}/"
+    return [n for n in program.graph.nodes if n.op == "call_function" and info(n).name.startswith(prefix)]
+
+
+def _is_node_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and all(isinstance(item, fx.Node) for item in arg)
+
+
+def _gradients_of(program: Program, owner: int) -> list[fx.Node]:
+    """The list of gradients that an update takes."""
+    for node in _update_nodes(program, owner):
+        for arg in node.args:
+            if _is_node_list(arg) and any(item.op != "placeholder" for item in arg):  # type: ignore[union-attr]
+                return list(arg)  # type: ignore[arg-type]
+    raise LookupError(f"update {owner} has no gradients")
+
+
+def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[_Run]:
+    """Group members by update; inside, sizes that keep the alignment come first, so that padding gathers at the end."""
+    runs: dict[int | None, _Run] = {}
+    for member in members:
+        owner = member.place[0] if member.place else None
+        runs.setdefault(owner, _Run(owner)).members.append(member)
+    offset = 0
+    for run in runs.values():
+        smallest = min(min(m.spec.itemsize, param_itemsize[m.name]) for m in run.members)
+        unit = ALIGNMENT // smallest
+        run.members.sort(key=lambda member: member.spec.numel % unit != 0)
+        run.offset = offset
+        for member in run.members:
+            member.offset = offset
+            offset += member.spec.numel
+            if offset % unit:
+                run.padded_from = member.offset if run.padded_from is None else run.padded_from
+                offset += unit - offset % unit
+        run.numel = offset - run.offset
+    return list(runs.values())
+
+
+class _Bucket:
+    """Rewrites one fused gradient all_reduce into flat storage."""
+
+    def __init__(
+        self,
+        build: Builder,
+        start: fx.Node,
+        places: dict[fx.Node, tuple[int, int]],
+        position: dict[fx.Node, int],
+    ) -> None:
+        self.build = build
+        self.program = build.program
+        self.start = start
+        self.wait = wait_of(start)
+        self.position = position
+        self.label = info(start).name.rsplit("/", 1)[0]
+        self.members = [self._member(part, places) for part in info(start).parts]
+        itemsize = {member.name: self.program.params[member.name].spec.itemsize for member in self.members}
+        self.runs = _layout(self.members, itemsize)
+        self.spec = TensorSpec.flat(self.runs[-1].offset + self.runs[-1].numel, tensor_spec(start))
+
+    def _member(self, part: Part, places: dict[fx.Node, tuple[int, int]]) -> _Member:
+        param = self.program.params[part.names[0]].spec
+        layout = param if param.is_dense else param.with_shape(param.shape)
+        spec = layout.with_dtype(tensor_spec(part.value).dtype)
+        return _Member(part.names[0], part.value, part.result, spec, places.get(part.result))
+
+    def rewrite(self) -> fx.Node:
+        """Returns the wait, which yields the reduced flat storage."""
+        sources = [_source(member.value) for member in self.members]
+        first = min(sources, key=self.position.__getitem__)
+        storage = self._allocate(first)
+        for member, source in zip(self.members, sources, strict=True):
+            self._write(storage, member, source)
+        details = info(self.start)
+        with self.build.before(self.start):
+            start = self.build.call(
+                IN_PLACE[self.start.target],
+                (storage, *self.start.args[1:]),
+                spec=self.spec,
+                like=details,
+                name=f"{self.label}/in_place",
+                collective=details.collective,
+            )
+        with self.build.before(self.wait):
+            wait = self.build.wait(start, f"{self.label}/reduced")
+            for member in self.members:
+                name = f"{self.label}/reduced.{member.name}"
+                result = self.build.strided(wait, member.spec, member.offset, name)
+                replace(self.program, member.result, result)
+                erase_upwards(self.program, member.result)
+                member.result = result
+        return wait
+
+    def _allocate(self, first: fx.Node) -> fx.Node:
+        """The flat storage, made just before the first gradient; padding is zeroed so that it stays harmless."""
+        like = info(self.start)
+        kwargs = {"dtype": self.spec.dtype, "device": torch.device(self.spec.device)}
+        with self.build.before(first):
+            storage = self.build.call(
+                aten.empty.memory_format, ([self.spec.numel],), kwargs, spec=self.spec, like=like, name=f"{self.label}/storage"
+            )  # fmt: skip
+            for number, run in enumerate(self.runs):
+                if run.padded_from is not None:
+                    tail = TensorSpec.flat(run.offset + run.numel - run.padded_from, self.spec)
+                    name = f"{self.label}/padding.{number}"
+                    view = self.build.strided(storage, tail, run.padded_from, name)
+                    self.build.call(aten.zero_.default, (view,), spec=tail, like=like, name=f"{name}.zero")
+        return storage
+
+    def _write(self, storage: fx.Node, member: _Member, source: fx.Node) -> None:
+        """Compute the gradient straight into its place, or copy it there."""
+        name = f"{self.label}/write.{member.name}"
+        spec = tensor_spec(source)
+        target = _WRITES_INTO.get(source.target)
+        if target is not None and len(source.users) == 1 and _fits(spec, member.spec):
+            with self.build.before(source):
+                place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
+                kwargs = {**source.kwargs, "out": place}
+                self.build.call(target, source.args, kwargs, spec=spec, like=info(source), name=name)
+            return
+        place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
+        with self.build.after(source):
+            place = self.build.strided(
+                storage, place_spec, member.offset, f"{self.label}/place.{member.name}"
+            )
+        info(place).phase = info(source).phase
+        with self.build.after(place):
+            self.build.call(
+                aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name
+            )
+
+
+def _fits(computed: TensorSpec, place: TensorSpec) -> bool:
+    return computed.dtype == place.dtype and computed.is_contiguous and place.is_contiguous
+
+
+def _source(value: fx.Node) -> fx.Node:
+    """What to write into the bucket: the gradient before casts and reshapes that serve only the bucket."""
+    while len(value.users) == 1:
+        inner = value.args[0] if value.args else None
+        if not isinstance(inner, fx.Node) or inner.op != "call_function":
+            break
+        is_reshape = (
+            value.target in (aten.view.default, aten._unsafe_view.default)
+            and tensor_spec(inner).is_contiguous
+        )
+        if not is_reshape and value.target is not aten._to_copy.default:
+            break
+        if len(inner.users) != 1:
+            # Others use it too: it can still be copied from.
+            return inner
+        value = inner
+    return value
+
+
+def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.Node]]) -> None:
+    """Replace the entries of each run in the update's lists by one: flat parameters and flat gradients."""
+    program = build.program
+    update = program.updates[owner]
+    count = len(update.segments)
+    nodes = _update_nodes(program, owner)
+    casts = [node.target is aten._to_copy.default for node in _gradients_of(program, owner)]
+    segments: dict[int, Segment] = {}
+    params: dict[int, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    dropped: dict[int, None] = {}
+    for run, wait in runs:
+        positions = [member.place[1] for member in run.members if member.place]
+        first = positions[0]
+        dropped.update(dict.fromkeys(positions[1:]))
+        members = tuple((member.name, member.offset - run.offset) for member in run.members)
+        segments[first] = Segment(members, run.numel)
+        name = members[0][0]
+        flat = TensorSpec.flat(run.numel, program.params[name].spec)
+        params[first] = build.placeholder("flat", name, flat, owner)
+        with build.before(nodes[0]):
+            spec = TensorSpec.flat(run.numel, tensor_spec(wait))
+            grad = build.strided(
+                wait, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module=""
+            )
+            if casts[first]:
+                grad = build.cast(grad, flat.dtype, f"update.{owner}/grads.{name}.cast")
+        grads[first] = grad
+
+    def shorten(items: Sequence[Any], instead: dict[int, Any]) -> list[Any]:
+        return [instead.get(i, item) for i, item in enumerate(items) if i not in dropped]
+
+    update.segments = shorten(update.segments, segments)
+    for node in nodes:
+        args = list(node.args)
+        for i, arg in enumerate(args):
+            if _is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
+                is_params = all(item.op == "placeholder" for item in arg)  # type: ignore[union-attr]
+                args[i] = shorten(arg, params if is_params else grads)  # type: ignore[arg-type]
+        node.args = tuple(args)
+        details = info(node)
+        if isinstance(details.spec, tuple) and len(details.spec) == count:
+            details.spec = tuple(shorten(details.spec, {i: tensor_spec(p) for i, p in params.items()}))
+    for source_node, source in program.sources.items():
+        if source.kind == "state" and source.owner == owner:
+            details = info(source_node)
+            assert isinstance(details.spec, tuple)
+            is_step = source.name in ("steps", "step")
+            instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
+            details.spec = tuple(shorten(details.spec, instead))

@@ -1,0 +1,130 @@
+"""Merge collectives of one kind, group, reduce op, dtype, device and phase into one node each.
+
+The buckets are decided in `commfuse_fx.ir.buckets`; here they are applied: flatten, concat, one
+collective, one wait, split, restore shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.fusion_config import FusionConfig
+from commfuse_fx.ir.buckets import Bucketing, Member, Policy, assign_buckets
+from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
+from commfuse_fx.ir.dependence import Dependence
+from commfuse_fx.ir.merge import Merge
+from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
+from commfuse_fx.ir.order import stable_sort
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.simplify import replace as replace_value
+
+log = logging.getLogger("commfuse_fx")
+
+
+@dataclass(frozen=True)
+class FuseCollectives:
+    """`fusion` is the parsed comm_fusion. Bitwise neutral for groups of two; else within reduction order."""
+
+    fusion: FusionConfig
+    name: str = "fuse_collectives"
+    requires: tuple[str, ...] = ("lowered", "reduced", "updated")
+    ensures: tuple[str, ...] = ("fused",)
+
+    def __call__(self, program: Program) -> bool:
+        modified = _merge_repeated(program)
+        starts = [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS]
+        bucketing = assign_buckets(
+            [_member(node) for node in starts], _direct_dependences(program.graph, starts), self._policy_of
+        )
+        self._report(program, bucketing)
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        before = Dependence(program.graph, program.aliases()).direct
+        build = Builder(program)
+        number = 0
+        for bucket in bucketing.buckets:
+            if len(bucket) > 1:
+                _merge(build, [starts[i] for i in bucket], f"bucket.{number}", position)
+                number += 1
+        if number:
+            stable_sort(program.graph, position, before)
+        return modified or number > 0
+
+    def _policy_of(self, member: Member) -> Policy:
+        assert isinstance(member.key, tuple)
+        kind = self.fusion.for_kind(member.key[0])
+        return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts)
+
+    def _report(self, program: Program, bucketing: Bucketing) -> None:
+        for conflict in bucketing.conflicts:
+            path = " -> ".join(conflict.path)
+            program.note(
+                "not merged",
+                f"{conflict.first} with {conflict.second}",
+                f"the second depends on the first: {path}",
+            )
+        if bucketing.ignored_cuts and program.training:
+            cuts = ", ".join(map(str, bucketing.ignored_cuts))
+            log.warning("comm_fusion index %s is at or past the number of all_reduces and is ignored", cuts)
+            program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
+
+
+def _merge(build: Builder, starts: Sequence[fx.Node], label: str, position: dict[fx.Node, int]) -> None:
+    merge = Merge(build, starts, label, position)
+    for start, wait, result in zip(starts, merge.waits, merge.run(), strict=True):
+        replace_value(build.program, wait, result)
+        build.graph.erase_node(wait)
+        build.graph.erase_node(start)
+
+
+def _details(node: fx.Node) -> CollectiveInfo:
+    collective = info(node).collective
+    assert collective is not None
+    return collective
+
+
+def _key(node: fx.Node) -> tuple[Hashable, ...]:
+    details = _details(node)
+    device = tensor_spec(node).device
+    return (details.kind, details.group, details.reduce_op, details.dtype, device, info(node).phase)
+
+
+def _member(node: fx.Node) -> Member:
+    details = _details(node)
+    return Member(details.members[0], _key(node), details.nbytes, details.fusion_id, details.sequence)
+
+
+def _merge_repeated(program: Program) -> bool:
+    """A tensor that is reduced twice with the same key is reduced once."""
+    first: dict[tuple[object, ...], fx.Node] = {}
+    modified = False
+    for node in list(program.collectives()):
+        key = (node.args[0], node.target, node.args[1:], _key(node), _details(node).fusion_id)
+        seen = first.setdefault(key, node)
+        if seen is not node:
+            wait = wait_of(node)
+            replace_value(program, wait, wait_of(seen))
+            program.graph.erase_node(wait)
+            program.graph.erase_node(node)
+            modified = True
+    return modified
+
+
+def _direct_dependences(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[list[int]]:
+    """For each collective the nearest collectives that its input is computed from, as bitsets along the graph."""
+    index = {node: i for i, node in enumerate(starts)}
+    nearest: dict[fx.Node, int] = {}
+    direct: list[list[int]] = [[] for _ in starts]
+    for node in graph.nodes:
+        bits = 0
+        for value in node.all_input_nodes:
+            bits |= nearest[value]
+        if node in index:
+            direct[index[node]] = [i for i in range(bits.bit_length()) if bits >> i & 1] if bits else []
+            bits = 1 << index[node]
+        nearest[node] = bits
+    return direct

@@ -1,0 +1,141 @@
+"""Insert the reduction of every gradient over the data-parallel group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.meta import CollectiveInfo, dtype_name, info, tensor_spec
+from commfuse_fx.ir.program import Program
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """`mean`: average instead of sum. `fp32`: low-precision gradients are reduced in fp32 and cast back.
+
+    `honour_layerwise`: leave out parameters marked layerwise_parallel. A group of None or of one rank
+    reduces nothing; gradients that share memory are separated all the same.
+    """
+
+    group: str | None
+    mean: bool = True
+    fp32: bool = True
+    honour_layerwise: bool = False
+    name: str = "reduce_gradients"
+    requires: tuple[str, ...] = ("simplified",)
+    ensures: tuple[str, ...] = ("reduced",)
+
+    def __call__(self, program: Program) -> bool:
+        if not program.grads:
+            return False
+        build = Builder(program)
+        modified = False
+        reduced: dict[fx.Node, fx.Node] = {}
+        shared = _names_by_gradient(program)
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        for grad in sorted(shared, key=position.__getitem__):
+            names = [name for name in shared[grad] if self._wants_reduction(program, name)]
+            if names and tensor_spec(grad).numel:
+                reduced[grad] = self._reduce(build, grad, names)
+                modified = True
+        for grad, names in shared.items():
+            for name in names:
+                if grad in reduced and self._wants_reduction(program, name):
+                    program.grads[name] = reduced[grad]
+        return _separate(build) or modified
+
+    def _wants_reduction(self, program: Program, name: str) -> bool:
+        if self.group is None or program.mesh.size(self.group) == 1:
+            return False
+        if self.honour_layerwise and program.params[name].layerwise_parallel:
+            program.note("not reduced", name, "it is marked layerwise_parallel")
+            return False
+        return True
+
+    def _reduce(self, build: Builder, grad: fx.Node, names: list[str]) -> fx.Node:
+        """The start stands right after the gradient, its wait at the end of the backward."""
+        assert self.group is not None
+        spec = tensor_spec(grad)
+        wire = torch.float32 if self.fp32 and spec.dtype in _LOW_PRECISION else spec.dtype
+        name = names[0]
+        value = grad
+        if wire != spec.dtype:
+            with build.after(grad):
+                value = build.cast(grad, wire, f"reduce/{name}/{dtype_name(wire)}")
+        param = build.program.params[name]
+        op = "avg" if self.mean else "sum"
+        wire_spec = spec.with_dtype(wire)
+        collective = CollectiveInfo(
+            "all_reduce",
+            group=self.group,
+            dtype=wire,
+            nbytes=wire_spec.nbytes,
+            members=tuple(names),
+            sequence=param.sequence,
+            reduce_op=op,
+            fusion_id=param.fusion_id,
+            role="gradient",
+        )
+        with build.after(value):
+            start = build.call(
+                c10d.all_reduce.default,
+                (value, op, self.group),
+                spec=wire_spec,
+                like=info(grad),
+                name=f"reduce/{name}/all_reduce",
+                collective=collective,
+                phase="backward",
+            )
+        with build.before(_end_of_backward(build.program)):
+            result = build.wait(start, f"reduce/{name}/wait")
+            if wire != spec.dtype:
+                result = build.cast(result, spec.dtype, f"reduce/{name}/{dtype_name(spec.dtype)}")
+        return result
+
+
+def _names_by_gradient(program: Program) -> dict[fx.Node, list[str]]:
+    """One node can be the gradient of several parameters (of a and b in a + b): it is reduced once."""
+    shared: dict[fx.Node, list[str]] = {}
+    for name, grad in program.grads.items():
+        shared.setdefault(grad, []).append(name)
+    return shared
+
+
+def _end_of_backward(program: Program) -> fx.Node:
+    """The first node of the update phase that ends the graph, or the output."""
+    node = program.output
+    while node.prev.op == "call_function" and info(node.prev).phase == "update":
+        node = node.prev
+    return node
+
+
+def _separate(build: Builder) -> bool:
+    """Give every parameter a gradient in memory of its own, as autograd does."""
+    program = build.program
+    roots = Roots(program.graph)
+    owners: dict[fx.Node, str] = {}
+    modified = False
+    for name, grad in program.grads.items():
+        root = roots[grad]
+        if root.op == "call_function" and root not in owners:
+            owners[root] = name
+            continue
+        with build.before(_end_of_backward(program)):
+            spec = tensor_spec(grad)
+            program.grads[name] = build.call(
+                aten.clone.default,
+                (grad,),
+                spec=spec,
+                like=info(grad),
+                name=f"reduce/{name}/own",
+                phase="backward",
+            )
+        modified = True
+    return modified

@@ -1,0 +1,90 @@
+"""Let ops overwrite an input that nobody needs any more, as eager programs do: less memory, fewer cache misses.
+
+Runs after scheduling, because who needs what later depends on the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import IN_PLACE
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.program import Program
+
+aten = torch.ops.aten
+
+_IN_PLACE: dict[Any, Any] = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.add.Scalar: aten.add_.Scalar,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.neg.default: aten.neg_.default,
+    aten.relu.default: aten.relu_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.bernoulli.p: aten.bernoulli_.float,
+    **IN_PLACE,
+}
+
+
+@dataclass(frozen=True)
+class Reinplace:
+    """Bitwise neutral: the in-place variant runs the same kernel."""
+
+    name: str = "reinplace"
+    requires: tuple[str, ...] = ("averaged",)
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        roots = Roots(program.graph, program.aliases())
+        last_use: dict[fx.Node, int] = {}
+        position: dict[fx.Node, int] = {}
+        for i, node in enumerate(program.graph.nodes):
+            position[node] = i
+            for value in node.all_input_nodes:
+                last_use[roots[value]] = i
+        modified = False
+        # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
+        merged: dict[fx.Node, fx.Node] = {}
+
+        def root_of(node: fx.Node) -> fx.Node:
+            root = roots[node]
+            while root in merged:
+                root = merged[root]
+            return root
+
+        for node in program.graph.nodes:
+            target = _IN_PLACE.get(node.target) if node.op == "call_function" else None
+            if target is None or not isinstance(node.args[0], fx.Node):
+                continue
+            operand = node.args[0]
+            root = root_of(operand)
+            if last_use[root] > position[node] or not _may_overwrite(node, operand, root):
+                continue
+            if any(root_of(other) is root for other in node.all_input_nodes if other is not operand):
+                continue
+            node.target = target
+            own = root_of(node)
+            if own is not root:
+                merged[own] = root
+                last_use[root] = max(last_use.get(root, 0), last_use.get(own, 0))
+            modified = True
+        return modified
+
+
+def _may_overwrite(node: fx.Node, operand: fx.Node, root: fx.Node) -> bool:
+    """The operand is all of a block of memory that the step made itself, and the result has the same layout."""
+    have, want = info(operand).spec, info(node).spec
+    if not isinstance(have, TensorSpec) or have != want or not have.is_dense:
+        return False
+    return root.op == "call_function"

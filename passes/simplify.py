@@ -1,0 +1,94 @@
+"""Remove what tracing leaves behind: detaches, transposes that cancel, and dead nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.dependence import draws_random_numbers, is_opaque, written_nodes
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+
+aten = torch.ops.aten
+
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+@dataclass(frozen=True)
+class Simplify:
+    """Numerics stay bitwise the same."""
+
+    name: str = "simplify"
+    requires: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ("simplified",)
+
+    def __call__(self, program: Program) -> bool:
+        modified = False
+        for node in list(program.graph.nodes):
+            replacement = _replacement(node)
+            if replacement is not None:
+                replace(program, node, replacement)
+                modified = True
+        return remove_dead_nodes(program) or modified
+
+
+def replace(program: Program, node: fx.Node, replacement: fx.Node) -> None:
+    """Let everything that refers to `node`, the program's outputs included, refer to `replacement`."""
+    node.replace_all_uses_with(replacement)
+    if program.loss is node:
+        program.loss = replacement
+    for name, grad in program.grads.items():
+        if grad is node:
+            program.grads[name] = replacement
+
+
+def _replacement(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if node.target in _IDENTITIES:
+        # A constant of the graph must not be handed out as a value that somebody may write to.
+        return None if source.op == "get_attr" else source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return source.args[0]  # type: ignore[return-value]
+    if (
+        node.target is aten.transpose.int
+        and source.target is aten.transpose.int
+        and frozenset(node.args[1:]) == frozenset(source.args[1:])
+    ):
+        return source.args[0]  # type: ignore[return-value]
+    if node.target in (aten.view.default, aten._unsafe_view.default) and info(node).spec == info(source).spec:
+        return source
+    return None
+
+
+def remove_dead_nodes(program: Program) -> bool:
+    """Erase nodes without users and effects. Random draws stay: they advance the generator as in eager execution."""
+    removed = False
+    for node in reversed(list(program.graph.nodes)):
+        if not node.users and not _has_effect(node):
+            program.graph.erase_node(node)
+            removed = True
+    return removed
+
+
+def erase_upwards(program: Program, node: fx.Node) -> None:
+    """Erase a node that is no longer used, and then its inputs as far as nothing else uses them."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if not node.users and not _has_effect(node):
+            inputs = node.all_input_nodes
+            program.graph.erase_node(node)
+            pending.extend(inputs)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "get_attr"):
+        return True
+    if is_wait(node):
+        return False  # the wait of a collective that works on its own memory
+    return bool(written_nodes(node)) or is_opaque(node) or draws_random_numbers(node.target)

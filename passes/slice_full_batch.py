@@ -1,0 +1,61 @@
+"""full_batch: every rank is handed the global batch and takes its slice, by its coordinate on the mesh."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+
+from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.functions import axis_index
+from commfuse_fx.ir.meta import NodeInfo, TensorSpec, set_info, tensor_spec
+from commfuse_fx.ir.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SliceFullBatch:
+    """`inputs`: the paths of the call's tensors that are cut along dimension 0."""
+
+    inputs: tuple[str, ...]
+    group: str
+    name: str = "slice_full_batch"
+    requires: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        size = program.mesh.size(self.group)
+        build = Builder(program)
+        placeholders = [program.placeholder("input", path) for path in self.inputs]
+        if size == 1 or not placeholders:
+            return False
+        like = NodeInfo("forward")
+        cursor = program.last_input
+        with build.after(cursor):
+            index = build.call(
+                axis_index, (self.group,), spec=None, like=like, name=f"axis_index/{self.group}"
+            )
+        cursor = index
+        for node in placeholders:
+            assert node is not None
+            local = tensor_spec(node)
+            rows = local.shape[0]
+            full = TensorSpec((rows * size, *local.shape[1:]), local.dtype, local.stride, local.device)
+            path = program.sources[node].name
+            with build.after(cursor):
+                start = build.call(
+                    operator.mul, (index, rows), spec=None, like=like, name=f"slice/start.{path}"
+                )
+            with build.after(start):
+                args = (node, 0, start, rows)
+                local_slice = build.call(
+                    aten.narrow.default, args, spec=local, like=like, name=f"slice/{path}"
+                )
+            node.replace_all_uses_with(
+                local_slice, delete_user_cb=lambda user, made=local_slice: user is not made
+            )
+            set_info(node, NodeInfo("input", full, name=path))
+            cursor = local_slice
+        return True

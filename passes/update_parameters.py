@@ -1,0 +1,203 @@
+"""Write the optimizer's update into the graph: one node, or a few, per param group."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.program import OptimizerInfo, Program, Segment, Update
+from commfuse_fx.optim import RULES
+
+_LIKE = NodeInfo("update")
+
+
+@dataclass(frozen=True)
+class UpdateParameters:
+    """All updates stand at the end: nothing the user owns changes before the whole step has succeeded."""
+
+    name: str = "update_parameters"
+    requires: tuple[str, ...] = ("reduced",)
+    ensures: tuple[str, ...] = ("updated",)
+
+    def __call__(self, program: Program) -> bool:
+        if program.optimizer is None:
+            return False
+        optimizer = program.optimizer
+        handled = dict.fromkeys(name for group in optimizer.groups for name in group.params)
+        for name in program.grads:
+            if name not in handled:
+                program.note("not updated", name, "the optimizer does not hold it")
+        if optimizer.rule == "opaque":
+            _emit_opaque(Builder(program), optimizer, [name for name in program.grads if name in handled])
+        else:
+            _emit_rule(Builder(program), optimizer)
+        program.grads = {}
+        program.output.args = ((program.loss,),)
+        return True
+
+
+def _emit_opaque(build: Builder, optimizer: OptimizerInfo, names: list[str]) -> None:
+    program = build.program
+    program.note(
+        "opaque update",
+        optimizer.class_name,
+        f"{optimizer.why_opaque}: its own step() is called on separate gradients at the end of the step",
+    )
+    params = [program.placeholder("parameter", name) for name in names]
+    grads = [program.grads[name] for name in names]
+    with build.before(program.output):
+        build.call(
+            optimizer_step, (params, grads), spec=None, like=_LIKE, name=f"update/{optimizer.class_name}"
+        )
+
+
+def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
+    program = build.program
+    for number, group in enumerate(optimizer.groups):
+        # Fused kernels want one dtype and device per call.
+        parts: dict[tuple[torch.dtype, str], list[str]] = {}
+        for name in group.params:
+            if name in program.grads:
+                spec = program.params[name].spec
+                parts.setdefault((spec.dtype, spec.device), []).append(name)
+        for names in parts.values():
+            segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
+            program.updates.append(Update(optimizer.rule, number, segments))
+            _Emitter(build, len(program.updates) - 1, dict(group.flags)).emit()
+
+
+class _Emitter:
+    """Emits one update. Lists of state tensors are inputs of the graph, one tensor per segment."""
+
+    def __init__(self, build: Builder, owner: int, flags: dict[str, Any]) -> None:
+        self.build = build
+        self.owner = owner
+        self.flags = flags
+        program = build.program
+        self.update = program.updates[owner]
+        self.rule = RULES[self.update.rule]
+        self.names = [segment.members[0][0] for segment in self.update.segments]
+        self.specs: tuple[Spec, ...] = tuple(program.params[name].spec for name in self.names)
+        self.params = [program.placeholder("parameter", name) for name in self.names]
+        self.grads = [program.grads[name] for name in self.names]
+
+    def state(self, name: str) -> fx.Node:
+        return self.build.placeholder("state", name, self.specs, self.owner)
+
+    def hyper(self, *names: str) -> dict[str, fx.Node]:
+        return {name: self.build.placeholder("hyper", name, None, self.owner) for name in names}
+
+    def steps(self) -> fx.Node:
+        """Count the step; returns the list of step counts that kernels take, one number per segment."""
+        one = TensorSpec(
+            (), torch.float32, (), self.specs[0].device if isinstance(self.specs[0], TensorSpec) else "cpu"
+        )
+        specs = tuple(one for _ in self.names)
+        steps = self.build.placeholder("state", "steps", specs, self.owner)
+        firsts = self.build.placeholder("state", "step", specs, self.owner)
+        self.call(aten._foreach_add_.Scalar, (steps, 1), "step")
+        return firsts
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        label: str,
+        kwargs: dict[str, Any] | None = None,
+        spec: Spec = None,
+    ) -> fx.Node:
+        with self.build.before(self.build.program.output):
+            return self.build.call(
+                target, args, kwargs, spec=spec, like=_LIKE, name=f"update.{self.owner}/{label}"
+            )
+
+    def number(self, target: Any, *args: Any) -> fx.Node:
+        """A Python number computed from hyper-parameters."""
+        with self.build.before(self.build.program.output):
+            name = self.build.program.names.numbered(f"update.{self.owner}/{target.__name__}")
+            return self.build.call(target, args, spec=None, like=_LIKE, name=name)
+
+    def each(
+        self, target: Any, args: tuple[Any, ...], label: str, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """A _foreach_ op that makes a list of new tensors."""
+        return self.call(target, args, label, kwargs, spec=self.specs)
+
+    def emit(self) -> None:
+        _EMIT[self.rule.name](self)
+
+
+def _adam(emit: _Emitter) -> None:
+    op = aten._fused_adamw_.default if emit.flags["decoupled"] else aten._fused_adam_.default
+    averages = [emit.state("exp_avg"), emit.state("exp_avg_sq")]
+    maxima: Any = emit.state("max_exp_avg_sq") if emit.flags["amsgrad"] else []
+    numbers = emit.hyper("lr", "beta1", "beta2", "weight_decay", "eps")
+    flags = {"amsgrad": emit.flags["amsgrad"], "maximize": emit.flags["maximize"]}
+    emit.call(
+        op, (emit.params, emit.grads, *averages, maxima, emit.steps()), emit.rule.name, {**numbers, **flags}
+    )
+
+
+def _sgd(emit: _Emitter) -> None:
+    buffers: Any = emit.state("momentum_buffer") if emit.flags["momentum"] else []
+    numbers = emit.hyper("weight_decay", "momentum", "lr", "dampening", "is_first_step")
+    first = numbers.pop("is_first_step")
+    flags = {"nesterov": emit.flags["nesterov"], "maximize": emit.flags["maximize"], "is_first_step": first}
+    emit.call(aten._fused_sgd_.default, (emit.params, emit.grads, buffers), "sgd", {**numbers, **flags})
+
+
+def _adagrad(emit: _Emitter) -> None:
+    numbers = emit.hyper("lr", "lr_decay", "weight_decay", "eps")
+    sums = emit.state("sum")
+    args = (emit.params, emit.grads, sums, emit.steps())
+    emit.call(aten._fused_adagrad_.default, args, "adagrad", {**numbers, "maximize": emit.flags["maximize"]})
+
+
+def _rmsprop(emit: _Emitter) -> None:
+    """No fused kernel exists: the list ops, in the order of torch.optim.rmsprop."""
+    flags = emit.flags
+    number = emit.hyper("lr", "alpha", "eps", *(("momentum",) if flags["momentum"] else ()))
+    square = emit.state("square_avg")
+    emit.steps()
+    rest = emit.number(operator.sub, 1, number["alpha"])
+    descent = emit.number(operator.neg, number["lr"])
+    grads: Any = emit.grads
+    if flags["maximize"]:
+        grads = emit.each(aten._foreach_neg.default, (grads,), "maximize")
+    if flags["weight_decay"]:
+        decay = emit.hyper("weight_decay")["weight_decay"]
+        grads = emit.each(aten._foreach_add.List, (grads, emit.params), "weight_decay", {"alpha": decay})
+    emit.call(aten._foreach_mul_.Scalar, (square, number["alpha"]), "square_avg.decay")
+    emit.call(aten._foreach_addcmul_.Scalar, (square, grads, grads, rest), "square_avg")
+    if flags["centered"]:
+        mean = emit.state("grad_avg")
+        emit.call(aten._foreach_lerp_.Scalar, (mean, grads, rest), "grad_avg")
+        average = emit.each(aten._foreach_addcmul.Scalar, (square, mean, mean, -1), "variance")
+        emit.call(aten._foreach_sqrt_.default, (average,), "sqrt")
+    else:
+        average = emit.each(aten._foreach_sqrt.default, (square,), "sqrt")
+    emit.call(aten._foreach_add_.Scalar, (average, number["eps"]), "eps")
+    if flags["momentum"]:
+        buffer = emit.state("momentum_buffer")
+        emit.call(aten._foreach_mul_.Scalar, (buffer, number["momentum"]), "momentum.decay")
+        emit.call(aten._foreach_addcdiv_.Scalar, (buffer, grads, average, 1), "momentum")
+        emit.call(aten._foreach_add_.List, (emit.params, buffer), "rmsprop", {"alpha": descent})
+    else:
+        emit.call(aten._foreach_addcdiv_.Scalar, (emit.params, grads, average, descent), "rmsprop")
+
+
+_EMIT: dict[str, Callable[[_Emitter], None]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+}

@@ -1,0 +1,567 @@
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from dataclasses import FrozenInstanceError, fields
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commfuse_fx import errors
+from commfuse_fx.config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
+from commfuse_fx.context import reset_auto_parallel_context, set_auto_parallel_context
+from commfuse_fx.errors import (
+    CommFuseError,
+    ConfigKeyError,
+    ConfigTypeError,
+    ConfigValueError,
+    NotAvailableError,
+)
+
+MIB = 1024 * 1024
+KINDS = ["allreduce", "allgather", "reducescatter"]
+AUTO = {"mode": "auto", "config": None}
+
+
+@pytest.fixture(autouse=True)
+def fresh_context():
+    reset_auto_parallel_context()
+    yield
+    reset_auto_parallel_context()
+
+
+def size(config: Any) -> dict[str, Any]:
+    return {"mode": "size", "config": config}
+
+
+def index(config: Any) -> dict[str, Any]:
+    return {"mode": "index", "config": config}
+
+
+def auto(config: Any) -> dict[str, Any]:
+    return {"mode": "auto", "config": config}
+
+
+def optimal(config: Any) -> dict[str, Any]:
+    return {"mode": "optimal", "config": config}
+
+
+def raises_naming(error: type[Exception], *parts: str):
+    """A context in which `error` is raised with every part in its message."""
+    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts))
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("ConfigTypeError", TypeError),
+        ("ConfigKeyError", KeyError),
+        ("ConfigValueError", ValueError),
+        ("NotAvailableError", NotImplementedError),
+        ("CaptureError", RuntimeError),
+        ("PlanMismatchError", RuntimeError),
+        ("CollectiveError", RuntimeError),
+        ("PeerFailedError", RuntimeError),
+        ("VirtualWorldError", RuntimeError),
+        ("VerificationError", RuntimeError),
+    ],
+)
+def test_errors_derive_from_the_base_and_a_builtin_and_print_plainly(name, builtin):
+    error = getattr(errors, name)
+    assert issubclass(error, CommFuseError) and issubclass(error, builtin) and error.__doc__
+    assert str(error('say "hello"')) == 'say "hello"'
+    assert str(pickle.loads(pickle.dumps(error("over the wire")))) == "over the wire"
+
+
+# --- comm_fusion: what is accepted
+
+
+def test_fusion_defaults():
+    config = FusionConfig.parse(None)
+    assert config == FusionConfig.parse({}) == FusionConfig()
+    assert config.as_dict() == {
+        "openstate": True,
+        "allreduce": AUTO,
+        "allgather": AUTO,
+        "reducescatter": AUTO,
+    }
+
+
+def test_fusion_parse_returns_a_parsed_config_as_it_is():
+    config = FusionConfig.parse({"allgather": size(3)})
+    assert FusionConfig.parse(config) is config
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"openstate": False},
+        {"allreduce": AUTO},
+        {"allreduce": index([20, 35])},
+        {"allreduce": index([1])},
+        {"allgather": size(16), "reducescatter": size(32)},
+        {"reducescatter": size(1), "openstate": False, "allreduce": size(10**6)},
+    ],
+)
+def test_fusion_keeps_what_is_given_and_defaults_the_rest(given):
+    config = FusionConfig.parse(given)
+    assert config.as_dict() == {**FusionConfig().as_dict(), **given}
+    assert FusionConfig.parse(config.as_dict()) == config
+    assert hash(config) == hash(FusionConfig.parse(given))
+
+
+def test_fusion_holds_no_reference_to_the_users_lists():
+    cuts = [20, 35]
+    config = FusionConfig.parse({"allreduce": index(cuts)})
+    cuts.append(1)
+    config.as_dict()["allreduce"]["config"].append(2)
+    assert config.allreduce == KindFusion("index", (20, 35))
+    with pytest.raises(FrozenInstanceError):
+        config.openstate = False
+
+
+@pytest.mark.parametrize(
+    ("fusion", "threshold", "cuts"),
+    [
+        (KindFusion("auto", None), 64 * MIB, None),
+        (KindFusion("size", 1), MIB, None),
+        (KindFusion("size", 32), 32 * MIB, None),
+        (KindFusion("index", (20, 35)), None, (20, 35)),
+    ],
+)
+def test_threshold_and_cuts(fusion, threshold, cuts):
+    assert fusion.threshold_bytes == threshold
+    assert fusion.cuts == cuts
+
+
+def test_for_kind():
+    config = FusionConfig.parse({"allreduce": size(1), "allgather": size(2), "reducescatter": size(3)})
+    assert [config.for_kind(op).config for op in ("all_reduce", "all_gather", "reduce_scatter")] == [1, 2, 3]
+    with raises_naming(ConfigKeyError, "'broadcast'", "all_reduce", "reduce_scatter"):
+        config.for_kind("broadcast")
+
+
+def test_updated_replaces_only_what_is_given():
+    config = FusionConfig.parse({"allreduce": index([4]), "openstate": False}).updated({"allgather": size(8)})
+    assert config == FusionConfig(
+        openstate=False, allreduce=KindFusion("index", (4,)), allgather=KindFusion("size", 8)
+    )
+
+
+# --- comm_fusion: what is refused
+
+CONFIG_ERRORS = [
+    # every kind: size
+    *(
+        (error, {kind: size(value)}, f'comm_fusion["{kind}"]["config"]', value, "MiB")
+        for kind in KINDS
+        for error, value in [
+            (ConfigTypeError, True),
+            (ConfigTypeError, False),
+            (ConfigTypeError, "32"),
+            (ConfigTypeError, 32.0),
+            (ConfigTypeError, None),
+            (ConfigTypeError, [32]),
+            (ConfigValueError, 0),
+            (ConfigValueError, -5),
+        ]
+    ),
+    # every kind: auto
+    *(
+        (ConfigValueError, {kind: auto(value)}, f'comm_fusion["{kind}"]["config"]', value, "None")
+        for kind in KINDS
+        for value in [64, 0, False, "64", [20, 35], []]
+    ),
+    # index
+    *(
+        (error, {"allreduce": index(value)}, 'comm_fusion["allreduce"]["config"]', value, "[20, 35]")
+        for error, value in [
+            (ConfigTypeError, (20, 35)),
+            (ConfigTypeError, None),
+            (ConfigTypeError, 20),
+            (ConfigTypeError, "20,35"),
+            (ConfigTypeError, {20: 35}),
+            (ConfigTypeError, [20, "35"]),
+            (ConfigTypeError, [20, 35.0]),
+            (ConfigTypeError, [True, 20]),
+            (ConfigTypeError, [20, None]),
+            (ConfigTypeError, [0, "35"]),
+            (ConfigValueError, []),
+            (ConfigValueError, [35, 20]),
+            (ConfigValueError, [20, 20]),
+            (ConfigValueError, [20, 35, 20]),
+            (ConfigValueError, [0]),
+            (ConfigValueError, [0, 20]),
+            (ConfigValueError, [-1, 20]),
+        ]
+    ),
+    # containers
+    *(
+        (ConfigTypeError, value, "comm_fusion", value, "None")
+        for value in ["auto", 64, True, False, [], (), {"allreduce"}, [("allreduce", AUTO)]]
+    ),
+    *(
+        (ConfigTypeError, {kind: value}, f'comm_fusion["{kind}"]', value, '{"mode": "auto", "config": None}')
+        for kind in KINDS
+        for value in ["auto", None, 64, True, [], ("auto", None)]
+    ),
+    *(
+        (ConfigTypeError, {"openstate": value}, 'comm_fusion["openstate"]', value, "True or False")
+        for value in [1, 0, None, "True", []]
+    ),
+    # unknown kinds
+    *(
+        (ConfigKeyError, {key: AUTO}, where, AUTO, '"allreduce", "allgather", "reducescatter"')
+        for key, where in [
+            ("all_reduce", 'comm_fusion["all_reduce"]'),
+            ("AllReduce", 'comm_fusion["AllReduce"]'),
+            ("broadcast", 'comm_fusion["broadcast"]'),
+            ("", 'comm_fusion[""]'),
+            (1, "comm_fusion[1]"),
+            (None, "comm_fusion[None]"),
+            (("allreduce",), "comm_fusion[('allreduce',)]"),
+        ]
+    ),
+    # keys of a kind
+    *(
+        (ConfigKeyError, {kind: value}, f'comm_fusion["{kind}"]', value, '{"mode": "auto", "config": None}')
+        for kind in KINDS
+        for value in [{}, {"mode": "auto"}, {"config": None}, {"mode": "size"}, {"config": 32}]
+    ),
+    *(
+        (ConfigKeyError, {kind: {**AUTO, key: 1}}, where, 1, "remove")
+        for kind in KINDS
+        for key, where in [
+            ("size", f'comm_fusion["{kind}"]["size"]'),
+            ("Mode", f'comm_fusion["{kind}"]["Mode"]'),
+            (3, f'comm_fusion["{kind}"][3]'),
+        ]
+    ),
+    # modes
+    *(
+        (ConfigKeyError, {kind: {**AUTO, "mode": mode}}, f'comm_fusion["{kind}"]["mode"]', mode, '"size"')
+        for kind in KINDS
+        for mode in ["best", "AUTO", "", None, 1, True, ["auto"]]
+    ),
+    *(
+        (ConfigKeyError, {kind: index(config)}, f'comm_fusion["{kind}"]["mode"]', None, '"auto", "size"')
+        for kind in ("allgather", "reducescatter")
+        for config in ([20, 35], None, [])
+    ),
+    *(
+        (NotAvailableError, {kind: optimal(config)}, f'comm_fusion["{kind}"]["mode"]', None, '"size"')
+        for kind in KINDS
+        for config in (None, "cluster.json")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("openstate", [None, True, False])
+@pytest.mark.parametrize(("error", "given", "where", "value", "fix"), CONFIG_ERRORS)
+def test_fusion_refuses(error, given, where, value, fix, openstate):
+    if openstate is not None and isinstance(given, dict) and "openstate" not in given:
+        given = {"openstate": openstate, **given}
+    shown = [] if value is None else [repr(value)]
+    with raises_naming(error, where + " is ", fix, *shown):
+        FusionConfig.parse(given)
+
+
+def test_optimal_says_what_to_use_instead():
+    with raises_naming(NotAvailableError, "is not available yet", '"auto", "size", "index"'):
+        FusionConfig.parse({"allreduce": {"mode": "optimal", "config": None}})
+
+
+IN_ORDER_OF_CHECKS = [
+    (ConfigTypeError, "allgather", "auto"),  # container
+    (ConfigKeyError, "broadcast", AUTO),  # kind
+    (ConfigKeyError, "reducescatter", {"mode": "best"}),  # missing key
+    (ConfigKeyError, "allgather", {"mode": "best", "config": None}),  # mode
+    (ConfigKeyError, "reducescatter", index("no list")),  # index is not for this kind
+    (ConfigTypeError, "allgather", size("no int")),  # type of config
+    (ConfigValueError, "allreduce", index([])),  # value of config
+]
+PAIRS_OF_CHECKS = [(a, b) for a, b in combinations(IN_ORDER_OF_CHECKS, 2) if a[1] != b[1]]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("first", "second"), PAIRS_OF_CHECKS)
+def test_the_first_check_that_fails_decides_in_whatever_order_keys_stand(first, second, reverse):
+    entries = [(first[1], first[2]), (second[1], second[2])]
+    with raises_naming(first[0], f'comm_fusion["{first[1]}"]'):
+        FusionConfig.parse(dict(reversed(entries) if reverse else entries))
+
+
+def test_a_long_value_is_cut_in_the_message():
+    with pytest.raises(ConfigValueError) as caught:
+        FusionConfig.parse({"allreduce": index(list(range(10_000)))})
+    assert len(str(caught.value)) < 400
+
+
+# --- CompileConfig: what is accepted
+
+
+def test_every_option_has_a_default_and_the_defaults_resolve():
+    assert [field.name for field in fields(CompileConfig)] == list(DEFAULTS)
+    config = CompileConfig.resolve({})
+    expected = {**DEFAULTS, "comm_fusion": FusionConfig()}
+    assert {name: getattr(config, name) for name in DEFAULTS} == expected
+
+
+def test_a_default_counts_as_not_given():
+    set_auto_parallel_context(gradients_mean=False, comm_fusion={"openstate": False})
+    given = {name: Default(value) for name, value in DEFAULTS.items()}
+    config = CompileConfig.resolve(given)
+    assert config.gradients_mean is False and config.comm_fusion.openstate is False
+    config = CompileConfig.resolve({**given, "gradients_mean": True, "comm_fusion": None})
+    assert config.gradients_mean is True and config.comm_fusion == FusionConfig()
+
+
+def test_default_prints_as_its_value():
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Default(DEFAULTS[name]))
+        for name in ("comm_fusion", "gradients_mean", "schedule")
+    ]
+    text = str(inspect.Signature(parameters))
+    assert text == "(*, comm_fusion=None, gradients_mean=True, schedule='overlap')"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "resolved"),
+    [
+        ("parallel_mode", "stand_alone", "stand_alone"),
+        ("parallel_mode", "hybrid_parallel", "hybrid_parallel"),
+        ("gradients_mean", False, False),
+        ("gradient_fp32_sync", False, False),
+        ("full_batch", True, True),
+        ("parameter_broadcast", True, True),
+        ("pipeline_stages", 1, 1),
+        ("schedule", "none", "none"),
+        ("schedule", ScheduleConfig(), ScheduleConfig()),
+        ("device_num", 1, 1),
+        ("device_num", 4096, 4096),
+        ("mesh", (2, 4), (2, 4)),
+        ("mesh", [8], (8,)),
+        ("mesh", None, None),
+        ("comm_fusion", {"allreduce": size(32)}, FusionConfig(allreduce=KindFusion("size", 32))),
+        ("comm_fusion", FusionConfig(openstate=False), FusionConfig(openstate=False)),
+    ],
+)
+def test_option_is_taken(name, value, resolved):
+    assert getattr(CompileConfig.resolve({name: value}), name) == resolved
+
+
+def test_a_device_mesh_is_taken_as_it_is():
+    mesh = SimpleNamespace(mesh_dim_names=("dp",))
+    assert CompileConfig.resolve({"mesh": mesh}).mesh is mesh
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_virtual_world(rank):
+    config = CompileConfig.resolve({"device_num": 8, "global_rank": rank, "mesh": (2, 4)})
+    assert (config.device_num, config.global_rank, config.mesh) == (8, rank, (2, 4))
+
+
+def test_a_virtual_world_is_rank_0_by_default():
+    assert CompileConfig.resolve({"device_num": 8}).global_rank == 0
+
+
+# --- CompileConfig: where a value comes from
+
+
+def test_context_fills_what_is_not_given():
+    set_auto_parallel_context(
+        device_num=8, global_rank=3, gradients_mean=False, parallel_mode="stand_alone", full_batch=True,
+        all_reduce_fusion_config=[20, 35],
+    )  # fmt: skip
+    config = CompileConfig.resolve({"gradients_mean": True})
+    assert (config.device_num, config.global_rank, config.parallel_mode) == (8, 3, "stand_alone")
+    assert config.gradients_mean is True and config.full_batch is True
+    assert config.comm_fusion.allreduce == KindFusion("index", (20, 35))
+
+
+def test_a_given_comm_fusion_is_not_merged_with_the_context():
+    set_auto_parallel_context(comm_fusion={"allgather": size(1), "openstate": False})
+    assert CompileConfig.resolve({"comm_fusion": {"allreduce": size(2)}}).comm_fusion == FusionConfig(
+        allreduce=KindFusion("size", 2)
+    )
+
+
+def test_device_num_none_turns_the_context_world_off():
+    set_auto_parallel_context(device_num=8, global_rank=3)
+    config = CompileConfig.resolve({"device_num": None})
+    assert (config.device_num, config.global_rank) == (None, None)
+    with raises_naming(ConfigValueError, "global_rank is 3", "device_num"):
+        CompileConfig.resolve({"device_num": None, "global_rank": 3})
+
+
+def test_a_context_rank_must_fit_a_given_world():
+    set_auto_parallel_context(device_num=8, global_rank=7)
+    with raises_naming(ConfigValueError, "global_rank is 7", "0..3", "device_num is 4"):
+        CompileConfig.resolve({"device_num": 4})
+
+
+# --- CompileConfig: what is refused
+
+BOOLS = [
+    "gradients_mean",
+    "gradient_fp32_sync",
+    "enable_parallel_optimizer",
+    "full_batch",
+    "parameter_broadcast",
+]
+CHOICES = {
+    "parallel_mode": ["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto", "auto"],
+    "search_mode": ["dynamic_programming", "recursive_programming", "sharding_propagation"],
+    "schedule": ["overlap", "none"],
+    "backend": ["eager", "inductor"],
+    "exchange_factors": ["never", "auto", "always"],
+}
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "True"])
+@pytest.mark.parametrize("name", BOOLS)
+def test_bool_options_take_only_bools(name, value):
+    with raises_naming(ConfigTypeError, f"{name} is {value!r}", "True or False"):
+        CompileConfig.resolve({name: value})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_listed(name):
+    allowed = [f'"{choice}"' for choice in CHOICES[name]]
+    for value in ("fastest", "", CHOICES[name][0].upper()):
+        with raises_naming(ConfigValueError, f"{name} is {value!r}", *allowed):
+            CompileConfig.resolve({name: value})
+    for value in (None, 1, True, [CHOICES[name][0]]):
+        with raises_naming(ConfigTypeError, f"{name} is {value!r}", *allowed):
+            CompileConfig.resolve({name: value})
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "parts"),
+    [
+        (ConfigTypeError, {"device_num": True}, ["device_num is True", "1..4096"]),
+        (ConfigTypeError, {"device_num": "8"}, ["device_num is '8'", "1..4096"]),
+        (ConfigTypeError, {"device_num": 8.0}, ["device_num is 8.0", "1..4096"]),
+        (ConfigValueError, {"device_num": 0}, ["device_num is 0", "1..4096"]),
+        (ConfigValueError, {"device_num": -1}, ["device_num is -1", "1..4096"]),
+        (ConfigValueError, {"device_num": 4097}, ["device_num is 4097", "1..4096"]),
+        (ConfigValueError, {"device_num": 8, "global_rank": 8}, ["global_rank is 8", "0..7"]),
+        (ConfigValueError, {"device_num": 8, "global_rank": -1}, ["global_rank is -1", "0..7"]),
+        (ConfigValueError, {"device_num": 8, "global_rank": 5000}, ["global_rank is 5000", "0..7"]),
+        (ConfigValueError, {"device_num": 1, "global_rank": 1}, ["global_rank is 1", "0..0"]),
+        (ConfigTypeError, {"device_num": 8, "global_rank": True}, ["global_rank is True", "0..device_num-1"]),
+        (ConfigTypeError, {"device_num": 8, "global_rank": "3"}, ["global_rank is '3'", "0..device_num-1"]),
+        (ConfigTypeError, {"global_rank": 1.5}, ["global_rank is 1.5", "0..device_num-1"]),
+        (ConfigValueError, {"global_rank": 3}, ["global_rank is 3", "device_num", "1..4096"]),
+        (ConfigValueError, {"global_rank": 0}, ["global_rank is 0", "device_num"]),
+        (ConfigValueError, {"global_rank": 4096}, ["global_rank is 4096", "0..4095"]),
+        (ConfigValueError, {"mesh": ()}, ["mesh is ()", "None"]),
+        (ConfigValueError, {"mesh": (2, 0)}, ["mesh[1]", "(2, 0)", ">= 1"]),
+        (ConfigValueError, {"mesh": [-2]}, ["mesh[0]", "[-2]", ">= 1"]),
+        (ConfigTypeError, {"mesh": (True, 2)}, ["mesh[0]", "(True, 2)"]),
+        (ConfigTypeError, {"mesh": (2, "4")}, ["mesh[1]", "(2, '4')"]),
+        (ConfigTypeError, {"mesh": 8}, ["mesh is 8", "DeviceMesh", "(2, 4)"]),
+        (ConfigTypeError, {"mesh": "dp"}, ["mesh is 'dp'", "DeviceMesh"]),
+        (ConfigValueError, {"mesh": (2, 3), "device_num": 8}, ["mesh is (2, 3)", "6", "device_num is 8"]),
+        (ConfigTypeError, {"pipeline_stages": True}, ["pipeline_stages is True", ">= 1"]),
+        (ConfigTypeError, {"pipeline_stages": 2.0}, ["pipeline_stages is 2.0", ">= 1"]),
+        (ConfigTypeError, {"pipeline_stages": None}, ["pipeline_stages is None", ">= 1"]),
+        (ConfigValueError, {"pipeline_stages": 0}, ["pipeline_stages is 0", ">= 1"]),
+        (ConfigTypeError, {"strategy_ckpt_load_file": 3}, ["strategy_ckpt_load_file is 3", "path"]),
+        (ConfigTypeError, {"strategy_ckpt_save_file": True}, ["strategy_ckpt_save_file is True", "path"]),
+        (ConfigTypeError, {"parallel_optimizer_config": [1]}, ["parallel_optimizer_config is [1]", "dict"]),
+        (ConfigTypeError, {"parallel_optimizer_config": {1: 2}}, ["optimizer_config is {1: 2}", "str"]),
+        (ConfigTypeError, {"comm_fusion": "auto"}, ["comm_fusion is 'auto'"]),
+        (ConfigKeyError, {"com_fusion": None}, ["'com_fusion'", "comm_fusion", "gradient_compression"]),
+    ],
+)  # fmt: skip
+def test_option_is_refused(error, given, parts):
+    with raises_naming(error, *parts):
+        CompileConfig.resolve(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("enable_parallel_optimizer", True, "False"),
+        ("parallel_mode", "semi_auto", "'data_parallel'"),
+        ("parallel_mode", "auto", "'data_parallel'"),
+        ("backend", "inductor", "'eager'"),
+        ("exchange_factors", "auto", "'never'"),
+        ("exchange_factors", "always", "'never'"),
+        ("gradient_compression", object, "None"),
+        ("pipeline_stages", 2, "1"),
+        ("cluster", "h100", "None"),
+        ("parallel_optimizer_config", {"gradient_accumulation_shard": True}, "None"),
+        ("parallel_optimizer_config", {}, "None"),
+        ("strategy_ckpt_load_file", "./strategy.json", "None"),
+        ("strategy_ckpt_save_file", Path("strategy.json"), "None"),
+        ("search_mode", "recursive_programming", "'dynamic_programming'"),
+        ("search_mode", "sharding_propagation", "'dynamic_programming'"),
+    ],
+)
+def test_not_available_says_what_to_use_instead(name, value, instead):
+    with raises_naming(NotAvailableError, f"{name}={value!r} is not available yet", f"use {name}={instead}"):
+        CompileConfig.resolve({name: value})
+
+
+@pytest.mark.parametrize(("alias", "mode"), [("semi_auto_parallel", "semi_auto"), ("auto_parallel", "auto")])
+def test_parallel_mode_aliases(alias, mode):
+    with raises_naming(NotAvailableError, f"parallel_mode={mode!r}"):
+        CompileConfig.resolve({"parallel_mode": alias})
+
+
+def test_invalid_comes_before_not_available():
+    with raises_naming(ConfigTypeError, "full_batch"):
+        CompileConfig.resolve({"enable_parallel_optimizer": True, "full_batch": 1})
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "part"),
+    [
+        (NotAvailableError, {"memory_limit": 1 << 30}, "memory_limit=1073741824"),
+        (NotAvailableError, {"across_steps": True}, "across_steps=True"),
+        (ConfigTypeError, {"memory_limit": "1GiB"}, "memory_limit is '1GiB'"),
+        (ConfigValueError, {"memory_limit": 0}, "memory_limit is 0"),
+        (ConfigTypeError, {"across_steps": 1}, "across_steps is 1"),
+    ],
+)
+def test_schedule_config_refuses(error, given, part):
+    with raises_naming(error, f"ScheduleConfig.{part}"):
+        ScheduleConfig(**given)
+
+
+# --- header
+
+
+def test_header():
+    given = {
+        "comm_fusion": {"allreduce": index([20, 35]), "reducescatter": size(32)},
+        "gradients_mean": False,
+        "schedule": "none",
+    }
+    assert CompileConfig.resolve(given).header() == [
+        ("comm_fusion.openstate", "True"),
+        ("comm_fusion.allreduce", "index 20,35"),
+        ("comm_fusion.allgather", "auto"),
+        ("comm_fusion.reducescatter", "size 32"),
+        ("parallel_mode", "data_parallel"),
+        ("gradients_mean", "False"),
+        ("gradient_fp32_sync", "True"),
+        ("full_batch", "False"),
+        ("parameter_broadcast", "False"),
+        ("schedule", "none"),
+    ]
+
+
+def test_header_is_the_same_on_every_rank_and_for_equal_schedules():
+    headers = [CompileConfig.resolve({"device_num": 4, "global_rank": rank}).header() for rank in range(4)]
+    headers.append(CompileConfig.resolve({"schedule": ScheduleConfig(), "mesh": [2, 2]}).header())
+    assert all(header == headers[0] for header in headers)

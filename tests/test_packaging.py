@@ -1,0 +1,160 @@
+"""The distribution: what pyproject.toml lists, what a build contains, and how the package is imported.
+
+The files of ``commfuse_fx.passes`` live in ``passes/`` at the top level and are reached through a link,
+``commfuse_fx/passes``; every test here guards one way in which that could come apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = ROOT / "commfuse_fx" / "passes"
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    """Run ``command`` with no PYTHONPATH but the one given; return its output, or fail with all of it."""
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    env |= environment
+    pipe, merge = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, cwd=cwd, env=env, text=True, stdout=pipe, stderr=merge, check=False)
+    assert done.returncode == 0, f"{' '.join(command)} exited {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def source_files() -> set[str]:
+    """Python files of the package as an installation has them: ``commfuse_fx/passes/...``."""
+    found = set()
+    for folder, subfolders, names in os.walk(ROOT / "commfuse_fx", followlinks=True):
+        subfolders[:] = [name for name in subfolders if name != "__pycache__"]
+        found |= {Path(folder, name).relative_to(ROOT).as_posix() for name in names if name.endswith(".py")}
+    return found
+
+
+def repository_files() -> list[Path]:
+    """Python files that git tracks or would add; all of them where git cannot tell."""
+    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.py")
+    paths = [path for path in ROOT.rglob("*.py") if not path.relative_to(ROOT).parts[0].startswith(".")]
+    if shutil.which("git") and (ROOT / ".git").exists():
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+        if done.returncode == 0:
+            paths = [ROOT / name for name in done.stdout.split("\0") if name]
+    return sorted({path for path in paths if path.is_file()})
+
+
+def import_from(cwd: Path, **environment: str) -> list[Path]:
+    """Import the package in a new process started in ``cwd``; return where its two parts came from."""
+    script = "import commfuse_fx, commfuse_fx.passes as p; print(commfuse_fx.__file__); print(p.__file__)"
+    lines = run(sys.executable, "-W", "ignore", "-c", script, cwd=cwd, **environment).splitlines()
+    return [Path(line) for line in lines[-2:]]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what a build reads, so that building leaves nothing in the repository."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("commfuse_fx", "passes"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def check_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if name.endswith(".py")} == source_files()
+    assert "commfuse_fx/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def check_sdist(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive}
+    expected = source_files() | {"commfuse_fx/py.typed", "pyproject.toml", "LICENSE"}
+    assert expected <= set(members)
+    assert [name for name in expected if not members[name].isreg()] == []
+
+
+def test_package_list_matches_the_tree() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    in_tree = {name.rpartition("/")[0].replace("/", ".") for name in source_files()}
+    assert sorted(listed) == sorted(in_tree), "bring [tool.setuptools] packages in pyproject.toml up to date"
+
+
+def test_every_package_has_an_init() -> None:
+    files = source_files()
+    folders = {name.rpartition("/")[0] for name in files}
+    assert sorted(folder for folder in folders if f"{folder}/__init__.py" not in files) == []
+
+
+def test_passes_is_a_relative_link() -> None:
+    assert LINK.is_symlink(), "commfuse_fx/passes must be a link (on Windows: git config core.symlinks true)"
+    assert os.readlink(LINK) == "../passes"
+    assert not (ROOT / "passes").is_symlink()
+    assert (ROOT / "passes" / "__init__.py").is_file()
+
+
+def test_sdist_and_the_wheel_made_from_it(checkout: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--no-isolation", str(checkout), cwd=tmp_path)
+    (sdist,) = (checkout / "dist").glob("*.tar.gz")
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    check_sdist(sdist)
+    check_wheel(wheel)
+
+
+def test_wheel_made_from_the_checkout_imports_when_installed(checkout: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(checkout), cwd=tmp_path)
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    check_wheel(wheel)
+
+    site = tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile")
+    run(*pip, "--target", str(site), str(wheel), cwd=tmp_path)
+    assert not (site / "commfuse_fx" / "passes").is_symlink()
+    assert not (site / "passes").exists()
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    package, passes = import_from(elsewhere, PYTHONPATH=str(site))
+    assert package == site / "commfuse_fx" / "__init__.py"
+    assert passes == site / "commfuse_fx" / "passes" / "__init__.py"
+
+
+def test_bare_checkout_imports() -> None:
+    package, passes = import_from(ROOT)
+    assert package == ROOT / "commfuse_fx" / "__init__.py"
+    assert passes == LINK / "__init__.py"
+
+
+def test_nothing_imports_bare_passes() -> None:
+    offenders = []
+    for path in repository_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            if any(name.split(".")[0] == "passes" for name in names):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert offenders == [], "import commfuse_fx.passes instead"
