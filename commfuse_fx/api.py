@@ -63,9 +63,7 @@ def compile(
         del given[name]
     config = CompileConfig.resolve(given)
     if not isinstance(model, nn.Module):
-        raise ConfigTypeError(
-            f"model={type(model).__name__} is not a torch.nn.Module: pass the module to train"
-        )
+        raise ConfigTypeError(f"model={type(model).__name__} is not a torch.nn.Module: pass the module to train")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigTypeError(
             f"loss_fn={loss_fn!r} is not callable: pass a function or module of (output, target) -> scalar"

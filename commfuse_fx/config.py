@@ -130,8 +130,7 @@ def _check_available(settings: Mapping[str, Any]) -> None:
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:
             raise NotAvailableError(
-                f"{name}={show(settings[name])} is not available yet; "
-                f"use {name}={DEFAULTS[name]!r} ({meaning})"
+                f"{name}={show(settings[name])} is not available yet; use {name}={DEFAULTS[name]!r} ({meaning})"
             )
 
 

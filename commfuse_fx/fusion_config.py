@@ -157,8 +157,7 @@ def _check_keys(kind: str, entry: dict[Any, Any]) -> None:
     for key, value in entry.items():
         if key not in _KIND_KEYS:
             raise ConfigKeyError(
-                f'{_at(kind, key)} is {show(value)}, but a kind has only "mode" and "config"; '
-                f"remove {show(key)}"
+                f'{_at(kind, key)} is {show(value)}, but a kind has only "mode" and "config"; remove {show(key)}'
             )
 
 
@@ -175,9 +174,7 @@ def _check_mode(kind: str, entry: dict[str, Any]) -> None:
 def _check_config_type(kind: str, entry: dict[str, Any]) -> None:
     mode, config, where = entry["mode"], entry["config"], _at(kind, "config")
     if mode == "size" and not is_int(config):
-        raise ConfigTypeError(
-            f'{where} is {show(config)}; with mode "size" give the threshold in MiB, an int > 0'
-        )
+        raise ConfigTypeError(f'{where} is {show(config)}; with mode "size" give the threshold in MiB, an int > 0')
     if mode == "index":
         _check_cuts_type(config, where)
 
@@ -212,6 +209,4 @@ def _check_cuts_value(cuts: list[int], where: str) -> None:
         problem = "is not ascending"
     else:
         return
-    raise ConfigValueError(
-        f"{where} is {show(cuts)}, which {problem}; give ascending ints > 0 such as [20, 35]"
-    )
+    raise ConfigValueError(f"{where} is {show(cuts)}, which {problem}; give ascending ints > 0 such as [20, 35]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.pipeline import PassRecord
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,18 @@ class Snapshot:
 class Lowered:
     """A compiled step. Text, JSON, collectives and fingerprint do not depend on the rank; groups do."""
 
-    def __init__(self, program: Program, rank: int, replay: Callable[[], Mapping[str, Snapshot]]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        pass_records: Sequence[PassRecord],
+        replay: Callable[[], Mapping[str, Snapshot]],
+    ) -> None:
         self._program = program
         self._rank = rank
         self._replay = replay
+        self.pass_records = tuple(pass_records)
+        """What each pass did and how long it took."""
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:

@@ -44,9 +44,7 @@ def tracing_on(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def all_reduce(
-    x: torch.Tensor, op: str = "sum", group: str | None = None, fusion: Any = Default(0)
-) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str = "sum", group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
     """Reduce `x` (any shape) elementwise over a group; every rank gets the result.
 
     op: "sum" | "avg" | "max" | "min" | "product" (gradients: "sum" and "avg" only).
@@ -60,9 +58,7 @@ def all_reduce(
     return out
 
 
-def all_gather(
-    x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)
-) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
     """Concatenate the ranks' `x` (same shape everywhere) along `dim`: size d becomes group_size * d."""
     size, name = _group(group)
     moved = x.movedim(dim, 0).contiguous() if dim else x
@@ -83,22 +79,16 @@ def reduce_scatter(
     return out.movedim(0, dim) if dim else out
 
 
-def broadcast(
-    x: torch.Tensor, src: int = 0, group: str | None = None, fusion: Any = Default(0)
-) -> torch.Tensor:
+def broadcast(x: torch.Tensor, src: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
     """Every rank gets the `x` of the group's member number `src` (an index into the group)."""
     size, name = _group(group)
     if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < size:
-        raise ConfigValueError(
-            f"broadcast src={src!r} is not a member of the group: give an int in 0..{size - 1}"
-        )
+        raise ConfigValueError(f"broadcast src={src!r} is not a member of the group: give an int in 0..{size - 1}")
     out: torch.Tensor = torch.ops.commfuse.broadcast(x, src, size, name, _fusion(fusion))
     return out
 
 
-def all_to_all(
-    x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)
-) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
     """Send slice i of `dim` to rank i and concatenate what arrives in rank order; the shape stays the same.
 
     Raises ConfigValueError when `dim` does not divide by the group size.
@@ -116,9 +106,7 @@ def all_to_all(
 def _group(group: str | None) -> tuple[int, str]:
     mesh = _mesh.get()
     if group is not None and not isinstance(group, str):
-        raise ConfigTypeError(
-            f"group={group!r} must be mesh axis names such as 'dp' or 'dp,tp', or None for all ranks"
-        )
+        raise ConfigTypeError(f"group={group!r} must be mesh axis names such as 'dp' or 'dp,tp', or None for all ranks")
     if mesh is None:
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         return size, group or ""
@@ -126,9 +114,7 @@ def _group(group: str | None) -> tuple[int, str]:
         return mesh.world, mesh.all_axes
     unknown = [name for name in group.split(",") if name not in mesh.names]
     if unknown:
-        raise ConfigValueError(
-            f"group={group!r}: no mesh axis {unknown[0]!r}; axes are {', '.join(mesh.names)}"
-        )
+        raise ConfigValueError(f"group={group!r}: no mesh axis {unknown[0]!r}; axes are {', '.join(mesh.names)}")
     return mesh.size(group), group
 
 
@@ -186,9 +172,7 @@ def _eager(name: str) -> Any:
 
 def _check_eager_group(group: str) -> None:
     if group:
-        raise ConfigValueError(
-            f"group={group!r}: mesh axes exist only inside commfuse_fx.compile; use group=None here"
-        )
+        raise ConfigValueError(f"group={group!r}: mesh axes exist only inside commfuse_fx.compile; use group=None here")
 
 
 def _reduce_op(op: str) -> Any:
@@ -268,9 +252,7 @@ def _save(*names: str) -> Any:
 
 def _linear_only(op: str) -> str:
     if op not in ("sum", "avg"):
-        raise ConfigValueError(
-            f'op={op!r} has no gradient: use "sum" or "avg", or call it under torch.no_grad()'
-        )
+        raise ConfigValueError(f'op={op!r} has no gradient: use "sum" or "avg", or call it under torch.no_grad()')
     return op
 
 

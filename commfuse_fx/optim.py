@@ -161,7 +161,6 @@ def optimizer_key(optimizer: torch.optim.Optimizer) -> Any:
     """What of an optimizer decides the graph, cheap enough to look at before every step."""
     rule, why = _rule_of(optimizer)
     groups = tuple(
-        (len(group["params"]), tuple(rule.flags(group).items()) if rule else ())
-        for group in optimizer.param_groups
+        (len(group["params"]), tuple(rule.flags(group).items()) if rule else ()) for group in optimizer.param_groups
     )
     return (type(optimizer).__name__, why, groups)

@@ -121,9 +121,7 @@ class ScheduleConfig:
                 f"ScheduleConfig.memory_limit={self.memory_limit} is not available yet; use memory_limit=None"
             )
         if check_bool(self.across_steps, "ScheduleConfig.across_steps"):
-            raise NotAvailableError(
-                "ScheduleConfig.across_steps=True is not available yet; use across_steps=False"
-            )
+            raise NotAvailableError("ScheduleConfig.across_steps=True is not available yet; use across_steps=False")
 
 
 def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,9 +163,7 @@ def _check_mesh(value: object, where: str) -> object:
         return tuple(check_int(size, f"{where}[{axis}] of {value}", 1) for axis, size in enumerate(value))
     if value is None or hasattr(value, "mesh_dim_names"):
         return value
-    raise ConfigTypeError(
-        f"{where} is {show(value)}; give a DeviceMesh, a tuple of sizes such as (2, 4), or None"
-    )
+    raise ConfigTypeError(f"{where} is {show(value)}; give a DeviceMesh, a tuple of sizes such as (2, 4), or None")
 
 
 def _check_schedule(value: object, where: str) -> str | ScheduleConfig:

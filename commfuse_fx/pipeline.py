@@ -52,9 +52,7 @@ class PassPipeline:
         for item in self.passes:
             missing = [fact for fact in item.requires if fact not in known]
             if missing:
-                raise VerificationError(
-                    f"pass {item.name} requires {', '.join(missing)}, which no pass before ensures"
-                )
+                raise VerificationError(f"pass {item.name} requires {', '.join(missing)}, which no pass before ensures")
             known.update(dict.fromkeys(item.ensures))
 
     def run(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +20,19 @@ from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
 from commfuse_fx.compiler import Compiled, compile_call
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.errors import ConfigValueError, VirtualWorldError
+from commfuse_fx.errors import ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.lowered import Lowered
 from commfuse_fx.optim import check_optimizer, describe_optimizer
 from commfuse_fx.progress import progress
-from commfuse_fx.runtime.broadcast import broadcast_parameters
 from commfuse_fx.runtime.agreement import Agreement, checksum, hash62
-from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.runtime.broadcast import broadcast_parameters
+from commfuse_fx.runtime.executor import Executor, interrupts_deferred
 from commfuse_fx.runtime.groups import Groups
-from commfuse_fx.runtime.storage import LayoutConflict
+from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
+from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
 
 log = logging.getLogger("commfuse_fx")
@@ -79,6 +84,8 @@ class CompiledStep:
         self._watch = Watch(model, optimizer)
         self._groups: Groups | None = None
         self._agreement: Agreement | None = None
+        self._pool = FlatPool()
+        self._timeline: Timeline | None = None
         self._started = False
         self._checksum = 0
         if not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone":
@@ -86,6 +93,7 @@ class CompiledStep:
             device = next((p.device.type for p in model.parameters()), "cpu")
             self._groups = Groups.of_world(self.mesh, device, device_mesh)
             self._agreement = Agreement()
+            _holders_of_groups.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.virtual:
@@ -98,10 +106,8 @@ class CompiledStep:
         self._agreement.begin_step()
         try:
             return self._run(args, kwargs)
-        except Exception as error:
-            # The others wait for this rank's vote, unless this is an evaluation, in which nobody votes.
-            if self.model.training and not self._agreement.has_voted:
-                self._agreement.fail(error)
+        except BaseException as error:
+            self._agreement.leave_step(error, expected=self._votes())
             raise
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -115,22 +121,54 @@ class CompiledStep:
         plan = self._plans.get(signature)
         if plan is None or plan.compiled.captured is None:
             plan = self._plans[signature] = self._compile(call, keep_captured=True)
-        return Lowered(plan.compiled.program, self.rank, plan.compiled.replay)
+        compiled = plan.compiled
+        return Lowered(compiled.program, self.rank, compiled.records, compiled.replay)
+
+    @contextmanager
+    def record_communication(self) -> Iterator[Timeline]:
+        """Measure, on this rank, the communication of the steps that run inside the `with` block.
+
+        The timeline tells for each collective how long it was in flight and for how long of that the step
+        was blocked; it includes the vote that every step begins with. Raises NotAvailableError for a model on
+        CUDA, whose waits do not block the host.
+        """
+        if any(param.is_cuda for param in self.model.parameters()):
+            raise NotAvailableError(
+                "record_communication() is not available yet for a model on CUDA: its waits do not block the host, "
+                "whose clock is used here; use torch.profiler"
+            )
+        self._timeline = Timeline()
+        try:
+            yield self._timeline
+        finally:
+            self._timeline = None
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call = self._take_apart(args, kwargs)
         plan = self._plan(call)
         executor = self._executor(plan, call)
+        self._watch_wire(executor)
         if not self._started:
             self._start(plan)
         loss, *grads = executor.run(dict(call.leaves))
+        if self._agreement is not None:
+            self._agreement.end_step()
         if self.optimizer is not None and self.model.training:
             # What a learning-rate scheduler looks at to see that optimizer steps came first.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for name, grad in zip(plan.compiled.program.grads, grads, strict=True):
-            _accumulate(executor.params[name], grad)
+        with interrupts_deferred():
+            for name, grad in zip(plan.compiled.program.grads, grads, strict=True):
+                accumulate(executor.params[name], grad)
         result: torch.Tensor = loss
         return result
+
+    def _watch_wire(self, executor: Executor) -> None:
+        """Let the running timeline, if there is one, see this step's collectives."""
+        executor.wire.timeline = self._timeline
+        if self._agreement is not None:
+            self._agreement.timeline = self._timeline
+        if self._timeline is not None:
+            self._timeline.begin_step()
 
     # Compiling
 
@@ -155,9 +193,7 @@ class CompiledStep:
         self._last = signature
         return plan
 
-    def _compile(
-        self, call: _Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
-    ) -> _Plan:
+    def _compile(self, call: _Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = "") -> _Plan:
         training = self.model.training
         optimizer = self._describe_optimizer(opaque) if training else None
         leaves, sliced = self._slice_batch(call.leaves)
@@ -193,9 +229,7 @@ class CompiledStep:
         described = describe_optimizer(self.optimizer, self.model)
         return replace(described, rule="opaque", why_opaque=opaque) if opaque else described
 
-    def _slice_batch(
-        self, leaves: list[tuple[str, torch.Tensor]]
-    ) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    def _slice_batch(self, leaves: list[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
         """With full_batch the model is traced on a slice: tensors whose dimension 0 is that of the first one."""
         batched = [tensor for _, tensor in leaves if tensor.ndim]
         if not self.config.full_batch or self.mesh.world == 1 or not batched:
@@ -217,10 +251,9 @@ class CompiledStep:
 
     def _executor(self, plan: _Plan, call: _Call) -> Executor:
         """The plan's executor, bound to the optimizer's present state; re-plans where that state demands it."""
-        if plan.executor is None or plan.executor.params is not self._watch.params:
-            self._make_executor(plan)
         executor = plan.executor
-        assert executor is not None
+        if executor is None or executor.params is not self._watch.params:
+            executor = self._make_executor(plan)
         if not executor.storage.is_bound():
             try:
                 executor.storage.bind()
@@ -228,33 +261,30 @@ class CompiledStep:
                 log.info("re-planning the update: %s", conflict)
                 opaque = str(conflict) if conflict.remedy == "opaque" else ""
                 plan.compiled = self._compile(call, flat_updates=False, opaque=opaque).compiled
-                self._make_executor(plan)
-                plan.executor.storage.bind()
-        assert plan.executor is not None
-        return plan.executor
+                executor = self._make_executor(plan)
+                executor.storage.bind()
+        return executor
 
-    def _make_executor(self, plan: _Plan) -> None:
+    def _make_executor(self, plan: _Plan) -> Executor:
         program = plan.compiled.program
         executor = Executor(
-            program, self._watch.params, self._watch.buffers, self.optimizer, self._groups, self.rank
+            program, self._watch.params, self._watch.buffers, self.optimizer, self._groups, self.rank, self._pool
         )
         if self._agreement is not None and executor.has_collectives:
             plan.texts = (canonical_text(program, activations=False), canonical_text(program))
             plan.signature = hash62(plan.texts[0])
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
         plan.executor = executor
+        return executor
 
     def _start(self, plan: _Plan) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
-        self._started = True
         if self._agreement is None or plan.executor is None or not plan.executor.has_collectives:
-            return
+            return  # an evaluation: the first step is still to come
         shared = [
             param.detach()
             for name, param in self._watch.params.items()
-            if not (
-                self.config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False)
-            )
+            if not (self.config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False))
         ]
         if self.config.parameter_broadcast:
             self._agreement.cast(plan.signature)
@@ -267,14 +297,42 @@ class CompiledStep:
     def _cast_vote(self, plan: _Plan) -> None:
         assert self._agreement is not None
         self._agreement.cast(plan.signature, self._checksum)
-        self._checksum = 0
 
     def _settle_vote(self, plan: _Plan) -> None:
         assert self._agreement is not None
         self._agreement.settle(plan.texts)
+        # Not before: a step in which a rank failed is not the first step of any rank.
+        self._started = True
+        self._checksum = 0
+
+    def _votes(self) -> bool:
+        """Whether a call in the model's present mode votes: an evaluation does if the forward has collectives."""
+        return self.model.training or any(
+            plan.executor is not None and plan.executor.has_collectives and not plan.compiled.program.training
+            for plan in self._plans.values()
+        )
 
 
-def _accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
+_holders_of_groups: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_groups() -> None:
+    """Let go of process groups while the interpreter is whole.
+
+    Gloo's threads need the interpreter when they end. A group that lives until the interpreter is taken
+    apart, in a reference cycle of a step, say, aborts the process ("terminate called without an active
+    exception").
+    """
+    holders = list(_holders_of_groups)
+    for step in holders:
+        step._plans.clear()
+        step._groups = step._agreement = None
+    if holders:
+        gc.collect()
+
+
+def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
     """As autograd does: the first gradient is kept, later ones are added to it."""
     if param.grad is None:
         param.grad = grad

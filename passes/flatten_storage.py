@@ -18,7 +18,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, wait_of
 from commfuse_fx.ir.meta import Part, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
-from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace
+from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace_all
 
 # Members start on cache-line boundaries: kernels run at full speed, and give the same bits as on tensors
 # of their own, which torch aligns alike.
@@ -76,12 +76,17 @@ class FlattenStorage:
         places = _update_places(program) if self.flat_updates else {}
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         flat: dict[int, list[tuple[_Run, fx.Node]]] = {}
+        results: dict[fx.Node, fx.Node] = {}
         for start in buckets:
             bucket = _Bucket(Builder(program), start, places, position)
             wait = bucket.rewrite()
             for run in bucket.runs:
                 if run.is_flat and run.owner is not None:
                     flat.setdefault(run.owner, []).append((run, wait))
+            results.update(bucket.results)
+        replace_all(program, results)
+        for result in results:
+            erase_upwards(program, result)
         for owner, runs in flat.items():
             _use_flat_parameters(Builder(program), owner, runs)
         remove_dead_nodes(program)
@@ -101,9 +106,7 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
         for position, segment in enumerate(update.segments):
             name = segment.members[0][0]
             if not program.params[name].movable:
-                program.note(
-                    "not flat", name, "it shares memory with another tensor or has gaps between its elements"
-                )
+                program.note("not flat", name, "it shares memory with another tensor or has gaps between its elements")
                 continue
             grad = grads[position]
             places[grad] = (owner, position)
@@ -169,19 +172,23 @@ class _Bucket:
         self.position = position
         self.label = info(start).name.rsplit("/", 1)[0]
         self.members = [self._member(part, places) for part in info(start).parts]
-        itemsize = {member.name: self.program.params[member.name].spec.itemsize for member in self.members}
+        self.results: dict[fx.Node, fx.Node] = {}  # what takes the place of each member's result
+        params = self.program.params
+        itemsize = {m.name: (params[m.name] if m.name in params else m).spec.itemsize for m in self.members}
         self.runs = _layout(self.members, itemsize)
         self.spec = TensorSpec.flat(self.runs[-1].offset + self.runs[-1].numel, tensor_spec(start))
 
     def _member(self, part: Part, places: dict[fx.Node, tuple[int, int]]) -> _Member:
-        param = self.program.params[part.names[0]].spec
-        layout = param if param.is_dense else param.with_shape(param.shape)
+        # A collective of the user's own may share the bucket; then there is no parameter.
+        param = self.program.params.get(part.names[0])
+        like = param.spec if param else tensor_spec(part.value)
+        layout = like if like.is_dense else like.with_shape(like.shape)
         spec = layout.with_dtype(tensor_spec(part.value).dtype)
         return _Member(part.names[0], part.value, part.result, spec, places.get(part.result))
 
     def rewrite(self) -> fx.Node:
         """Returns the wait, which yields the reduced flat storage."""
-        sources = [_source(member.value) for member in self.members]
+        sources = [_source(member) for member in self.members]
         first = min(sources, key=self.position.__getitem__)
         storage = self._allocate(first)
         for member, source in zip(self.members, sources, strict=True):
@@ -189,7 +196,7 @@ class _Bucket:
         details = info(self.start)
         with self.build.before(self.start):
             start = self.build.call(
-                IN_PLACE[self.start.target],
+                IN_PLACE[self.start.target],  # type: ignore[index]
                 (storage, *self.start.args[1:]),
                 spec=self.spec,
                 like=details,
@@ -200,10 +207,7 @@ class _Bucket:
             wait = self.build.wait(start, f"{self.label}/reduced")
             for member in self.members:
                 name = f"{self.label}/reduced.{member.name}"
-                result = self.build.strided(wait, member.spec, member.offset, name)
-                replace(self.program, member.result, result)
-                erase_upwards(self.program, member.result)
-                member.result = result
+                self.results[member.result] = self.build.strided(wait, member.spec, member.offset, name)
         return wait
 
     def _allocate(self, first: fx.Node) -> fx.Node:
@@ -211,9 +215,9 @@ class _Bucket:
         like = info(self.start)
         kwargs = {"dtype": self.spec.dtype, "device": torch.device(self.spec.device)}
         with self.build.before(first):
-            storage = self.build.call(
-                aten.empty.memory_format, ([self.spec.numel],), kwargs, spec=self.spec, like=like, name=f"{self.label}/storage"
-            )  # fmt: skip
+            size = ([self.spec.numel],)
+            name = f"{self.label}/storage"
+            storage = self.build.call(aten.empty.memory_format, size, kwargs, spec=self.spec, like=like, name=name)
             for number, run in enumerate(self.runs):
                 if run.padded_from is not None:
                     tail = TensorSpec.flat(run.offset + run.numel - run.padded_from, self.spec)
@@ -235,29 +239,28 @@ class _Bucket:
             return
         place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
         with self.build.after(source):
-            place = self.build.strided(
-                storage, place_spec, member.offset, f"{self.label}/place.{member.name}"
-            )
+            place = self.build.strided(storage, place_spec, member.offset, f"{self.label}/place.{member.name}")
         info(place).phase = info(source).phase
         with self.build.after(place):
-            self.build.call(
-                aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name
-            )
+            self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
 
 
 def _fits(computed: TensorSpec, place: TensorSpec) -> bool:
     return computed.dtype == place.dtype and computed.is_contiguous and place.is_contiguous
 
 
-def _source(value: fx.Node) -> fx.Node:
+def _source(member: _Member) -> fx.Node:
     """What to write into the bucket: the gradient before casts and reshapes that serve only the bucket."""
+    value = member.value
     while len(value.users) == 1:
         inner = value.args[0] if value.args else None
         if not isinstance(inner, fx.Node) or inner.op != "call_function":
             break
+        # Before a reshape the elements stand in row-major order: its place must have the same one.
         is_reshape = (
             value.target in (aten.view.default, aten._unsafe_view.default)
             and tensor_spec(inner).is_contiguous
+            and member.spec.is_contiguous
         )
         if not is_reshape and value.target is not aten._to_copy.default:
             break
@@ -290,9 +293,7 @@ def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.N
         params[first] = build.placeholder("flat", name, flat, owner)
         with build.before(nodes[0]):
             spec = TensorSpec.flat(run.numel, tensor_spec(wait))
-            grad = build.strided(
-                wait, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module=""
-            )
+            grad = build.strided(wait, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module="")
             if casts[first]:
                 grad = build.cast(grad, flat.dtype, f"update.{owner}/grads.{name}.cast")
         grads[first] = grad

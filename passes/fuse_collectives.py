@@ -7,7 +7,7 @@ collective, one wait, split, restore shapes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,7 +21,7 @@ from commfuse_fx.ir.merge import Merge
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.simplify import replace as replace_value
+from commfuse_fx.passes.simplify import replace_all
 
 log = logging.getLogger("commfuse_fx")
 
@@ -46,11 +46,14 @@ class FuseCollectives:
         before = Dependence(program.graph, program.aliases()).direct
         build = Builder(program)
         number = 0
+        results: dict[fx.Node, fx.Node] = {}
         for bucket in bucketing.buckets:
             if len(bucket) > 1:
-                _merge(build, [starts[i] for i in bucket], f"bucket.{number}", position)
+                merge = Merge(build, [starts[i] for i in bucket], f"bucket.{number}", position)
+                results.update(zip(merge.waits, merge.run(), strict=True))
                 number += 1
         if number:
+            _replace_waits(program, results)
             stable_sort(program.graph, position, before)
         return modified or number > 0
 
@@ -73,12 +76,13 @@ class FuseCollectives:
             program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
 
 
-def _merge(build: Builder, starts: Sequence[fx.Node], label: str, position: dict[fx.Node, int]) -> None:
-    merge = Merge(build, starts, label, position)
-    for start, wait, result in zip(starts, merge.waits, merge.run(), strict=True):
-        replace_value(build.program, wait, result)
-        build.graph.erase_node(wait)
-        build.graph.erase_node(start)
+def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:
+    """Let everybody use these results instead of the waits, and erase the waits with their starts."""
+    replace_all(program, results)
+    for wait in results:
+        start = wait.all_input_nodes[0]
+        program.graph.erase_node(wait)
+        program.graph.erase_node(start)
 
 
 def _details(node: fx.Node) -> CollectiveInfo:
@@ -101,17 +105,14 @@ def _member(node: fx.Node) -> Member:
 def _merge_repeated(program: Program) -> bool:
     """A tensor that is reduced twice with the same key is reduced once."""
     first: dict[tuple[object, ...], fx.Node] = {}
-    modified = False
-    for node in list(program.collectives()):
+    results: dict[fx.Node, fx.Node] = {}
+    for node in program.collectives():
         key = (node.args[0], node.target, node.args[1:], _key(node), _details(node).fusion_id)
         seen = first.setdefault(key, node)
         if seen is not node:
-            wait = wait_of(node)
-            replace_value(program, wait, wait_of(seen))
-            program.graph.erase_node(wait)
-            program.graph.erase_node(node)
-            modified = True
-    return modified
+            results[wait_of(node)] = wait_of(seen)
+    _replace_waits(program, results)
+    return bool(results)
 
 
 def _direct_dependences(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[list[int]]:

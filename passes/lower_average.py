@@ -12,6 +12,7 @@ from commfuse_fx.ir.collectives import group_of, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.simplify import replace as replace_node
 
 # Fused updates divide gradients by `grad_scale` while they read them: no pass over memory of its own.
 _SCALES = (
@@ -51,19 +52,18 @@ def _is_average(node: fx.Node) -> bool:
 
 def _divide(build: Builder, wait: fx.Node, size: int) -> None:
     spec = tensor_spec(wait)
-    users = list(wait.users)
     with build.after(wait):
         name = f"{info(wait).name}/mean"
         mean = build.call(aten.div.Scalar, (wait, size), spec=spec, like=info(wait), name=name)
-    for user in users:
-        user.replace_input_with(wait, mean)
+    replace_node(build.program, wait, mean)
+    mean.args = (wait, size)
 
 
 def _scale_in_updates(build: Builder, waits: dict[fx.Node, int]) -> dict[fx.Node, None]:
     """Give updates whose gradients are all sums over groups of one size that size as grad_scale."""
     scaled: dict[fx.Node, None] = {}
     for update in [node for node in build.graph.nodes if node.target in _SCALES]:
-        sums = [_wait_behind(grad, waits) for grad in update.args[1]]  # type: ignore[union-attr]
+        sums = [_wait_behind(grad, waits) for grad in update.args[1]]
         if any(wait is None for wait in sums):
             continue
         sizes = dict.fromkeys(waits[wait] for wait in sums if wait is not None)

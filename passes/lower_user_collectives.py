@@ -65,9 +65,7 @@ def _start(
         **details,
     )
     with build.before(node):
-        start = build.call(
-            target, args, spec=spec, like=info(node), name=f"{name}/{kind}", collective=collective
-        )
+        start = build.call(target, args, spec=spec, like=info(node), name=f"{name}/{kind}", collective=collective)
         return build.wait(start, f"{name}/wait")
 
 
@@ -114,9 +112,7 @@ def _reduce_scatter(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
         padding = [0, 0] * (len(given.shape) - 1) + [0, missing]
         name = f"{info(node).name}/pad"
         with build.before(node):
-            x = build.call(
-                aten.constant_pad_nd.default, (x, padding, 0), spec=padded, like=info(node), name=name
-            )
+            x = build.call(aten.constant_pad_nd.default, (x, padding, 0), spec=padded, like=info(node), name=name)
     return _start(
         build, node, "reduce_scatter", c10d.reduce_scatter_tensor.default, (x, op, size, group), spec,
         group=group, sequence=sequence, reduce_op=op, fusion=fusion,
@@ -141,8 +137,9 @@ def _all_to_all(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
     if _trivial(spec, size):
         return x
     splits = [spec.shape[0] // size] * size
+    args = (x, splits, splits, group)
     return _start(
-        build, node, "all_to_all", c10d.all_to_all_single.default, (x, splits, splits, group), spec.with_shape(spec.shape),
+        build, node, "all_to_all", c10d.all_to_all_single.default, args, spec.with_shape(spec.shape),
         group=group, sequence=sequence, fusion=fusion,
     )  # fmt: skip
 

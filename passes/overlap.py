@@ -56,21 +56,14 @@ class _Order:
         for node in self.nodes:
             if is_wait(node):
                 lazy[node] = None
-            elif (
-                node.op == "call_function"
-                and node.all_input_nodes
-                and not is_start(node)
-                and self._is_pure(node)
-            ):
+            elif node.op == "call_function" and node.all_input_nodes and not is_start(node) and self._is_pure(node):
                 if all(value in lazy for value in node.all_input_nodes):
                     lazy[node] = None
         return lazy
 
     @staticmethod
     def _is_pure(node: fx.Node) -> bool:
-        return is_view(node) or not (
-            written_nodes(node) or draws_random_numbers(node.target) or is_opaque(node)
-        )
+        return is_view(node) or not (written_nodes(node) or draws_random_numbers(node.target) or is_opaque(node))
 
     def build(self) -> list[fx.Node]:
         late: list[fx.Node] = []

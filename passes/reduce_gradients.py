@@ -37,19 +37,17 @@ class ReduceGradients:
             return False
         build = Builder(program)
         modified = False
-        reduced: dict[fx.Node, fx.Node] = {}
         shared = _names_by_gradient(program)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         for grad in sorted(shared, key=position.__getitem__):
             names = [name for name in shared[grad] if self._wants_reduction(program, name)]
             if names and tensor_spec(grad).numel:
-                reduced[grad] = self._reduce(build, grad, names)
+                reduced = self._reduce(build, grad, names)
+                program.grads.update(dict.fromkeys(names, reduced))
                 modified = True
-        for grad, names in shared.items():
-            for name in names:
-                if grad in reduced and self._wants_reduction(program, name):
-                    program.grads[name] = reduced[grad]
-        return _separate(build) or modified
+        modified = _separate(build) or modified
+        program.set_output()
+        return modified
 
     def _wants_reduction(self, program: Program, name: str) -> bool:
         if self.group is None or program.mesh.size(self.group) == 1:

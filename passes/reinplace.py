@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import IN_PLACE
+from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
@@ -53,6 +53,8 @@ class Reinplace:
             position[node] = i
             for value in node.all_input_nodes:
                 last_use[roots[value]] = i
+            if is_wait(node) and (sent := memory_on_wire(node)) is not None:
+                last_use[roots[sent]] = i
         modified = False
         # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
         merged: dict[fx.Node, fx.Node] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,29 +27,43 @@ class Simplify:
     ensures: tuple[str, ...] = ("simplified",)
 
     def __call__(self, program: Program) -> bool:
-        modified = False
-        for node in list(program.graph.nodes):
-            replacement = _replacement(node)
+        replacements: dict[fx.Node, fx.Node] = {}
+        for node in program.graph.nodes:
+            replacement = _replacement(node, replacements)
             if replacement is not None:
-                replace(program, node, replacement)
-                modified = True
-        return remove_dead_nodes(program) or modified
+                replacements[node] = replacements.get(replacement, replacement)
+        replace_all(program, replacements)
+        return remove_dead_nodes(program) or bool(replacements)
 
 
 def replace(program: Program, node: fx.Node, replacement: fx.Node) -> None:
     """Let everything that refers to `node`, the program's outputs included, refer to `replacement`."""
-    node.replace_all_uses_with(replacement)
-    if program.loss is node:
-        program.loss = replacement
-    for name, grad in program.grads.items():
-        if grad is node:
-            program.grads[name] = replacement
+    replace_all(program, {node: replacement})
 
 
-def _replacement(node: fx.Node) -> fx.Node | None:
+def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """The same for many nodes at once, one visit per user: updates have lists of thousands of gradients.
+
+    A replacement may be replaced itself.
+    """
+
+    def final(node: fx.Node) -> fx.Node:
+        while node in replacements:
+            node = replacements[node]
+        return node
+
+    for user in dict.fromkeys(user for node in replacements for user in node.users):
+        user.args = fx.node.map_arg(user.args, final)
+        user.kwargs = fx.node.map_arg(user.kwargs, final)
+    program.loss = final(program.loss)
+    if program.grads:
+        program.grads = {name: final(grad) for name, grad in program.grads.items()}
+
+
+def _replacement(node: fx.Node, earlier: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    source = node.args[0]
+    source = earlier.get(node.args[0], node.args[0])
     if node.target in _IDENTITIES:
         # A constant of the graph must not be handed out as a value that somebody may write to.
         return None if source.op == "get_attr" else source

@@ -34,9 +34,7 @@ class SliceFullBatch:
         like = NodeInfo("forward")
         cursor = program.last_input
         with build.after(cursor):
-            index = build.call(
-                axis_index, (self.group,), spec=None, like=like, name=f"axis_index/{self.group}"
-            )
+            index = build.call(axis_index, (self.group,), spec=None, like=like, name=f"axis_index/{self.group}")
         cursor = index
         for node in placeholders:
             assert node is not None
@@ -45,17 +43,12 @@ class SliceFullBatch:
             full = TensorSpec((rows * size, *local.shape[1:]), local.dtype, local.stride, local.device)
             path = program.sources[node].name
             with build.after(cursor):
-                start = build.call(
-                    operator.mul, (index, rows), spec=None, like=like, name=f"slice/start.{path}"
-                )
+                start = build.call(operator.mul, (index, rows), spec=None, like=like, name=f"slice/start.{path}")
             with build.after(start):
                 args = (node, 0, start, rows)
-                local_slice = build.call(
-                    aten.narrow.default, args, spec=local, like=like, name=f"slice/{path}"
-                )
-            node.replace_all_uses_with(
-                local_slice, delete_user_cb=lambda user, made=local_slice: user is not made
-            )
+                local_slice = build.call(aten.narrow.default, args, spec=local, like=like, name=f"slice/{path}")
+            for user in [user for user in node.users if user is not local_slice]:
+                user.replace_input_with(node, local_slice)
             set_info(node, NodeInfo("input", full, name=path))
             cursor = local_slice
         return True

@@ -12,7 +12,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec
 from commfuse_fx.ir.program import OptimizerInfo, Program, Segment, Update
 from commfuse_fx.optim import RULES
 
@@ -40,7 +40,7 @@ class UpdateParameters:
         else:
             _emit_rule(Builder(program), optimizer)
         program.grads = {}
-        program.output.args = ((program.loss,),)
+        program.set_output()
         return True
 
 
@@ -54,9 +54,7 @@ def _emit_opaque(build: Builder, optimizer: OptimizerInfo, names: list[str]) -> 
     params = [program.placeholder("parameter", name) for name in names]
     grads = [program.grads[name] for name in names]
     with build.before(program.output):
-        build.call(
-            optimizer_step, (params, grads), spec=None, like=_LIKE, name=f"update/{optimizer.class_name}"
-        )
+        build.call(optimizer_step, (params, grads), spec=None, like=_LIKE, name=f"update/{optimizer.class_name}")
 
 
 def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
@@ -115,9 +113,7 @@ class _Emitter:
         spec: Spec = None,
     ) -> fx.Node:
         with self.build.before(self.build.program.output):
-            return self.build.call(
-                target, args, kwargs, spec=spec, like=_LIKE, name=f"update.{self.owner}/{label}"
-            )
+            return self.build.call(target, args, kwargs, spec=spec, like=_LIKE, name=f"update.{self.owner}/{label}")
 
     def number(self, target: Any, *args: Any) -> fx.Node:
         """A Python number computed from hyper-parameters."""
@@ -125,9 +121,7 @@ class _Emitter:
             name = self.build.program.names.numbered(f"update.{self.owner}/{target.__name__}")
             return self.build.call(target, args, spec=None, like=_LIKE, name=name)
 
-    def each(
-        self, target: Any, args: tuple[Any, ...], label: str, kwargs: dict[str, Any] | None = None
-    ) -> fx.Node:
+    def each(self, target: Any, args: tuple[Any, ...], label: str, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A _foreach_ op that makes a list of new tensors."""
         return self.call(target, args, label, kwargs, spec=self.specs)
 
@@ -141,9 +135,7 @@ def _adam(emit: _Emitter) -> None:
     maxima: Any = emit.state("max_exp_avg_sq") if emit.flags["amsgrad"] else []
     numbers = emit.hyper("lr", "beta1", "beta2", "weight_decay", "eps")
     flags = {"amsgrad": emit.flags["amsgrad"], "maximize": emit.flags["maximize"]}
-    emit.call(
-        op, (emit.params, emit.grads, *averages, maxima, emit.steps()), emit.rule.name, {**numbers, **flags}
-    )
+    emit.call(op, (emit.params, emit.grads, *averages, maxima, emit.steps()), emit.rule.name, {**numbers, **flags})
 
 
 def _sgd(emit: _Emitter) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -58,7 +57,7 @@ def capture(
         *(Source("input", path) for path, _ in leaves),
     ]
     for node, source in zip(traced.placeholders, sources, strict=True):
-        program.sources[node] = source
+        program.add_source(node, source)
     _annotate(program)
     _set_outputs(program, traced)
     return program
@@ -104,18 +103,14 @@ def _sharing_memory(model: nn.Module) -> dict[str, None]:
 def _check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise CaptureError(
-                f"parameter {name} is not initialised yet: run the model once on a batch first"
-            )
+            raise CaptureError(f"parameter {name} is not initialised yet: run the model once on a batch first")
         if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
             raise CaptureError(
                 f"parameter {name} is a {type(param.data).__name__}: only plain tensors can be compiled "
                 "(unwrap DTensor and other tensor subclasses first)"
             )
         if param.device.type == "meta":
-            raise CaptureError(
-                f"parameter {name} is on the meta device: materialise it with to_empty() first"
-            )
+            raise CaptureError(f"parameter {name} is on the meta device: materialise it with to_empty() first")
 
 
 def _annotate(program: Program) -> None:
@@ -128,9 +123,7 @@ def _annotate(program: Program) -> None:
             set_info(node, NodeInfo("input", spec_of(constant), name=program.names.numbered("constant")))
         elif node.op == "call_function":
             origin = origin_of(node)
-            details = NodeInfo(
-                origin.phase, spec_of(node.meta.get("val")), origin.module, source=origin.source
-            )
+            details = NodeInfo(origin.phase, spec_of(node.meta.get("val")), origin.module, source=origin.source)
             set_info(node, details)
             details.name = program.names.of_traced(node)
         else:
@@ -157,9 +150,7 @@ def _set_outputs(program: Program, traced: Traced) -> None:
     program.grads = grads
     for name, param in program.params.items():
         if program.training and param.trainable and name not in grads:
-            program.note(
-                "unused", name, "it takes no part in this step's loss, so it has no gradient and no update"
-            )
+            program.note("unused", name, "it takes no part in this step's loss, so it has no gradient and no update")
     output = program.output
     for target, value in traced.mutations:
         details = info(value)
@@ -167,10 +158,4 @@ def _set_outputs(program: Program, traced: Traced) -> None:
             node = program.graph.call_function(aten.copy_.default, (target, value))
         set_info(node, details.derive(info(target).spec, phase="update"))
         info(node).name = program.names.reserve(f"update/{info(target).name}")
-    set_program_output(program)
-
-
-def set_program_output(program: Program) -> None:
-    """Make the graph return the loss and the gradients."""
-    values: tuple[Any, ...] = (program.loss, *program.grads.values())
-    program.output.args = (values,)
+    program.set_output()

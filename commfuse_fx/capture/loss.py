@@ -14,9 +14,7 @@ from commfuse_fx.errors import CaptureError, ConfigTypeError
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
-def name_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: LossFn | None
-) -> dict[str, Any]:
+def name_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: LossFn | None) -> dict[str, Any]:
     """The call's arguments under the names they have in dumps: `input`, or `input` and `target`."""
     if loss_fn is None:
         return {"input": {"args": args, "kwargs": dict(kwargs)}}

@@ -20,6 +20,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_fx.capture.emulate import Randomness
+from commfuse_fx.ir.dependence import draws_random_numbers
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -47,6 +50,19 @@ def user_line_of(traceback: TracebackType | None) -> str:
     while traceback is not None:
         if _is_user_file(traceback.tb_frame.f_code.co_filename):
             found = _location(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def innermost_function(traceback: TracebackType | None) -> str:
+    """Name of torch's public function, below the user's own frames, in which an exception was raised."""
+    found = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_user_file(code.co_filename):
+            found = ""
+        elif not found and code.co_filename.startswith(_TORCH + "nn"):
+            found = code.co_name if code.co_name not in ("_wrapped_call_impl", "_call_impl", "inner") else ""
         traceback = traceback.tb_next
     return found
 
@@ -94,6 +110,7 @@ class OriginRecorder(TorchDispatchMode):
         self._stack: list[str] = [""]
         self._by_sequence: dict[int, Origin] = {}
         self._in_backward = False
+        self.random = Randomness()
 
     @property
     def module(self) -> str:
@@ -106,7 +123,10 @@ class OriginRecorder(TorchDispatchMode):
         origin = self._origin()
         graph = traced_graph()
         last = graph._root.prev
-        out = func(*args, **(kwargs or {}))
+        if draws_random_numbers(func):
+            out = self.random.draw(func, args, kwargs or {})
+        else:
+            out = func(*args, **(kwargs or {}))
         annotate_after(graph, last, origin)
         return out
 
@@ -162,9 +182,19 @@ class OriginKeeper(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         graph = traced_graph()
         last = graph._root.prev
-        out = super().run_node(n)
+        out = self._draw_in_memory_order(n) if draws_random_numbers(n.target) else super().run_node(n)
         annotate_after(graph, last, origin_of(n))
         return out
+
+
+    def _draw_in_memory_order(self, n: fx.Node) -> Any:
+        """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not n.target._schema.is_mutable or args[0].is_contiguous():  # type: ignore[union-attr]
+            return super().run_node(n)
+        order = sorted(range(args[0].ndim), key=lambda dim: -args[0].stride(dim))
+        n.target(args[0].permute(order), *args[1:], **kwargs)  # type: ignore[operator]
+        return args[0]
 
 
 def keeping_origins(module: fx.GraphModule) -> Callable[..., Any]:

@@ -74,6 +74,5 @@ class Watch:
 
 def _autocast() -> tuple[Any, ...]:
     return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in ("cpu", "cuda")
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )

@@ -22,11 +22,19 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from commfuse_fx import ops
-from commfuse_fx.capture.provenance import OriginRecorder, keeping_origins, user_line_of
+from commfuse_fx.capture.emulate import traceable_torch
+from commfuse_fx.capture.provenance import (
+    OriginRecorder,
+    innermost_function,
+    keeping_origins,
+    origin_of,
+    user_line_of,
+)
+from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
 
 aten = torch.ops.aten
@@ -39,6 +47,9 @@ _DATA_DEPENDENT = (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
+
+
+_NO_DATA = "Cannot access data pointer"  # a kernel reads values, such as the lengths of a packed sequence
 
 
 @dataclass
@@ -68,39 +79,46 @@ def trace_step(
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     recorder = OriginRecorder(model)
+    attributes = Attributes(model)
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor | None]:
-        fresh = {
-            name: nn.Parameter(value, requires_grad=training and original.requires_grad)
-            for (name, original), value in zip(params.items(), flat, strict=False)
-        }
-        held = dict(zip(buffers, flat[len(params) :], strict=False))
+        values = iter(flat)
+        fresh = [_stand_in(param, next(values), training) for param in params.values()]
+        held = {name: next(values) for name in buffers}
         leaves = [
             value.requires_grad_(True) if training and given.requires_grad else value
-            for given, value in zip(inputs, flat[len(params) + len(buffers) :], strict=True)
+            for given, value in zip(inputs, values, strict=True)
         ]
+        stand_ins = dict(zip((*params.values(), *buffers.values()), (*fresh, *held.values()), strict=True))
         # backward() stays inside: activation checkpointing runs the module again there.
-        with (
-            _reparametrize_module(model, {**fresh, **held}, tie_weights=True),
-            recorder.recording(),
-            torch.set_grad_enabled(training),
-        ):
+        with substituted(model, stand_ins), recorder.recording(), torch.set_grad_enabled(training):
             loss = loss_of(model, leaves, recorder)
             for name, value in model.named_buffers():
-                if value is not held[name]:  # the model assigned a new tensor to its buffer
+                if name in held and value is not held[name]:  # the model assigned a new tensor to its buffer
+                    _check_same_layout(name, held[name], value)
                     held[name].copy_(value.detach())
             if training:
                 _check_differentiable(loss)
                 with recorder.backward():
                     loss.backward()  # type: ignore[no-untyped-call]
-        return [loss, *(fresh[name].grad for name in params)]
+        return [loss, *(param.grad for param in fresh)]
 
     flat = [value.detach() for value in (*params.values(), *buffers.values(), *inputs)]
     with ops.tracing_on(mesh), torch.autograd.set_multithreading_enabled(False):
         try:
-            traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+            with traceable_torch(), recorder.random.patched():
+                traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
+        except CaptureError as error:
+            raise _locate(error, recorder) from error.__cause__
+        except RuntimeError as error:
+            if _NO_DATA not in str(error):
+                raise
+            raise _not_traceable(error, recorder) from error
+        finally:
+            attributes.restore()
+        _check_constants(traced, attributes)
         with torch._C._DisableAutocast():
             functional = make_fx(
                 functionalize(keeping_origins(traced), remove="mutations"),
@@ -109,6 +127,43 @@ def trace_step(
                 _allow_non_fake_inputs=True,
             )(*flat)
     return _read(functional, len(params))
+
+
+def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> nn.Parameter:
+    """A parameter with this value, and with the hooks that the user has put on the original."""
+    made = nn.Parameter(value, requires_grad=training and param.requires_grad)
+    if made.requires_grad:
+        for hook in (param._backward_hooks or {}).values():
+            made.register_hook(hook)
+        for after in (param._post_accumulate_grad_hooks or {}).values():
+            raise CaptureError(
+                f"a parameter has a post-accumulate-grad hook ({getattr(after, '__qualname__', after)}): it would run "
+                "on traced gradients, so remove it, or run its code after the step"
+            )
+    return made
+
+
+def _check_same_layout(name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise CaptureError(
+            f"the model replaces its buffer {name} ({old.dtype}{list(old.shape)}) by {new.dtype}{list(new.shape)}: "
+            "a buffer of a compiled step keeps its shape and dtype"
+        )
+
+
+def _check_constants(traced: fx.GraphModule, attributes: Attributes) -> None:
+    """A tensor that is neither parameter, buffer nor input is a constant of the graph: nobody may change it."""
+    roots = Roots(traced.graph)
+    for node in traced.graph.nodes:
+        for target in written_nodes(node):
+            root = roots[target]
+            if root.op == "get_attr":
+                name = attributes.name_of(getattr(traced, str(root.target)))
+                raise CaptureError(
+                    f"the model changes {f'its attribute {name}' if name else 'a tensor that it does not own'} at "
+                    f"{origin_of(node).source}: only parameters, buffers and inputs can change in a step, so make it "
+                    "a buffer with register_buffer()"
+                )
 
 
 def _check_differentiable(loss: torch.Tensor) -> None:
@@ -123,12 +178,21 @@ def _check_differentiable(loss: torch.Tensor) -> None:
 def _not_traceable(error: BaseException, recorder: OriginRecorder) -> CaptureError:
     where = user_line_of(error.__traceback__) or "an unknown line"
     module = recorder.module or "the top-level module"
+    inside = innermost_function(error.__traceback__)
     return CaptureError(
-        f"cannot trace {module} at {where}: the program depends on the value of a tensor there "
+        f"cannot trace {module} at {where}: {inside or 'the program'} depends on the value of a tensor there "
         "(an `if` or `while` on a tensor, .item(), .tolist(), a boolean mask or nonzero() whose size is not known). "
         "Write it without a Python decision on tensor values, for example with torch.where or a fixed size. "
         f"[{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}]"
     )
+
+
+def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
+    """The same error with module and source line, where it was raised deep inside of the model."""
+    where = user_line_of(error.__traceback__)
+    if not where or str(error).startswith("cannot trace"):
+        return error
+    return CaptureError(f"cannot trace {recorder.module or 'the top-level module'} at {where}: {error}")
 
 
 def _read(module: fx.GraphModule, num_params: int) -> Traced:
@@ -149,9 +213,7 @@ def _read(module: fx.GraphModule, num_params: int) -> Traced:
         node.replace_all_uses_with(value)
         graph.erase_node(node)
     loss, *grads = graph.output_node().args[0]  # type: ignore[misc]
-    constants = {
-        str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
-    }
+    constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     assert isinstance(loss, fx.Node) and len(grads) == num_params
     return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()))  # type: ignore[arg-type]
 

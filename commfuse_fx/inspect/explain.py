@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import fx
+
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Note, Program
 from commfuse_fx.ir.text import collective_text
@@ -48,6 +52,10 @@ class Explanation:
         return "\n".join(lines) + "\n"
 
 
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and info(node).collective is None and not is_wait(node) and not is_view(node)
+
+
 def explain(program: Program) -> Explanation:
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -57,7 +65,7 @@ def explain(program: Program) -> Explanation:
         assert details is not None
         wait = min((user for user in start.users), key=position.__getitem__)
         between = nodes[position[start] + 1 : position[wait]]
-        compute = sum(1 for n in between if n.op == "call_function" and info(n).collective is None)
+        compute = sum(1 for n in between if _computes(n))
         text = f"{details.kind} {collective_text(details, program.mesh.size(details.group))}"
         reports.append(CollectiveReport(info(start).name, text, position[start], position[wait], compute))
     flat = [

@@ -49,7 +49,7 @@ class Builder:
             node = self.graph.placeholder(f"{kind}_{len(self.program.sources)}")
         text = f"update.{owner}.{name}" if owner >= 0 else name
         set_info(node, NodeInfo("input", spec, name=self.program.names.reserve(text)))
-        self.program.sources[node] = Source(kind, name, owner)
+        self.program.add_source(node, Source(kind, name, owner))
         return node
 
     def wait(self, start: fx.Node, name: str) -> fx.Node:
@@ -59,17 +59,13 @@ class Builder:
 
     def cast(self, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
         spec = tensor_spec(value).with_dtype(dtype)
-        return self.call(
-            aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name
-        )
+        return self.call(aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name)
 
     def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
         """`value` in another shape: a view where its strides allow it, else a copy."""
         spec = tensor_spec(value)
         target = aten.view.default if spec.is_contiguous else aten.reshape.default
-        return self.call(
-            target, (value, list(shape)), spec=spec.with_shape(shape), like=info(value), name=name
-        )
+        return self.call(target, (value, list(shape)), spec=spec.with_shape(shape), like=info(value), name=name)
 
     def strided(self, base: fx.Node, spec: TensorSpec, offset: int, name: str, **fields: Any) -> fx.Node:
         """The part of a flat tensor that starts at `offset` elements, with this shape and these strides."""

@@ -55,6 +55,18 @@ def group_of(node: fx.Node) -> str:
     return group
 
 
+def memory_on_wire(wait: fx.Node) -> fx.Node | None:
+    """The value that a collective sends from, and that must therefore keep still until this wait.
+
+    None where the start makes a copy, or works in place on memory that the wait yields.
+    """
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    if not is_start(start) or kind_of(start) in ("all_reduce", "broadcast"):
+        return None
+    return start.args[0]  # type: ignore[return-value]
+
+
 def wait_of(start: fx.Node) -> fx.Node:
     """The wait of a start node. Raises LookupError unless there is exactly one."""
     waits = [user for user in start.users if is_wait(user)]

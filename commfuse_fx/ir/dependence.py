@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import WAIT
+from commfuse_fx.ir.collectives import WAIT, is_wait, memory_on_wire
 
 _IN_FLIGHT_RNG = object()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _alias_of_returns(target: Any) -> bool:
     """True for ops that return memory of their first argument: views, and in-place ops."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(ret.alias_info is not None for ret in schema.returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an op writes."""
     if target is WAIT:
@@ -43,7 +43,7 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def draws_random_numbers(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
@@ -52,9 +52,7 @@ def is_view(node: fx.Node) -> bool:
     """True when the node only gives another shape or part to existing memory, and writes nothing."""
     if node.target is operator.getitem:
         return True
-    return (
-        node.op == "call_function" and _alias_of_returns(node.target) and not _written_arguments(node.target)
-    )
+    return node.op == "call_function" and _alias_of_returns(node.target) and not _written_arguments(node.target)
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -79,13 +77,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
         return []
     found: list[fx.Node] = []
     for position, name in _written_arguments(node.target):
-        value = (
-            node.kwargs[name]
-            if name in node.kwargs
-            else node.args[position]
-            if position < len(node.args)
-            else None
-        )
+        value = node.kwargs[name] if name in node.kwargs else node.args[position] if position < len(node.args) else None
         found.extend(_nodes_in(value))
     return found
 
@@ -110,9 +102,7 @@ class Roots:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             # An op with several results makes them separately; a view with several parts does not.
-            return (
-                self._root[source] if self._root[source] is not source or source.op == "placeholder" else node
-            )
+            return self._root[source] if self._root[source] is not source or source.op == "placeholder" else node
         if node.target is WAIT:
             return self._root[node.args[0]]  # type: ignore[index]
         if _alias_of_returns(node.target):
@@ -139,6 +129,8 @@ class Dependence:
             read: dict[Any, None] = {}
             if not is_view(node):
                 read = dict.fromkeys(self.roots[arg] for arg in node.all_input_nodes)
+            if is_wait(node) and (sent := memory_on_wire(node)) is not None:
+                read[self.roots[sent]] = None
             for root in read:
                 before.update(dict.fromkeys(writers.get(root, ())))
             for root in written:

@@ -30,9 +30,7 @@ class Merge:
     stable sort: what makes the input with the last member, what uses the output with the first wait.
     """
 
-    def __init__(
-        self, build: Builder, starts: Sequence[fx.Node], label: str, position: dict[fx.Node, int]
-    ) -> None:
+    def __init__(self, build: Builder, starts: Sequence[fx.Node], label: str, position: dict[fx.Node, int]) -> None:
         self.build = build
         self.starts = list(starts)
         self.waits = [wait_of(start) for start in starts]
@@ -68,6 +66,7 @@ class Merge:
             nbytes=sum(each.nbytes for each in infos),
             members=tuple(name for each in infos for name in each.members),
             sequence=min(each.sequence for each in infos),
+            role="gradient" if any(each.role == "gradient" for each in infos) else infos[0].role,
         )
         return start, self.node(WAIT, (start,), spec, "wait", self.output_at)
 
@@ -86,12 +85,9 @@ class Merge:
         return self.node(aten.cat.default, (values, dim), spec, "concat", self.input_at)
 
     def split(self, value: fx.Node, sizes: list[int], dim: int, parts: list[TensorSpec]) -> list[fx.Node]:
-        whole = self.node(
-            aten.split_with_sizes.default, (value, sizes, dim), tuple(parts), "split", self.output_at
-        )
+        whole = self.node(aten.split_with_sizes.default, (value, sizes, dim), tuple(parts), "split", self.output_at)
         return [
-            self.node(operator.getitem, (whole, i), part, f"part.{i}", self.output_at)
-            for i, part in enumerate(parts)
+            self.node(operator.getitem, (whole, i), part, f"part.{i}", self.output_at) for i, part in enumerate(parts)
         ]
 
     def restore(self, value: fx.Node, spec: TensorSpec, number: int) -> fx.Node:
@@ -121,9 +117,7 @@ def _all_reduce(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     flat = [merge.flatten(value, i) for i, value in enumerate(merge.inputs)]
     start, wait = merge.communicate(merge.concat(flat, 0, total), total)
     parts = merge.split(wait, sizes, 0, [TensorSpec.flat(size, total) for size in sizes])
-    return start, [
-        merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, specs, strict=True))
-    ]
+    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, specs, strict=True))]
 
 
 def _all_gather(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
@@ -137,9 +131,7 @@ def _all_gather(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     table = merge.node(aten.view.default, (wait, list(rows.shape)), rows, "by_rank", merge.output_at)
     columns = [TensorSpec((world, size), rows.dtype, (total.numel, 1), rows.device) for size in sizes]
     parts = merge.split(table, sizes, 1, columns)
-    return start, [
-        merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))
-    ]
+    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))]
 
 
 def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
@@ -157,9 +149,7 @@ def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     flat = merge.node(aten.view.default, (table, [-1]), whole, "interleaved", merge.input_at)
     start, wait = merge.communicate(flat, total)
     parts = merge.split(wait, sizes, 0, [TensorSpec.flat(size, total) for size in sizes])
-    return start, [
-        merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))
-    ]
+    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))]
 
 
 def _contiguous(merge: Merge, value: fx.Node, number: int) -> fx.Node:

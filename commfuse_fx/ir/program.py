@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -96,6 +97,9 @@ class Program:
     updates: list[Update] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._by_source = {source: node for node, source in self.sources.items()}
+
     def copy(self) -> Program:
         """An independent program with the same content."""
         graph = fx.Graph()
@@ -122,13 +126,17 @@ class Program:
 
     def placeholder(self, kind: str, name: str, owner: int = -1) -> fx.Node | None:
         """The placeholder with this source, if the graph has it."""
-        wanted = Source(kind, name, owner)
-        return next((node for node, source in self.sources.items() if source == wanted), None)
+        return self._by_source.get(Source(kind, name, owner))
+
+    def add_source(self, node: fx.Node, source: Source) -> None:
+        """Say what a placeholder stands for."""
+        self.sources[node] = source
+        self._by_source[source] = node
 
     def aliases(self) -> dict[fx.Node, fx.Node]:
         """Placeholders that share memory with another one: members of flat storage, views of step counts."""
         shared: dict[fx.Node, fx.Node] = {}
-        by_source = {source: node for node, source in self.sources.items()}
+        by_source = self._by_source
         for source, node in by_source.items():
             if source.kind == "flat":
                 update = self.updates[source.owner]
@@ -142,7 +150,7 @@ class Program:
     @property
     def last_input(self) -> fx.Node:
         """The last placeholder; new ones are inserted after it."""
-        last = None
+        last: fx.Node | None = None
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 break
@@ -152,7 +160,13 @@ class Program:
 
     @property
     def output(self) -> fx.Node:
-        return self.graph.output_node()
+        node: fx.Node = self.graph.output_node()
+        return node
+
+    def set_output(self) -> None:
+        """Make the graph return the loss and the gradients as they are now."""
+        values: tuple[Any, ...] = (self.loss, *self.grads.values())
+        self.output.args = (values,)
 
     def collectives(self) -> Iterator[fx.Node]:
         """The nodes that start a collective, in issue order."""

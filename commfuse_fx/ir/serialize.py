@@ -36,9 +36,7 @@ def _node(program: Program, node: fx.Node) -> dict[str, Any]:
         source = program.sources[node]
         record.update(op="input", source=source.kind)
         if source.kind == "flat":
-            segment = next(
-                s for s in program.updates[source.owner].segments if s.members[0][0] == source.name
-            )
+            segment = next(s for s in program.updates[source.owner].segments if s.members[0][0] == source.name)
             record["members"] = [{"name": name, "offset": offset} for name, offset in segment.members]
         return record
     if node.op == "get_attr":

@@ -83,9 +83,7 @@ class _Writer:
             return f"return {self._value(node.args[0])}"
         if node.op == "get_attr":
             return f"in  {node_reference(node)}: {self._spec(details)} = constant"
-        text = (
-            f"{PHASE_TAG[details.phase]} {node_reference(node)}: {self._spec(details)} = {self._call(node)}"
-        )
+        text = f"{PHASE_TAG[details.phase]} {node_reference(node)}: {self._spec(details)} = {self._call(node)}"
         if details.collective is not None:
             size = self.program.mesh.size(details.collective.group)
             text += f"  {{{collective_text(details.collective, size)}}}"
@@ -97,7 +95,9 @@ class _Writer:
         if source.kind == "hyper":
             return text + "number = hyper-parameter of the optimizer"
         if source.kind == "input":
-            return text + f"{self._spec(details)} = input"
+            # With full_batch every rank is handed the same tensors.
+            same = self.activations or self.program.config.full_batch
+            return text + f"{spec_text(details.spec) if same else '*'} = input"
         text += f"{spec_text(details.spec)} = {source.kind}"
         if source.kind == "flat":
             text += f" {self._segment(source.owner, source.name)}"

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
+from commfuse_fx.runtime.timeline import Timeline
+from commfuse_fx.runtime.world import world_timeout
 
 log = logging.getLogger("commfuse_fx")
 
@@ -39,11 +42,14 @@ class Agreement:
 
     def __init__(self) -> None:
         # A group of its own: votes never mix with other traffic. Every rank must get here.
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo", timeout=world_timeout())
         self._work: Any = None
+        self._is_running = False
+        self._broken = ""
         self._vote = torch.zeros(5, dtype=torch.int64)
         self._settled = True
         self.rank = dist.get_rank()
+        self.timeline: Timeline | None = None
 
     @property
     def has_voted(self) -> bool:
@@ -51,24 +57,50 @@ class Agreement:
         return self._settled or self._work is not None
 
     def begin_step(self) -> None:
+        """Raises CollectiveError once the ranks are no longer at the same place."""
+        if self._broken:
+            raise CollectiveError(
+                f"rank {self.rank}: an earlier step ended between its collectives ({self._broken}), so the ranks are no "
+                "longer at the same place: start all ranks again from a checkpoint"
+            )
         self._settled = False
+        self._is_running = False
         self._work = None
+
+    def end_step(self) -> None:
+        """All collectives of the step are done."""
+        self._is_running = False
+
+    def leave_step(self, error: BaseException, expected: bool) -> None:
+        """This rank ends the step by `error`: tell the others if they can still be told, and wait until they know.
+
+        `expected`: the others wait for this rank's vote.
+        """
+        if self._is_running:
+            self._broken = type(error).__name__
+        elif expected and not self.has_voted and isinstance(error, Exception):
+            self._fail(error)
 
     def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
         """Start the vote. Returns at once."""
         failure = self.rank + 1 if failed else 0
         self._vote = torch.tensor([signature, -signature, failure, parameters, -parameters])
+        since = perf_counter()
         try:
             self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
+        self._is_running = not failed
+        if self.timeline is not None:
+            self.timeline.issued(self, "agreement", f"vote bytes={self._vote.nbytes}", since, self._work)
 
     def settle(self, plan: tuple[str, str]) -> None:
         """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
         if self._settled:
             return
-        high, low, failure, most, least = self._result()
         self._settled = True
+        high, low, failure, most, least = self._result()
+        self._is_running = not failure and high == -low
         if failure:
             raise PeerFailedError(self._explain_failure(self._exchange("")))
         if high != -low:
@@ -79,20 +111,23 @@ class Agreement:
                 "parameter_broadcast=True to start from rank 0's"
             )
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on with this step. Waits until they have heard it."""
+    def _fail(self, error: BaseException) -> None:
+        """Vote that this rank cannot go on with this step."""
+        self._settled = True
         try:
             self.cast(0, failed=True)
             self._result()
             self._exchange(f"{type(error).__name__}: {error}")
-        except (CollectiveError, RuntimeError) as lost:
+        except CollectiveError as lost:
+            self._broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
-        finally:
-            self._settled = True
 
     def _result(self) -> list[int]:
         try:
-            self._work.wait()
+            if self.timeline is None:
+                self._work.wait()
+            else:
+                self.timeline.wait(self, self._work)
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
@@ -127,9 +162,7 @@ class Agreement:
                     f"  rank 0: {first}\n  rank {other}: {second}\n"
                     "Give every rank the same model, configuration and optimizer, and batches of the same structure."
                 )
-        return (
-            "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
-        )
+        return "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
 
 
 def _first_difference(one: tuple[str, str], two: tuple[str, str]) -> tuple[int, str, str]:

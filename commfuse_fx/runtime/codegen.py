@@ -78,15 +78,13 @@ class _Generator:
         made_before = dict.fromkeys((*placeholders, *produced))
         live = [node for node in needed_later if node in made_before]
         self._function("produce", placeholders, produced, live, keep=needed_later)
-        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        results: Sequence[Any] = output.args[0]
         self._function("commit", live, committed, results, keep=dict.fromkeys(output.all_input_nodes))
         source = "\n".join(self.lines) + "\n"
         filename = f"<commfuse step {next(_serial)}>"
         exec(compile(source, filename, "exec"), self.namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        return Generated(
-            self.namespace["produce"], self.namespace["commit"], source, filename, self.node_of_line
-        )
+        return Generated(self.namespace["produce"], self.namespace["commit"], source, filename, self.node_of_line)
 
     def _function(
         self,

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.dependence import draws_random_numbers
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
-from commfuse_fx.runtime.storage import Storage
+from commfuse_fx.runtime.storage import FlatPool, Storage
 from commfuse_fx.runtime.wire import Wire
 
 
@@ -37,13 +38,14 @@ class Executor:
         optimizer: torch.optim.Optimizer | None,
         groups: Groups | None,
         rank: int,
+        pool: FlatPool,
     ) -> None:
         self.program = program
         self.params = params
         self.buffers = buffers
         self.optimizer = optimizer
         self.rank = rank
-        self.storage = Storage(program, params, optimizer)
+        self.storage = Storage(program, params, optimizer, pool)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node.target) for node in program.graph.nodes)
@@ -67,26 +69,27 @@ class Executor:
 
     def _bind(self, node: fx.Node) -> Any:
         if node.target is optimizer_step:
-            return self._step_optimizer
+            return self.step_optimizer
         return self.wire.bind(node) or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Execute one step; returns the loss and the gradients (when the program has any)."""
         assert self.generated is not None
-        given = self._gather(inputs)
+        given = self.gather(inputs)
         with torch.no_grad(), torch._C._DisableAutocast(), self._own_randomness():
             try:
                 live = self.generated.produce(given)
-            except Exception as error:
+            except BaseException as error:
                 self.wire.abandon()
                 self._locate(error)
                 raise
-            with _interrupts_deferred():
+            with interrupts_deferred():
                 outputs = self.generated.commit(live)
                 self.storage.publish()
         return outputs
 
-    def _gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+    def gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The value of every placeholder, in the order of the program's sources."""
         numbers = self.storage.numbers()
         values: list[Any] = []
         for source in self._sources:
@@ -102,7 +105,7 @@ class Executor:
                 values.append(self.storage.value(source))
         return values
 
-    def _step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+    def step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
         """Let the user's optimizer update, with `.grad` as it was before and after."""
         assert self.optimizer is not None
         held = [(param, param.grad) for group in self.optimizer.param_groups for param in group["params"]]
@@ -128,7 +131,7 @@ class Executor:
         state = torch.get_rng_state()
         cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
         try:
-            torch.default_generator.manual_seed((seed + self.rank * 0x9E3779B97F4A7C15) % (1 << 63))
+            torch.default_generator.manual_seed(seed_of_rank(seed, self.rank))
             for device in self.devices:
                 torch.cuda.default_generators[device].manual_seed(seed ^ (self.rank + 1))
             yield
@@ -140,6 +143,8 @@ class Executor:
     def _locate(self, error: BaseException) -> None:
         """Add the module and source line of the node that failed to the exception."""
         assert self.generated is not None
+        if isinstance(error, CommFuseError):
+            return  # says where by itself
         traceback = error.__traceback__
         node = None
         while traceback is not None:
@@ -152,8 +157,13 @@ class Executor:
             error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
 
 
+def seed_of_rank(seed: int, rank: int) -> int:
+    """The seed of a rank's own random stream, from a seed that all ranks share."""
+    return (seed + rank * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Ctrl-C waits until the update is complete: a half-updated model is of no use to anybody."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.runtime.world import world_timeout
 
 
 class Groups:
@@ -42,5 +43,8 @@ class Groups:
             return dist.group.WORLD
         axes = group.split(",")
         if len(axes) == 1:
-            return self._device_mesh.get_group(self.mesh.names.index(axes[0]))
-        return self._device_mesh[tuple(axes)]._flatten().get_group()
+            found = self._device_mesh.get_group(self.mesh.names.index(axes[0]))
+        else:
+            found = self._device_mesh[tuple(axes)]._flatten().get_group()
+        dist.distributed_c10d._set_pg_timeout(world_timeout(), found)
+        return found

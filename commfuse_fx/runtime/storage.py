@@ -7,7 +7,7 @@ and values that the user loads or assigns are taken over at the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +29,50 @@ class LayoutConflict(Exception):
 
 def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
     """The part of `flat` at `offset` (elements) with shape and strides of `like`."""
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+    view: torch.Tensor = flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+    return view
+
+
+class FlatPool:
+    """The flat tensors of a step, shared by its programs: another input shape must not move parameters again."""
+
+    def __init__(self) -> None:
+        self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
+
+    def find(self, what: str, segment: Segment, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The flat tensor in which these very parts lie where `segment` wants them, if there is one."""
+        flat = self._flats.get((what, segment))
+        if flat is None:
+            return None
+        start, size = flat.data_ptr(), flat.element_size()
+        for part, (_, offset) in zip(parts, segment.members, strict=True):
+            if part is None or part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
+                return None
+        return flat
+
+    def add(self, what: str, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
+        """Keep a new flat tensor, and let go of those whose members it takes over."""
+        taken = dict.fromkeys(name for name, _ in segment.members)
+        for key in [key for key in self._flats if key[0] == what and any(name in taken for name, _ in key[1].members)]:
+            del self._flats[key]
+        self._flats[what, segment] = flat
+        return flat
 
 
 class Storage:
     """Binds the inputs of one program that belong to its parameters and its optimizer."""
 
     def __init__(
-        self, program: Program, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        pool: FlatPool | None = None,
     ) -> None:
         self.program = program
         self.params = params
         self.optimizer = optimizer
+        self.pool = FlatPool() if pool is None else pool
         self.flats: dict[tuple[int, str], torch.Tensor] = {}
         self._updates = [_BoundUpdate(self, update, i) for i, update in enumerate(program.updates)]
 
@@ -85,6 +117,7 @@ class _BoundUpdate:
         self.names = self.rule.states(self.flags)
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
+        self._bound = False
         self._pointers: list[tuple[nn.Parameter, int]] = []
         self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
 
@@ -97,9 +130,8 @@ class _BoundUpdate:
         if any(param.data_ptr() != pointer for param, pointer in self._pointers):
             return False
         state = self.optimizer.state
-        return bool(self.lists) and all(
-            (held := state.get(param)) is not None and held.get(name) is value
-            for param, name, value in self._shown
+        return self._bound and all(
+            (held := state.get(param)) is not None and held.get(name) is value for param, name, value in self._shown
         )
 
     def publish(self) -> None:
@@ -118,29 +150,20 @@ class _BoundUpdate:
             missing = [self._state_of(name, "momentum_buffer") is None for name in self._members()]
             group = self.optimizer.param_groups[self.update.group]
             if any(missing) and not all(missing) and group["dampening"] != 0:
-                raise LayoutConflict(
-                    "opaque", "only some parameters have a momentum buffer, and dampening is not 0"
-                )
+                raise LayoutConflict("opaque", "only some parameters have a momentum buffer, and dampening is not 0")
 
     def bind_params(self) -> None:
+        self._bound = False
         self._pointers = []
         for segment in self.update.segments:
             if not segment.is_flat:
                 continue
-            key = (self.owner, segment.members[0][0])
-            flat = self.storage.flats.get(key)
-            if flat is None or not self._lies_in(flat, segment):
-                flat = self.storage.flats[key] = self._move_params(segment)
-            self._pointers.extend(
-                (param, param.data_ptr())
-                for param in (self.storage.params[name] for name, _ in segment.members)
-            )
-
-    def _lies_in(self, flat: torch.Tensor, segment: Segment) -> bool:
-        start, size = flat.data_ptr(), flat.element_size()
-        return all(
-            self.storage.params[name].data_ptr() == start + offset * size for name, offset in segment.members
-        )
+            params = [self.storage.params[name] for name, _ in segment.members]
+            flat = self.storage.pool.find("parameter", segment, params)
+            if flat is None:
+                flat = self.storage.pool.add("parameter", segment, self._move_params(segment))
+            self.storage.flats[self.owner, segment.members[0][0]] = flat
+            self._pointers.extend((param, param.data_ptr()) for param in params)
 
     def _move_params(self, segment: Segment) -> torch.Tensor:
         first = self.storage.params[segment.members[0][0]]
@@ -165,34 +188,45 @@ class _BoundUpdate:
                 self.lists[name].append(self._bind_state(segment, name))
             if self.rule.has_step:
                 self._bind_steps(segment)
+        self._bound = True
 
     def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
         first = self.storage.params[segment.members[0][0]]
         if not segment.is_flat:
-            held = self._state_of(segment.members[0][0], state)
+            held: torch.Tensor | None = self._state_of(segment.members[0][0], state)
             if held is None or held.dtype != first.dtype or held.stride() != first.stride():
                 old, held = held, torch.zeros_like(first.detach(), memory_format=torch.preserve_format)
                 if old is not None:
                     held.copy_(old)
             self._shown.append((first, state, held))
             return held
-        flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
-        for name, offset in segment.members:
-            param = self.storage.params[name]
-            place = strided_view(flat, param, offset)
-            held = self._state_of(name, state)
-            if held is not None:
-                place.copy_(held)
-            self._shown.append((param, state, place))
+        parts = [self._state_of(name, state) for name, _ in segment.members]
+        flat = self.storage.pool.find(state, segment, parts)
+        if flat is None:
+            flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
+            for i, (name, offset) in enumerate(segment.members):
+                place = strided_view(flat, self.storage.params[name], offset)
+                if parts[i] is not None:
+                    place.copy_(parts[i])
+                parts[i] = place
+            self.storage.pool.add(state, segment, flat)
+        for part, (name, _) in zip(parts, segment.members, strict=True):
+            self._shown.append((self.storage.params[name], state, part))
         return flat
 
     def _bind_steps(self, segment: Segment) -> None:
         """Every parameter keeps a step count of its own, as a view, so that eager steps can go on from here."""
-        device = self.storage.params[segment.members[0][0]].device
-        counts = torch.tensor([self._step_count(name) for name, _ in segment.members], dtype=torch.float32)
-        counts = counts.to(device)
-        for i, (name, _) in enumerate(segment.members):
-            self._shown.append((self.storage.params[name], "step", counts[i]))
+        names = [name for name, _ in segment.members]
+        held = [self._state_of(name, "step") for name in names]
+        by_index = Segment(tuple((name, i) for i, name in enumerate(names)), len(names))
+        counts = self.storage.pool.find("step", by_index, [h if isinstance(h, torch.Tensor) else None for h in held])
+        if counts is None:
+            values = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32)
+            counts = values.to(self.storage.params[names[0]].device)
+            held = list(counts.unbind())
+            self.storage.pool.add("step", by_index, counts)
+        for name, count in zip(names, held, strict=True):
+            self._shown.append((self.storage.params[name], "step", count))
         self.lists["steps"].append(counts)
         self.lists["step"].append(counts[0])
 

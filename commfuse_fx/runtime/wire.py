@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.timeline import Timeline
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -37,6 +39,7 @@ class Wire:
         self.program = program
         self.groups = groups
         self.rank = rank
+        self.timeline: Timeline | None = None
         self._pending: dict[fx.Node, Any] = {}
 
     def bind(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -63,13 +66,17 @@ class Wire:
         group = self.groups[group_of(node)]
         ranks = self.program.mesh.ranks(group_of(node), self.rank)
         pending = self._pending
+        name, description = info(node).name, self._describe(node)
 
         def start(*args: Any) -> torch.Tensor:
+            since = perf_counter()
             try:
                 out, pending[node] = issue(group, ranks, *args)
             except RuntimeError as error:
                 raise self._failure(node, error) from error
-            return out  # type: ignore[no-any-return]
+            if self.timeline is not None:
+                self.timeline.issued(node, name, description, since, pending[node])
+            return out
 
         return start
 
@@ -79,20 +86,26 @@ class Wire:
         pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
+            work = pending.pop(start)
             try:
-                pending.pop(start).wait()
+                if self.timeline is None:
+                    work.wait()
+                else:
+                    self.timeline.wait(start, work)
             except RuntimeError as error:
                 raise self._failure(start, error) from error
             return value
 
         return wait
 
-    def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
+    def _describe(self, node: fx.Node) -> str:
         details = info(node).collective
         assert details is not None
-        size = self.program.mesh.size(details.group)
+        return f"{details.kind} {collective_text(details, self.program.mesh.size(details.group))}"
+
+    def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
         return CollectiveError(
-            f"rank {self.rank}: {details.kind} {info(node).name} failed: {collective_text(details, size)}. "
+            f"rank {self.rank}: {info(node).name} failed: {self._describe(node)}. "
             "Another rank has died, is stuck or left the step early; its own output says why. Parameters and "
             f"optimizer state on this rank are as before this step. [{type(error).__name__}: {error}]"
         )
@@ -102,9 +115,7 @@ def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> 
     return _all_reduce_in_place(group, ranks, x.clone(), op, axes)
 
 
-def _all_reduce_in_place(
-    group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str
-) -> tuple[torch.Tensor, Any]:
+def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> tuple[torch.Tensor, Any]:
     return x, dist.all_reduce(_memory(x), _REDUCE_OPS[op], group, async_op=True)
 
 
@@ -113,9 +124,7 @@ def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -
     return out, dist.all_gather_into_tensor(out, x.contiguous(), group, async_op=True)
 
 
-def _reduce_scatter(
-    group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str
-) -> tuple[torch.Tensor, Any]:
+def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> tuple[torch.Tensor, Any]:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     return out, dist.reduce_scatter_tensor(out, x.contiguous(), _REDUCE_OPS[op], group, async_op=True)
 
@@ -124,9 +133,7 @@ def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> 
     return _broadcast_in_place(group, ranks, x.clone(), src, axes)
 
 
-def _broadcast_in_place(
-    group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str
-) -> tuple[torch.Tensor, Any]:
+def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> tuple[torch.Tensor, Any]:
     return x, dist.broadcast(_memory(x), ranks[src], group, async_op=True)
 
 

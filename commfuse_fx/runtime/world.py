@@ -46,6 +46,13 @@ def _timeout(timeout: float | timedelta) -> timedelta:
     return limit
 
 
+def world_timeout() -> timedelta:
+    """The time-out of the running world. torch gives new groups its own default of 30 minutes instead."""
+    world = dist.distributed_c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
+
+
 def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -1,0 +1,146 @@
+"""Parts of torch that look at values in Python, in a form that can be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import fake_impls
+from torch.utils._pytree import tree_map_only
+
+from commfuse_fx.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+class Randomness:
+    """The random generators of a trace, in which nothing is really drawn.
+
+    A state is the number of draws so far. Activation checkpointing takes the state before a forward and
+    sets it before it runs that forward again: the second run then gets the numbers of the first one.
+    """
+
+    def __init__(self) -> None:
+        self._draws: list[tuple[Any, Any]] = []
+        self._position = 0
+        self._is_watched = False
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that draws random numbers, or give it the numbers that it got before."""
+        position, self._position = self._position, self._position + 1
+        if position < len(self._draws):
+            drawn_by, numbers = self._draws[position]
+            if drawn_by is not func:
+                raise CaptureError(f"a checkpointed forward draws {func} where it first drew {drawn_by}")
+            if func._schema.is_mutable:
+                return args[0].copy_(numbers)
+            return tree_map_only(torch.Tensor, torch.clone, numbers)
+        out = func(*args, **kwargs)
+        self._draws.append((func, tree_map_only(torch.Tensor, torch.clone, out) if self._is_watched else None))
+        return out
+
+    def get_state(self, device: Any = None) -> int:
+        self._is_watched = True
+        return self._position
+
+    def set_state(self, state: Any, device: Any = None) -> None:
+        if not isinstance(state, int):
+            self.refuse()
+        self._position = state
+
+    def refuse(self, *args: Any) -> None:
+        raise CaptureError(
+            "the model seeds the random generator or sets its state in forward, which a compiled step cannot "
+            "repeat: seed before the step"
+        )
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in (torch, torch.random, torch.cuda):
+                stack.enter_context(patch.object(module, "get_rng_state", self.get_state))
+                stack.enter_context(patch.object(module, "set_rng_state", self.set_state))
+                stack.enter_context(patch.object(module, "manual_seed", self.refuse))
+            yield
+
+
+@contextmanager
+def traceable_torch() -> Iterator[None]:
+    """Replace what torch itself decides by the values of tensors, in modules and checks of arguments."""
+    with (
+        patch.object(torch.distributions.Distribution, "_validate_args", False),
+        patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_declared_causal),
+        patch.object(nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
+        patch.dict(fake_impls.op_implementations_dict, {aten._ctc_loss.default: _ctc_loss_shapes}),
+        patch.object(torch, "ctc_loss", _ctc_loss),
+        patch.object(torch._VF, "_pack_padded_sequence", _refuse_packing),
+    ):
+        yield
+
+
+def _is_declared_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Without a declaration the mask is used as it is, which gives the same result."""
+    return is_causal is True
+
+
+_forward = nn.modules.batchnorm._BatchNorm.forward
+
+
+def _batch_norm_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """momentum=None averages over all batches; torch reads their number in Python."""
+    if self.momentum is not None or not (self.training and self.track_running_stats):
+        return _forward(self, input)
+    self._check_input_dim(input)
+    mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / self.num_batches_tracked.to(mean.dtype)
+        self.running_mean.mul_(1 - share).add_(mean * share)
+        self.running_var.mul_(1 - share).add_(var * share)
+    return out
+
+
+def _ctc_loss_shapes(
+    mode: Any, func: Any, log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: list[int], *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of aten::_ctc_loss, which torch calls dynamic although lists of lengths decide them."""
+    time, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * max(lengths, default=0) + 1)
+
+
+_torch_ctc_loss = torch.ctc_loss
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Reduces outside of the kernel, which makes a tensor of the lengths that tracing does not see."""
+    if isinstance(input_lengths, torch.Tensor) or isinstance(target_lengths, torch.Tensor):
+        raise CaptureError(
+            "ctc_loss is given lengths as tensors, whose values decide shapes: pass tuples of int, which may differ "
+            "from call to call (each combination is traced once)"
+        )
+    losses = _torch_ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+    if reduction == 1:
+        sizes = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)
+        return (losses / sizes.clamp_min(1)).mean()
+    return losses.sum() if reduction == 2 else losses
+
+
+def _refuse_packing(*args: Any) -> None:
+    raise CaptureError(
+        "packed sequences have lengths that depend on values: run the recurrent module on the padded batch and mask "
+        "its output"
+    )

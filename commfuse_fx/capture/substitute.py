@@ -1,0 +1,121 @@
+"""While a model is traced: stand-ins for its parameters and buffers, and nothing traced left behind in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+log = logging.getLogger("commfuse_fx")
+
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Give the model other parameters and buffers.
+
+    Works by identity, so that tied tensors stay tied, modules that occur twice are handled once, and
+    references taken earlier (by a regulariser, a hook, the list of weights of an LSTM) mean the stand-in too.
+    """
+    slots = [
+        (module, slots, name, value)
+        for module in model.modules()
+        for slots in (module._parameters, module._buffers)
+        for name, value in slots.items()
+    ]
+    by_id = {id(tensor): stand_in for tensor, stand_in in stand_ins.items()}
+    try:
+        for module, _, name, value in slots:
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])  # not through the slots: modules such as LSTM listen
+        with _References(by_id):
+            yield
+    finally:
+        for module, slots, name, value in slots:
+            if slots.get(name) is not value:
+                setattr(module, name, value)
+
+
+class _References(TorchFunctionMode):
+    """Replaces the tensors in the arguments of every torch function."""
+
+    def __init__(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._by_id = by_id
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        return func(*map(self._other, args), **{name: self._other(value) for name, value in given.items()})
+
+    def _other(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._by_id.get(id(value), value)
+        if type(value) in (list, tuple):
+            if any(id(item) in self._by_id for item in value):
+                return type(value)(map(self._other, value))
+        return value
+
+
+class Attributes:
+    """The plain attributes of all modules, to undo what a traced forward stores there.
+
+    A step cannot update such an attribute: only parameters and buffers are part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (name, module, {key: _shallow(value) for key, value in vars(module).items() if key not in _OWN})
+            for name, module in model.named_modules()
+        ]
+
+    def restore(self) -> None:
+        """Put back the old value of every attribute that holds a traced tensor now."""
+        for path, module, held in self._held:
+            for key, value in list(vars(module).items()):
+                if key in _OWN or not _is_traced(value):
+                    continue
+                name = f"{path}.{key}" if path else key
+                original, content = held.get(key, (None, None))
+                if original is None:
+                    log.warning(
+                        "the model stores a tensor in its attribute %s during forward; a compiled step does not: "
+                        "return it, or make it a buffer if the next step reads it",
+                        name,
+                    )
+                if key not in held:
+                    delattr(module, key)
+                    continue
+                if content is not None and value is original:
+                    value.clear()
+                    value.update(content) if isinstance(value, dict) else value.extend(content)
+                module.__dict__[key] = original
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Path of the attribute that holds this tensor, or an empty string."""
+        for path, _, held in self._held:
+            for key, (value, content) in held.items():
+                items = content.values() if isinstance(content, dict) else content or ()
+                if value is tensor or any(item is tensor for item in items):
+                    return f"{path}.{key}" if path else key
+        return ""
+
+
+def _shallow(value: Any) -> tuple[Any, Any]:
+    return value, value.copy() if type(value) in (list, dict) else None
+
+
+def _is_traced(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, FakeTensor) for item in value)
+    if isinstance(value, dict):
+        return any(isinstance(item, FakeTensor) for item in value.values())
+    return isinstance(value, FakeTensor)
