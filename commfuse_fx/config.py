@@ -75,8 +75,9 @@ class CompileConfig:
     def resolve(cls, given: Mapping[str, Any]) -> CompileConfig:
         """The configuration for the options `given`, then the process-wide context, then the defaults.
 
-        A value that is a `Default` counts as not given. `comm_fusion` is one option: where it is given,
-        kinds it leaves out are default, whatever the context says. A virtual world is rank 0 by default.
+        A value that is a `Default` counts as not given, and so does comm_fusion=None. `comm_fusion` is one
+        option: where it is given, kinds it leaves out are default, whatever the context says. A virtual
+        world is rank 0 by default.
 
         Raises ConfigKeyError for an unknown option, ConfigTypeError or ConfigValueError for a bad value, and
         NotAvailableError, once everything is valid, for a value that is not available yet.
@@ -85,6 +86,8 @@ class CompileConfig:
             if name not in DEFAULTS:
                 raise ConfigKeyError(f"{show(name)} is not an option; use one of {', '.join(DEFAULTS)}")
         explicit = {name: value for name, value in given.items() if not isinstance(value, Default)}
+        if explicit.get("comm_fusion", ...) is None:
+            del explicit["comm_fusion"]
         settings = {**DEFAULTS, **context_settings(), **explicit}
         if "device_num" in explicit and explicit["device_num"] is None and "global_rank" not in explicit:
             settings["global_rank"] = None  # the context's rank is one of the world just turned off

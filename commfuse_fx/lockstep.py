@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.lockstep import run_lockstep
@@ -77,10 +78,17 @@ class LockstepWorld:
         results: list[RankResult] = []
         for executor, (loss, *grads) in zip(executors, outputs, strict=True):
             executor.storage.publish()
+            if executor.optimizer is not None and self.step.model.training:
+                executor.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a rank's own step does
             results.append(RankResult(loss, dict(zip(program.grads, grads, strict=True))))
             for name, grad in results[-1].grads.items():
                 accumulate(executor.params[name], grad)
         return results
+
+    def collectives(self, batch: tuple[Any, ...]) -> list[str]:
+        """Names of the collectives of a call with these arguments, in issue order: what `drop` takes."""
+        program = self.step._plan(self.step._take_apart(batch, {})).compiled.program
+        return [info(node).name for node in program.collectives()]
 
     def _executors(self, program: Program) -> list[Executor]:
         """One per rank, kept as long as the program is: they hold the flat storage."""

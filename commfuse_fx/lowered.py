@@ -87,6 +87,11 @@ class Lowered:
         self.pass_records = tuple(pass_records)
         """What each pass did and how long it took."""
 
+    @property
+    def program(self) -> Program:
+        """A copy of the final graph with what its inputs and outputs mean: what passes work on."""
+        return self._program.copy()
+
     @cached_property
     def graph_module(self) -> fx.GraphModule:
         """The final graph. Collectives name mesh axes as their group; `node.meta["commfuse"]` is a NodeInfo."""

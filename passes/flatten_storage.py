@@ -20,8 +20,9 @@ from commfuse_fx.ir.meta import Part, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace_all
 
-# Members start on cache-line boundaries: kernels run at full speed, and give the same bits as on tensors
-# of their own, which torch aligns alike.
+# Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
+# same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
+# one by one, and may round them otherwise than in the middle of a flat tensor.
 ALIGNMENT = 64
 
 # Ops that compute straight into memory they are given, and the variant that does so.
@@ -174,7 +175,7 @@ class _Bucket:
         self.members = [self._member(part, places) for part in info(start).parts]
         self.results: dict[fx.Node, fx.Node] = {}  # what takes the place of each member's result
         params = self.program.params
-        itemsize = {m.name: (params[m.name] if m.name in params else m).spec.itemsize for m in self.members}
+        itemsize = {m.name: params.get(m.name, m).spec.itemsize for m in self.members}
         self.runs = _layout(self.members, itemsize)
         self.spec = TensorSpec.flat(self.runs[-1].offset + self.runs[-1].numel, tensor_spec(start))
 

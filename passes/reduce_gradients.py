@@ -102,8 +102,18 @@ def _names_by_gradient(program: Program) -> dict[fx.Node, list[str]]:
     """One node can be the gradient of several parameters (of a and b in a + b): it is reduced once."""
     shared: dict[fx.Node, list[str]] = {}
     for name, grad in program.grads.items():
-        shared.setdefault(grad, []).append(name)
+        shared.setdefault(_uncopied(grad), []).append(name)
     return shared
+
+
+def _uncopied(grad: fx.Node) -> fx.Node:
+    """Autograd copies a gradient that it hands to a second parameter; reducing one of the two is enough."""
+    while grad.target in (aten.copy.default, aten.clone.default):
+        value = grad.args[1 if grad.target is aten.copy.default else 0]
+        if not isinstance(value, fx.Node) or info(value).spec != info(grad).spec:
+            break
+        grad = value
+    return grad
 
 
 def _end_of_backward(program: Program) -> fx.Node:

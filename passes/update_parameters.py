@@ -139,6 +139,36 @@ def _adam(emit: _Emitter) -> None:
 
 
 def _sgd(emit: _Emitter) -> None:
+    spec = emit.specs[0]
+    if isinstance(spec, TensorSpec) and spec.device == "cpu" and spec.dtype in (torch.bfloat16, torch.float16):
+        # There the fused kernel (torch 2.13) leaves the parameters as they were, but for the last few elements.
+        _sgd_of_lists(emit)
+    else:
+        _fused_sgd(emit)
+
+
+def _sgd_of_lists(emit: _Emitter) -> None:
+    """The list ops, in the order of torch.optim.sgd. A new momentum buffer is zero, and takes the whole gradient."""
+    number = emit.hyper("weight_decay", "momentum", "lr", "dampening", "is_first_step")
+    descent = emit.number(operator.neg, number["lr"])
+    grads: Any = emit.grads
+    if emit.flags["maximize"]:
+        grads = emit.each(aten._foreach_neg.default, (grads,), "maximize")
+    grads = emit.each(aten._foreach_add.List, (grads, emit.params), "weight_decay", {"alpha": number["weight_decay"]})
+    if emit.flags["momentum"]:
+        buffers = emit.state("momentum_buffer")
+        damped = emit.number(operator.mul, number["dampening"], emit.number(operator.not_, number["is_first_step"]))
+        share = emit.number(operator.sub, 1, damped)
+        emit.call(aten._foreach_mul_.Scalar, (buffers, number["momentum"]), "momentum.decay")
+        emit.call(aten._foreach_add_.List, (buffers, grads), "momentum", {"alpha": share})
+        if emit.flags["nesterov"]:
+            grads = emit.each(aten._foreach_add.List, (grads, buffers), "nesterov", {"alpha": number["momentum"]})
+        else:
+            grads = buffers
+    emit.call(aten._foreach_add_.List, (emit.params, grads), "sgd", {"alpha": descent})
+
+
+def _fused_sgd(emit: _Emitter) -> None:
     buffers: Any = emit.state("momentum_buffer") if emit.flags["momentum"] else []
     numbers = emit.hyper("weight_decay", "momentum", "lr", "dampening", "is_first_step")
     first = numbers.pop("is_first_step")

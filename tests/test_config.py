@@ -320,7 +320,9 @@ def test_a_default_counts_as_not_given():
     config = CompileConfig.resolve(given)
     assert config.gradients_mean is False and config.comm_fusion.openstate is False
     config = CompileConfig.resolve({**given, "gradients_mean": True, "comm_fusion": None})
-    assert config.gradients_mean is True and config.comm_fusion == FusionConfig()
+    assert config.gradients_mean is True and config.comm_fusion.openstate is False
+    config = CompileConfig.resolve({**given, "comm_fusion": {}})
+    assert config.comm_fusion == FusionConfig()
 
 
 def test_default_prints_as_its_value():

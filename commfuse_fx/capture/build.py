@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.loss import LossFn, compute_loss
-from commfuse_fx.capture.provenance import OriginRecorder, origin_of
+from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, unflatten
 from commfuse_fx.config import CompileConfig
@@ -122,7 +122,7 @@ def _annotate(program: Program) -> None:
             constant = program.constants[str(node.target)]
             set_info(node, NodeInfo("input", spec_of(constant), name=program.names.numbered("constant")))
         elif node.op == "call_function":
-            origin = origin_of(node)
+            origin = _inherited(node, origin_of(node))
             details = NodeInfo(origin.phase, spec_of(node.meta.get("val")), origin.module, source=origin.source)
             set_info(node, details)
             details.name = program.names.of_traced(node)
@@ -133,6 +133,15 @@ def _annotate(program: Program) -> None:
                 f"{info(node).name} at {info(node).source} makes a sparse gradient, which cannot be reduced in a "
                 "bucket: use sparse=False"
             )
+
+
+def _inherited(node: fx.Node, origin: Origin) -> Origin:
+    """Autograd's own ops (the first gradient, what a parameter accumulates) belong to what their input belongs to."""
+    if origin.source or origin.phase != "backward":
+        return origin
+    above = (info(value) for value in node.all_input_nodes if value.op == "call_function")
+    near = next((details for details in above if details.source), None)
+    return origin if near is None else Origin("backward", near.module, near.source)
 
 
 def _makes_sparse(node: fx.Node) -> bool:

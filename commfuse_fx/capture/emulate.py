@@ -76,7 +76,7 @@ def traceable_torch() -> Iterator[None]:
         patch.object(torch.distributions.Distribution, "_validate_args", False),
         patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_declared_causal),
         patch.object(nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
-        patch.dict(fake_impls.op_implementations_dict, {aten._ctc_loss.default: _ctc_loss_shapes}),
+        patch.dict(fake_impls.op_implementations_dict, _SHAPES),
         patch.object(torch, "ctc_loss", _ctc_loss),
         patch.object(torch._VF, "_pack_padded_sequence", _refuse_packing),
     ):
@@ -113,6 +113,18 @@ def _ctc_loss_shapes(
     time, batch = log_probs.shape[:2]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * max(lengths, default=0) + 1)
 
+
+def _grouped_mm_shape(
+    mode: Any, func: Any, a: torch.Tensor, b: torch.Tensor, offsets: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    """Of aten::_grouped_mm on a CPU, which takes more dtypes there than torch's own rule allows."""
+    if a.device.type != "cpu":
+        return NotImplemented
+    groups = [offsets.shape[0]] if a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim == 3 else []
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
+
+
+_SHAPES = {aten._ctc_loss.default: _ctc_loss_shapes, aten._grouped_mm.default: _grouped_mm_shape}
 
 _torch_ctc_loss = torch.ctc_loss
 

@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.capture.emulate import Randomness
+from commfuse_fx.capture.substitute import Attributes
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import draws_random_numbers
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -111,6 +113,7 @@ class OriginRecorder(TorchDispatchMode):
         self._by_sequence: dict[int, Origin] = {}
         self._in_backward = False
         self.random = Randomness()
+        self.attributes = Attributes(model)
 
     @property
     def module(self) -> str:
@@ -120,6 +123,8 @@ class OriginRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
+            raise CaptureError(self.attributes.refusal(args[0]))  # it would be changed here and now
         origin = self._origin()
         graph = traced_graph()
         last = graph._root.prev

@@ -77,15 +77,18 @@ class Attributes:
             for name, module in model.named_modules()
         ]
 
-    def restore(self) -> None:
-        """Put back the old value of every attribute that holds a traced tensor now."""
+    def restore(self) -> list[torch.Tensor]:
+        """Put back the old value of every attribute that holds a traced tensor now; returns those that were tensors."""
+        replaced: list[torch.Tensor] = []
         for path, module, held in self._held:
             for key, value in list(vars(module).items()):
                 if key in _OWN or not _is_traced(value):
                     continue
                 name = f"{path}.{key}" if path else key
                 original, content = held.get(key, (None, None))
-                if original is None:
+                if isinstance(original, torch.Tensor):
+                    replaced.append(original)
+                if original is None or content is not None:
                     log.warning(
                         "the model stores a tensor in its attribute %s during forward; a compiled step does not: "
                         "return it, or make it a buffer if the next step reads it",
@@ -98,8 +101,17 @@ class Attributes:
                     value.clear()
                     value.update(content) if isinstance(value, dict) else value.extend(content)
                 module.__dict__[key] = original
+        return replaced
 
-    def name_of(self, tensor: torch.Tensor) -> str:
+    def refusal(self, tensor: torch.Tensor) -> str:
+        """Why a tensor that is neither parameter, buffer nor input must not be changed."""
+        name = self._name_of(tensor)
+        return (
+            f"the model changes {f'its attribute {name}' if name else 'a tensor that it does not own'}: only "
+            "parameters, buffers and inputs can change in a step, so make it a buffer with register_buffer()"
+        )
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
         """Path of the attribute that holds this tensor, or an empty string."""
         for path, _, held in self._held:
             for key, (value, content) in held.items():

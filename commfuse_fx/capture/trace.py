@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.func import functionalize
@@ -49,7 +50,8 @@ _DATA_DEPENDENT = (
 )
 
 
-_NO_DATA = "Cannot access data pointer"  # a kernel reads values, such as the lengths of a packed sequence
+# What torch says when somebody reads the values of a traced tensor past its dispatcher.
+_NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
 
 @dataclass
@@ -79,7 +81,6 @@ def trace_step(
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     recorder = OriginRecorder(model)
-    attributes = Attributes(model)
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor | None]:
         values = iter(flat)
@@ -103,22 +104,24 @@ def trace_step(
                     loss.backward()  # type: ignore[no-untyped-call]
         return [loss, *(param.grad for param in fresh)]
 
-    flat = [value.detach() for value in (*params.values(), *buffers.values(), *inputs)]
-    with ops.tracing_on(mesh), torch.autograd.set_multithreading_enabled(False):
+    # Without symbolic shapes an op whose result depends on values raises at once, where the user wrote it.
+    fake = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
+    flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
+    with ops.tracing_on(mesh), traceable_torch(), torch.autograd.set_multithreading_enabled(False):
         try:
-            with traceable_torch(), recorder.random.patched():
+            with recorder.random.patched():
                 traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
         except CaptureError as error:
             raise _locate(error, recorder) from error.__cause__
         except RuntimeError as error:
-            if _NO_DATA not in str(error):
+            if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise _not_traceable(error, recorder) from error
         finally:
-            attributes.restore()
-        _check_constants(traced, attributes)
+            replaced = recorder.attributes.restore()
+        _check_constants(traced, recorder.attributes, replaced)
         with torch._C._DisableAutocast():
             functional = make_fx(
                 functionalize(keeping_origins(traced), remove="mutations"),
@@ -151,19 +154,22 @@ def _check_same_layout(name: str, old: torch.Tensor, new: torch.Tensor) -> None:
         )
 
 
-def _check_constants(traced: fx.GraphModule, attributes: Attributes) -> None:
+def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: Sequence[torch.Tensor]) -> None:
     """A tensor that is neither parameter, buffer nor input is a constant of the graph: nobody may change it."""
     roots = Roots(traced.graph)
+
+    def refuse(node: fx.Node, constant: torch.Tensor) -> NoReturn:
+        raise CaptureError(f"at {origin_of(node).source}: {attributes.refusal(constant)}")
+
     for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            constant = getattr(traced, str(node.target))
+            if any(constant is old for old in replaced):
+                refuse(next(iter(node.users), node), constant)
         for target in written_nodes(node):
             root = roots[target]
             if root.op == "get_attr":
-                name = attributes.name_of(getattr(traced, str(root.target)))
-                raise CaptureError(
-                    f"the model changes {f'its attribute {name}' if name else 'a tensor that it does not own'} at "
-                    f"{origin_of(node).source}: only parameters, buffers and inputs can change in a step, so make it "
-                    "a buffer with register_buffer()"
-                )
+                refuse(node, getattr(traced, str(root.target)))
 
 
 def _check_differentiable(loss: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
-from commfuse_fx.ir.dependence import Dependence, is_view
+from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
+from commfuse_fx.ir.dependence import Dependence, is_view, written_nodes
 from commfuse_fx.ir.meta import has_info, info
 from commfuse_fx.ir.program import Program
 
@@ -52,6 +52,7 @@ def _check_in_flight(program: Program, fail: object) -> None:
     """Between a start and its wait nobody may touch the memory that is on the wire."""
     roots = Dependence(program.graph, program.aliases()).roots
     flying: dict[fx.Node, fx.Node] = {}
+    sending: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
@@ -59,11 +60,18 @@ def _check_in_flight(program: Program, fail: object) -> None:
             start = node.args[0]
             assert isinstance(start, fx.Node)
             flying.pop(roots[start], None)
+            if (sent := memory_on_wire(node)) is not None:
+                sending[roots[sent]].remove(start)
             continue
         if not is_view(node):
             for value in node.all_input_nodes:
                 start = flying.get(roots[value])
                 if start is not None:
                     fail(node, f"touches memory of {info(start).name} while it is on the wire")  # type: ignore[operator]
+        for value in written_nodes(node):
+            for start in sending.get(roots[value], ()):
+                fail(node, f"writes to what {info(start).name} is sending")  # type: ignore[operator]
         if is_start(node):
             flying[roots[node]] = node
+            if (sent := memory_on_wire(wait_of(node))) is not None:
+                sending.setdefault(roots[sent], []).append(node)

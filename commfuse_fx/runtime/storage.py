@@ -119,7 +119,11 @@ class _BoundUpdate:
         self.first_step = False
         self._bound = False
         self._pointers: list[tuple[nn.Parameter, int]] = []
+        # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
         self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
+        self._holders: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._published = False
 
     def numbers(self) -> dict[str, Any]:
         values: dict[str, Any] = self.rule.hyper(self.optimizer.param_groups[self.update.group])
@@ -129,15 +133,23 @@ class _BoundUpdate:
     def is_bound(self) -> bool:
         if any(param.data_ptr() != pointer for param, pointer in self._pointers):
             return False
+        if not self._bound or not self._published:
+            return self._bound and not self._shown
         state = self.optimizer.state
-        return self._bound and all(
-            (held := state.get(param)) is not None and held.get(name) is value for param, name, value in self._shown
+        return all(state.get(param) is held for param, held in self._holders) and all(
+            held.get(name) is value for held, name, value in self._entries
         )
 
     def publish(self) -> None:
+        if self._published:
+            return
         self.first_step = False
+        state = self.optimizer.state
         for param, name, value in self._shown:
-            self.optimizer.state[param][name] = value
+            state[param][name] = value
+        self._holders = [(param, state[param]) for param in dict.fromkeys(param for param, _, _ in self._shown)]
+        self._entries = [(state[param], name, value) for param, name, value in self._shown]
+        self._published = True
 
     def check_uniform(self) -> None:
         """One update of several parameters needs one step count; SGD needs all or none of the momentum buffers."""
@@ -177,6 +189,7 @@ class _BoundUpdate:
 
     def bind_states(self) -> None:
         self._shown = []
+        self._published = False
         self.lists = {name: [] for name in self.names}
         if self.rule.has_step:
             self.lists["steps"] = []

@@ -1,0 +1,149 @@
+"""The pipeline's contract: order of passes, honest `modified`, verification, and one file per pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.compiler import build_pipeline
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.errors import VerificationError
+from commfuse_fx.ir.collectives import c10d, wait_of
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.overlap import Overlap
+from commfuse_fx.pipeline import PassPipeline
+
+PASSES = Path(__file__).parents[1] / "passes"
+
+
+def lower(**options: object) -> cf.Lowered:
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = cf.compile(model, loss_fn=nn.functional.cross_entropy, optimizer=optimizer, device_num=2, **options)
+    return step.lower(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+
+
+def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
+    pipeline = build_pipeline(CompileConfig.resolve({}), Mesh.of_sizes((2,)))
+    names = [each.name for each in pipeline.passes]
+    assert sorted(names) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
+    for each in pipeline.passes:
+        assert dataclasses.is_dataclass(each)
+        assert type(each).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        module = importlib.import_module(f"commfuse_fx.passes.{each.name}")
+        assert inspect.getmodule(type(each)) is module
+        assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("_"))
+
+
+def test_an_order_without_a_required_fact_is_refused() -> None:
+    with pytest.raises(VerificationError, match=r"overlap requires averaged"):
+        PassPipeline((Overlap(),))
+
+
+def test_modified_is_honest() -> None:
+    """A pass that says it changed nothing left the text as it was, and one that changed it says so."""
+    stages = list(lower().stages.values())
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert after.modified == (before.text() != after.text()), after.name
+
+
+def test_stages_start_with_the_capture_and_end_with_the_final_graph() -> None:
+    lowered = lower()
+    assert next(iter(lowered.stages)) == "capture"
+    assert list(lowered.stages.values())[-1].text() == lowered.text()
+
+
+def test_verification_notices_a_collective_without_wait() -> None:
+    lowered = lower()
+    program = lowered._program
+    start = next(program.collectives())
+    wait = wait_of(start)
+    wait.replace_all_uses_with(start)
+    program.graph.erase_node(wait)
+    with pytest.raises(VerificationError, match=r"after pass broken: node bucket.0.*0 waits, not one"):
+        verify(program, "broken")
+
+
+def test_verification_notices_memory_touched_on_the_wire() -> None:
+    program = lower()._program
+    start = next(program.collectives())
+    storage = start.all_input_nodes[0]
+    with program.graph.inserting_after(start):
+        late = program.graph.call_function(torch.ops.aten.zero_.default, (storage,))
+    late.meta["commfuse"] = info(start).derive(None, name="late")
+    with pytest.raises(VerificationError, match=r"late.*touches memory of bucket.0.* while it is on the wire"):
+        verify(program, "broken")
+
+
+def test_verification_notices_duplicate_names_and_missing_metadata() -> None:
+    program = lower()._program
+    start = next(program.collectives())
+    info(start).name = info(wait_of(start)).name
+    with pytest.raises(VerificationError, match="not unique"):
+        verify(program, "broken")
+    del start.meta["commfuse"]
+    with pytest.raises(VerificationError, match="no metadata"):
+        verify(program, "broken")
+
+
+def test_updates_come_after_the_last_wait() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    for number, layer in enumerate(model):
+        cf.set_comm_fusion(layer, number + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer, device_num=4)
+    program = step.lower(torch.ones(2, 64), torch.ones(2, 64))._program
+    kinds = [
+        "start" if info(n).collective else "wait" if n.target is c10d.wait_tensor.default else info(n).phase
+        for n in program.graph.nodes
+        if n.op == "call_function"
+    ]
+    assert kinds.count("start") == kinds.count("wait") == 6
+    assert kinds.index("update") > max(i for i, kind in enumerate(kinds) if kind == "wait")
+    # Each start stands right after the gradient that completes its bucket; the waits stand together at the end.
+    first_wait = kinds.index("wait")
+    assert kinds[first_wait : first_wait + 6] == ["wait"] * 6
+    assert "backward" in kinds[kinds.index("start") : first_wait]
+
+
+def test_gradients_are_computed_straight_into_flat_storage() -> None:
+    text = lower().text()
+    assert "aten.mm.out(" in text
+    assert "aten.cat(" not in text
+    assert "aten.split" not in text
+    assert text.count("aten._fused_adamw_(") == 1
+    assert "grad_scale=" in text  # the mean costs no pass over memory
+    assert "= flat [" in text
+
+
+def test_unfused_gradients_need_no_flat_storage() -> None:
+    text = lower(comm_fusion={"openstate": False}).text()
+    assert "= flat [" not in text
+    assert "storage" not in text
+
+
+def test_padding_in_a_bucket_is_zeroed() -> None:
+    text = lower().text()  # a bias of 3 elements does not fill a cache line
+    assert "padding.0.zero" in text
+
+
+def test_an_average_without_a_fused_update_is_a_division() -> None:
+    model = nn.Linear(4, 3)
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, device_num=2)
+    assert "aten.div_.Scalar(" in step.lower(torch.ones(2, 4), torch.ones(2, 3)).text()
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, device_num=2, gradients_mean=False)
+    assert "aten.div" not in step.lower(torch.ones(2, 4), torch.ones(2, 3)).text().split("reduced")[1]
+
+
+def test_schedule_none_keeps_the_order_of_the_trace() -> None:
+    assert "overlap" in lower().stages
+    assert "overlap" not in lower(schedule="none").stages
