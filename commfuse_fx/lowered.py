@@ -35,7 +35,7 @@ class Collective:
     dtype: torch.dtype
     group: tuple[int, ...]
     bytes: int
-    members: tuple[str, ...]
+    members: list[str]
     fusion_id: int | None
     index: int
     phase: str
@@ -52,7 +52,7 @@ class Collective:
             dtype=details.dtype,
             group=ranks,
             bytes=details.nbytes,
-            members=details.members,
+            members=list(details.members),
             fusion_id=details.fusion_id,
             index=details.sequence,
             phase=node.phase,

@@ -89,7 +89,7 @@ def test_all_reduce_fusion_config_of_the_context_is_the_index_mode() -> None:
 def test_an_index_past_the_end_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="commfuse_fx"):
         lowered = lower(Parameters(*f32(1, 1)), index(1, 2, 7))
-    assert [each.members for each in lowered.collectives] == [("p.1",), ("p.0",)]
+    assert [each.members for each in lowered.collectives] == [["p.1"], ["p.0"]]
     assert "2, 7" in caplog.text
     assert "ignored" in lowered.explain().text()
 
@@ -120,7 +120,7 @@ def test_explicit_ids_win_over_the_mode_and_ignore_sizes() -> None:
         model.p[number].comm_fusion = fusion_id  # type: ignore[attr-defined]
     for config in (None, size(1), index(1)):
         found = lower(model, config).collectives
-        ids = {each.members: each.fusion_id for each in found}
+        ids = {tuple(each.members): each.fusion_id for each in found}
         assert ids["p.3", "p.1"] == 5
         assert ids["p.4",] == 0
     assert buckets(model) == [["5", "2", "0"], ["4"], ["3", "1"]][1:2] + [["3", "1"], ["5", "2", "0"]]
@@ -150,7 +150,7 @@ def test_a_parameter_used_twice_is_reduced_once() -> None:
             return self.b(torch.tanh(self.a(x))).sum()
 
     found = lower(Shared(), {"openstate": False}).collectives
-    assert sorted(each.members for each in found) == [("a.bias",), ("a.weight",), ("b.bias",)]
+    assert sorted(each.members for each in found) == [["a.bias"], ["a.weight"], ["b.bias"]]
 
 
 class Chains(nn.Module):

@@ -1,0 +1,76 @@
+"""The Python blocks of README.md and docs/ run, the excerpts of dumps are real, and links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import commfuse_fx as cf
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
+WITH_EXCERPT = [page for page in PAGES if "```text" in page.read_text()]
+
+
+@pytest.fixture(autouse=True)
+def _as_found() -> Iterator[None]:
+    """Blocks may start a world of one, set the context and change log levels."""
+    root, ours = logging.getLogger(), logging.getLogger("commfuse_fx")
+    levels, handlers = (root.level, ours.level), list(root.handlers)
+    yield
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    root.handlers[:] = handlers
+    cf.reset_auto_parallel_context()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line number, text) of the fenced blocks of one language."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
+
+
+def run(page: Path) -> tuple[dict[str, object], str]:
+    """Run a page's blocks one after another in one namespace; returns the namespace and what they print."""
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for line, source in blocks(page, "python"):
+            # Empty lines in front, so that errors name the line of the page.
+            exec(compile("\n" * line + source, str(page), "exec", dont_inherit=True), namespace)
+    return namespace, printed.getvalue()
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path) -> None:
+    run(page)
+
+
+@pytest.mark.parametrize("page", WITH_EXCERPT, ids=lambda page: page.name)
+def test_excerpts_are_what_the_tool_prints(page: Path) -> None:
+    lowered = run(page)[0]["lowered"]
+    assert isinstance(lowered, cf.Lowered)
+    real = lowered.text().splitlines()
+    for _, excerpt in blocks(page, "text"):
+        lines = excerpt.splitlines()
+        missing = [line for line in lines if line not in real]
+        assert not missing, f"{page.name} quotes lines that the tool does not print: {missing}"
+        assert [line for line in real if line in lines] == lines, "the excerpt is not in the order of the text"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", prose):
+        assert (page.parent / target).is_file(), f"{page.name} links to {target}"

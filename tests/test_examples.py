@@ -1,0 +1,88 @@
+"""The examples run as their documentation says, on one and on several ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FUSION_IDS = [
+    f"The parameter {layer}{part}'s fusion id is {number}"
+    for number, (layer, parts) in enumerate(
+        [("head", ("",)), *((f"layer{i}", (".input_mapping", ".output_mapping")) for i in (1, 2, 3))]
+    )
+    for half in parts
+    for part in (f"{half}.weight", f"{half}.bias")
+]
+LOSS = re.compile(r"epoch: (\d+), step: (\d+), loss is (\d+\.\d+)")
+
+
+def run_example(name: str, *arguments: str, ranks: int = 0) -> str:
+    """What the example prints; `ranks` 0 is plain python. Fails on a bad exit and on anything on stderr."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [0, 1, 2, 4])
+def test_train_digits(ranks: int, tmp_path: Path) -> None:
+    output = run_example("train_digits.py", "--dump-graph", "--dump", str(tmp_path), ranks=ranks)
+    lines = output.splitlines()
+    assert lines[: len(FUSION_IDS)] == FUSION_IDS
+    losses = LOSS.findall(output)
+    assert [(int(epoch), int(step)) for epoch, step, _ in losses] == [(e, s) for e in range(15) for s in (0, 10, 20)]
+    assert lines[len(FUSION_IDS)].startswith("epoch: 0, step: 0, loss is ")
+    assert float(losses[0][2]) == pytest.approx(math.log(10), abs=0.05)
+    assert float(losses[-1][2]) < 0.5
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d+)%", lines[len(FUSION_IDS) + len(losses)])
+    assert accuracy
+    assert float(accuracy.group(1)) > 90
+    check_graph(output, ranks)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"rank{rank}" for rank in range(max(ranks, 1))]
+
+
+def check_graph(output: str, ranks: int) -> None:
+    """The graph and the measurement that --dump-graph prints."""
+    collectives = re.findall(r"^bwd .*all_reduce_.*fusion_id=(\d) members=\[(.*)\]}$", output, re.MULTILINE)
+    if ranks < 2:
+        assert not collectives
+        assert "0 collective(s)\n" in output
+        assert "measured communication: none in 20 step(s)\n" in output
+        return
+    # The backward comes to the last layer first. Id 0 is never fused.
+    assert [int(fusion_id) for fusion_id, _ in collectives] == [3, 2, 1, 0, 0]
+    assert [len(members.split(", ")) for _, members in collectives] == [4, 4, 4, 1, 1]
+    assert "5 collective(s)\n" in output
+    measured = re.search(r"^total: (\S+) ms in flight, (\S+) ms exposed .*, (\d+)% hidden", output, re.MULTILINE)
+    assert measured
+    in_flight, exposed, hidden = map(float, measured.groups())
+    assert 0 < exposed <= in_flight + 0.001
+    assert hidden == pytest.approx(100 * (1 - exposed / in_flight), abs=1)
+
+
+@pytest.mark.dist
+def test_train_char_gpt_and_its_checkpoint(tmp_path: Path) -> None:
+    small = ("--batch-size", "4", "--context", "32", "--sample-length", "10")
+    saved = tmp_path / "folder" / "gpt.pt"
+    output = run_example("train_char_gpt.py", "--steps", "3", "--save", str(saved), *small, ranks=2)
+    steps = re.findall(r"^step: (\d), lr: \d\.\d+, loss is (\d+\.\d+)$", output, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == [0, 1, 2]
+    assert float(steps[0][1]) == pytest.approx(math.log(96), abs=0.4)
+    assert re.search(r"^sample: ['\"]Return ", output, re.MULTILINE)
+    again = run_example("train_char_gpt.py", "--steps", "1", "--load", str(saved), *small)
+    resumed = re.search(r"^step: 0, lr: (\S+), loss is (\S+)$", again, re.MULTILINE)
+    assert resumed
+    assert float(resumed.group(1)) == pytest.approx(3e-3 * 5 / 20)  # the schedule goes on
+    assert float(resumed.group(2)) < float(steps[0][1])
