@@ -273,6 +273,7 @@ class CompiledStep:
         if self._agreement is not None and executor.has_collectives:
             plan.texts = (canonical_text(program, activations=False), canonical_text(program))
             plan.signature = hash62(plan.texts[0])
+            executor.wire.distress = self._agreement.distress
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
         plan.executor = executor
         return executor

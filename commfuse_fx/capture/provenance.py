@@ -91,7 +91,7 @@ def traced_graph() -> fx.Graph:
     """The graph that make_fx is building right now."""
     mode = get_proxy_mode()
     assert mode is not None, "not tracing"
-    graph: fx.Graph = mode.tracer.graph  # type: ignore[attr-defined]
+    graph: fx.Graph = mode.tracer.graph
     return graph
 
 
@@ -107,7 +107,7 @@ class OriginRecorder(TorchDispatchMode):
     """Annotates every op that passes through it while make_fx records the graph."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self._stack: list[str] = [""]
         self._by_sequence: dict[int, Origin] = {}
@@ -190,7 +190,6 @@ class OriginKeeper(fx.Interpreter):
         out = self._draw_in_memory_order(n) if draws_random_numbers(n.target) else super().run_node(n)
         annotate_after(graph, last, origin_of(n))
         return out
-
 
     def _draw_in_memory_order(self, n: fx.Node) -> Any:
         """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""

@@ -25,10 +25,10 @@ def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]
     references taken earlier (by a regulariser, a hook, the list of weights of an LSTM) mean the stand-in too.
     """
     slots = [
-        (module, slots, name, value)
+        (module, owned, name, value)
         for module in model.modules()
-        for slots in (module._parameters, module._buffers)
-        for name, value in slots.items()
+        for owned in (module._parameters, module._buffers)
+        for name, value in owned.items()
     ]
     by_id = {id(tensor): stand_in for tensor, stand_in in stand_ins.items()}
     try:
@@ -38,8 +38,8 @@ def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]
         with _References(by_id):
             yield
     finally:
-        for module, slots, name, value in slots:
-            if slots.get(name) is not value:
+        for module, owned, name, value in slots:
+            if owned.get(name) is not value:
                 setattr(module, name, value)
 
 

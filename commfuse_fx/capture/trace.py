@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.func import functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -101,13 +102,18 @@ def trace_step(
             if training:
                 _check_differentiable(loss)
                 with recorder.backward():
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
         return [loss, *(param.grad for param in fresh)]
 
     # Without symbolic shapes an op whose result depends on values raises at once, where the user wrote it.
     fake = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
     flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
-    with ops.tracing_on(mesh), traceable_torch(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        ops.tracing_on(mesh),
+        traceable_torch(),
+        torch.autograd.set_multithreading_enabled(False),
+        _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
+    ):
         try:
             with recorder.random.patched():
                 traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
@@ -216,12 +222,14 @@ def _read(module: fx.GraphModule, num_params: int) -> Traced:
             mutations[target] = value
     for node in reversed(written):
         value = node.args[1]
+        assert isinstance(value, fx.Node)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-    loss, *grads = graph.output_node().args[0]  # type: ignore[misc]
+    results: Any = graph.output_node().args[0]
+    loss, *grads = results
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     assert isinstance(loss, fx.Node) and len(grads) == num_params
-    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()))  # type: ignore[arg-type]
+    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()))
 
 
 def _batch_norm(
@@ -236,7 +244,7 @@ def _batch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """native_batch_norm updates its running statistics without saying so in its schema; this form says it."""
     if not training or running_mean is None or running_var is None:
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(
         x, weight, bias, running_mean, running_var, training, momentum, eps
     )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
+from commfuse_fx.runtime.distress import Distress
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import world_timeout
 
@@ -46,6 +47,7 @@ class Agreement:
         self._work: Any = None
         self._is_running = False
         self._broken = ""
+        self.distress = Distress(self._group.group_name)
         self._vote = torch.zeros(5, dtype=torch.int64)
         self._settled = True
         self.rank = dist.get_rank()
@@ -60,8 +62,8 @@ class Agreement:
         """Raises CollectiveError once the ranks are no longer at the same place."""
         if self._broken:
             raise CollectiveError(
-                f"rank {self.rank}: an earlier step ended between its collectives ({self._broken}), so the ranks are no "
-                "longer at the same place: start all ranks again from a checkpoint"
+                f"rank {self.rank}: an earlier step ended between its collectives ({self._broken}), so the ranks are "
+                "no longer at the same place: start all ranks again from a checkpoint"
             )
         self._settled = False
         self._is_running = False
@@ -78,6 +80,7 @@ class Agreement:
         """
         if self._is_running:
             self._broken = type(error).__name__
+            self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
         elif expected and not self.has_voted and isinstance(error, Exception):
             self._fail(error)
 
@@ -124,10 +127,11 @@ class Agreement:
 
     def _result(self) -> list[int]:
         try:
+            work = self.distress.heed(self._work)
             if self.timeline is None:
-                self._work.wait()
+                work.wait()
             else:
-                self.timeline.wait(self, self._work)
+                self.timeline.wait(self, work)
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:

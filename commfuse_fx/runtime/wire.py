@@ -16,6 +16,7 @@ from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
+from commfuse_fx.runtime.distress import Distress
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.timeline import Timeline
 
@@ -40,6 +41,7 @@ class Wire:
         self.groups = groups
         self.rank = rank
         self.timeline: Timeline | None = None
+        self.distress: Distress | None = None
         self._pending: dict[fx.Node, Any] = {}
 
     def bind(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -87,6 +89,8 @@ class Wire:
 
         def wait(value: torch.Tensor) -> torch.Tensor:
             work = pending.pop(start)
+            if self.distress is not None and value.is_cpu:
+                work = self.distress.heed(work)
             try:
                 if self.timeline is None:
                     work.wait()

@@ -1,0 +1,107 @@
+"""Canonical text: the same in every run, and a change of the model changes only the lines it touches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.lowered import Lowered
+
+ROOT = Path(__file__).parents[2]
+
+
+class Model(nn.Module):
+    def __init__(self, relu: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.1)
+        self.attend = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.last = nn.Linear(8, 4)
+        self.relu = relu
+        if relu == "module":
+            self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.norm(F.gelu(self.first(x))))
+        if self.relu == "module":
+            x = self.act(x)
+        if self.relu == "function":
+            x = F.relu(x)
+        x = self.attend(x[:, None]).squeeze(1)
+        return F.gelu(self.last(F.gelu(x)))
+
+
+def lower(model: nn.Module) -> Lowered:
+    fusion = {"allreduce": {"mode": "size", "config": 1}}
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = cf.compile(model, fusion, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, device_num=2, global_rank=0)
+    return step.lower(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+
+
+_SCRIPT = """
+from tests.capture.test_text_stability import Model, lower
+lowered = lower(Model("module"))
+print(lowered.text() + lowered.stages["capture"].text() + lowered.to_json())
+"""
+
+
+def test_text_is_the_same_in_every_process() -> None:
+    texts = []
+    for seed in ("0", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+
+
+def test_text_is_the_same_in_one_process() -> None:
+    first, second = lower(Model()), lower(Model())
+    assert first.text() == second.text()
+    assert first.fingerprint == second.fingerprint
+
+
+def _lines(model: nn.Module) -> tuple[list[str], list[str]]:
+    lowered = lower(model)
+    return lowered.text().splitlines(), lowered.stages["capture"].text().splitlines()
+
+
+@pytest.mark.parametrize("form", ["module", "function"])
+def test_inserting_a_relu_changes_only_the_lines_it_touches(form: str) -> None:
+    for old, new in zip(_lines(Model()), _lines(Model(form)), strict=True):
+        kept = dict.fromkeys(old)
+        added = [line for line in new if line not in kept]
+        removed = [line for line in old if line not in dict.fromkeys(new)]
+        names = [line.split(":")[0].split(" ")[-1] for line in added]
+        relu = [name for name in names if "relu" in name or "threshold" in name or "detach" in name]
+        # Besides the new ops, the lines of those that read the new values; none of them gets another name.
+        assert relu
+        others = [name for name in names if name not in relu]
+        assert sorted(others) == sorted(line.split(":")[0].split(" ")[-1] for line in removed)
+        assert len(others) <= 4, others
+        # What both have stands in the same order.
+        common = dict.fromkeys(new)
+        assert [line for line in old if line in common] == [line for line in new if line in kept]
+
+
+def test_every_op_has_phase_module_and_source() -> None:
+    for node in lower(Model("function")).graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        details = node.meta["commfuse"]
+        assert details.phase in ("forward", "backward", "update")
+        if details.phase == "forward":
+            assert details.source, details.name
+        if details.phase == "backward" and "/grad." in details.name:
+            assert details.source, details.name

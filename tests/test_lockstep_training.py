@@ -1,0 +1,367 @@
+"""Training on all ranks in one process against one device: gradients and parameters of whole models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from tests.models import CASES, CONV, DIGITS, MLP, MLP_CASE, SHARED, TIED, WIDE, Case, shards
+from tests.oracle import (
+    MakeOptimizer,
+    MakeScheduler,
+    assert_same,
+    assert_same_tensors,
+    collectives,
+    eager_gradients,
+    make_world,
+    sgd,
+    tensors_of,
+    train_reference,
+    train_world,
+)
+
+OFF = {"openstate": False}
+FUSIONS: dict[str, Any] = {
+    "auto": None,
+    "off": OFF,
+    "size": {"allreduce": {"mode": "size", "config": 1}},
+    "index": {"allreduce": {"mode": "index", "config": [2, 5]}},
+    "ids": None,
+}
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def trainables(model: nn.Module) -> int:
+    return sum(param.requires_grad for param in model.parameters())
+
+
+@each_case
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_parameters_after_three_steps(case: Case, world: int) -> None:
+    model, batches = case.model(), case.batches(3)
+    want = train_reference(case, model, batches, world, sgd)
+    assert_same(train_world(make_world(case, model, world, sgd), batches), want)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bert" not in case.name], ids=lambda case: case.name)
+def test_gradients(case: Case) -> None:
+    model, batches = case.model(), case.batches(1)
+    want = train_reference(case, model, batches, 4)
+    assert_same(train_world(make_world(case, model, 4), batches), want, gradients=True)
+
+
+@pytest.mark.parametrize("case", [DIGITS, WIDE, CONV], ids=lambda case: case.name)
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("whole_step", [True, False], ids=["whole_step", "gradients"])
+def test_every_fusion(case: Case, fusion: str, whole_step: bool) -> None:
+    model, batches = case.model(), case.batches(2)
+    if fusion == "ids":
+        for number, param in enumerate(model.parameters()):
+            param.comm_fusion = number % 3  # type: ignore[attr-defined]
+    optimizer = sgd if whole_step else None
+    want = train_reference(case, model, batches, 2, optimizer)
+    world = make_world(case, model, 2, optimizer, FUSIONS[fusion])
+    assert_same(train_world(world, batches), want, gradients=not whole_step)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "buckets"),
+    [
+        ("auto", [14]),
+        ("off", [1] * 14),
+        ("size", [14]),
+        ("index", [9, 3, 2]),
+        ("ids", [5, 1, 4, 1, 1, 1, 1]),
+    ],
+)
+def test_how_many_gradients_go_together(fusion: str, buckets: list[int]) -> None:
+    model, (batch,) = DIGITS.model(), DIGITS.batches(1)
+    if fusion == "ids":
+        for number, param in enumerate(model.parameters()):
+            param.comm_fusion = number % 3  # type: ignore[attr-defined]
+    sizes = [len(each.members) for each in collectives(make_world(DIGITS, model, 2, sgd, FUSIONS[fusion]), batch)]
+    assert sorted(sizes) == sorted(buckets)
+
+
+def _adamw_in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay, biases do not and learn faster; the first layer uses other betas."""
+    first, *rest = [list(module.parameters()) for module in model.children() if list(module.parameters())]
+    weights = [param for params in rest for param in params if param.ndim > 1]
+    biases = [param for params in rest for param in params if param.ndim == 1]
+    groups = [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": first, "betas": (0.8, 0.9)},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, amsgrad=True)
+
+
+def _by_class(cls: Any, **settings: Any) -> MakeOptimizer:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = cls(model.parameters(), **settings)
+        return optimizer
+
+    return make
+
+
+OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
+    "sgd": (_by_class(torch.optim.SGD, lr=0.1), None),
+    "sgd-nesterov": (_by_class(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), None),
+    "sgd-dampening-maximize": (_by_class(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, maximize=True), None),
+    "adam": (_by_class(torch.optim.Adam, lr=1e-2, weight_decay=0.1), None),
+    "adamw-groups-schedule": (_adamw_in_groups, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
+    "adagrad": (_by_class(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1, weight_decay=0.1), None),
+    "adagrad-accumulator": (_by_class(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.5), None),
+    "rmsprop": (_by_class(torch.optim.RMSprop, lr=1e-2), None),
+    "rmsprop-all": (
+        _by_class(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=5, cycle_momentum=True),
+    ),
+    "opaque": (_by_class(torch.optim.Adadelta, lr=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
+    "opaque-nadam": (_by_class(torch.optim.NAdam, lr=1e-2, weight_decay=0.1), None),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fusion", [None, OFF], ids=["fused", "unfused"])
+def test_every_optimizer(name: str, fusion: Any) -> None:
+    make_optimizer, make_scheduler = OPTIMIZERS[name]
+    model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
+    want = train_reference(MLP_CASE, model, batches, 2, make_optimizer, make_scheduler)
+    world = make_world(MLP_CASE, model, 2, make_optimizer, fusion)
+    assert_same(train_world(world, batches, make_scheduler), want)
+
+
+def test_optimizer_state_after_training() -> None:
+    model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
+    reference = copy.deepcopy(model)
+    optimizer = _adamw_in_groups(reference)
+    for batch in batches:
+        optimizer.zero_grad()
+        for param, grad in eager_gradients(MLP_CASE, reference, batch).items():
+            reference.get_parameter(param).grad = grad
+        optimizer.step()
+    world = make_world(MLP_CASE, model, 2, _adamw_in_groups)
+    train_world(world, batches)
+    want = optimizer.state_dict()["state"]
+    for mine in world.optimizers:
+        assert mine is not None
+        have = mine.state_dict()["state"]
+        for number, state in want.items():
+            assert_same_tensors(have[number], state, 1e-10)
+
+
+def test_a_world_of_three_and_a_mesh() -> None:
+    model, batches = DIGITS.model(), DIGITS.batches(2, rows=12)
+    want = train_reference(DIGITS, model, batches, 1, sgd)
+    assert_same(train_world(make_world(DIGITS, copy.deepcopy(model), 3, sgd), batches), want * 3)
+    assert_same(train_world(make_world(DIGITS, model, 4, sgd, mesh=(2, 2)), batches), want * 4)
+
+
+@each_case
+def test_fusion_keeps_the_bits_on_two_ranks(case: Case) -> None:
+    (batch,) = case.batches(1, dtype=torch.float32)
+    fused, unfused = (
+        train_world(make_world(case, case.model(torch.float32), 2, None, fusion), [batch]) for fusion in (None, OFF)
+    )
+    for mine, other in zip(fused, unfused, strict=True):
+        have, want = tensors_of(mine, gradients=True), tensors_of(other, gradients=True)
+        assert have.keys() == want.keys()
+        assert all(torch.equal(have[name], want[name]) for name in want)
+
+
+FULL_VECTORS = Case("full_vectors", lambda: MLP(width=32, inputs=16, classes=16), lambda rows: _full_batch(rows))
+
+
+def _full_batch(rows: int) -> Any:
+    return torch.randn(rows, 16), torch.randint(16, (rows,))
+
+
+@pytest.mark.parametrize("case", [FULL_VECTORS, DIGITS, CONV, TIED], ids=lambda case: case.name)
+def test_fusion_and_parameters_on_two_ranks(case: Case) -> None:
+    """The last elements of a tensor that does not fill whole vectors may differ by the rounding of the update,
+    2**-24 per step; what follows from that, by as much as gradients magnify it."""
+    batches = case.batches(3, dtype=torch.float32)
+    fused, unfused = (
+        train_world(make_world(case, case.model(torch.float32), 2, sgd, fusion), batches) for fusion in (None, OFF)
+    )
+    assert_same(fused, unfused, tolerance=0 if case is FULL_VECTORS else 1e-6)
+
+
+@pytest.mark.parametrize("case", [DIGITS, CONV, TIED], ids=lambda case: case.name)
+@pytest.mark.parametrize("make_optimizer", [sgd, _by_class(torch.optim.AdamW, lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
+def test_float32(case: Case, make_optimizer: MakeOptimizer) -> None:
+    """1e-5: rounding of 3 steps at 2**-24, with a few hundred summands per gradient."""
+    model, batches = case.model(torch.float32), case.batches(3, dtype=torch.float32)
+    want = train_reference(case, model, batches, 4, make_optimizer)
+    assert_same(train_world(make_world(case, model, 4, make_optimizer), batches), want, tolerance=1e-5)
+
+
+def test_all_ranks_end_with_the_same_bits() -> None:
+    models = train_world(
+        make_world(MLP_CASE, MLP_CASE.model(torch.float32), 4, sgd), MLP_CASE.batches(3, dtype=torch.float32)
+    )
+    for other in models[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), other.parameters(), strict=True))
+
+
+def test_sum_of_gradients() -> None:
+    model, batches = MLP_CASE.model(), MLP_CASE.batches(1)
+    want = {name: 4 * grad for name, grad in eager_gradients(MLP_CASE, model, batches[0]).items()}
+    for mine in train_world(make_world(MLP_CASE, model, 4, gradients_mean=False), batches):
+        assert_same_tensors(tensors_of(mine, gradients=True), want, 1e-10)
+
+
+BF16 = Case("bf16", MLP, MLP_CASE.batch)
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize("fusion", [None, OFF], ids=["fused", "unfused"])
+def test_low_precision_gradients(fp32: bool, fusion: Any) -> None:
+    model, (batch,) = BF16.model(torch.bfloat16), BF16.batches(1, dtype=torch.bfloat16)
+    wire = torch.float32 if fp32 else torch.bfloat16
+    parts = [eager_gradients(BF16, model, part) for part in shards(batch, 4)]
+    want: dict[str, torch.Tensor] = {}
+    for name in parts[0]:
+        total = parts[0][name].to(wire)
+        for part in parts[1:]:
+            total = total + part[name].to(wire)
+        want[name] = (total / 4).bfloat16()
+    world = make_world(BF16, model, 4, None, fusion, gradient_fp32_sync=fp32)
+    assert {each.dtype for each in collectives(world, batch)} == {wire}
+    for mine in train_world(world, [batch]):
+        assert_same_tensors(tensors_of(mine, gradients=True), want, 0)
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-dampening-maximize", "adamw-groups-schedule", "adagrad"])
+def test_low_precision_training(name: str, fp32: bool) -> None:
+    """bfloat16 has 8 bits: after each of three updates parameters of size 1/2 may be a step of 2**-9 away."""
+    model, batches = BF16.model(torch.bfloat16), BF16.batches(3, dtype=torch.bfloat16)
+    make_optimizer, make_scheduler = OPTIMIZERS[name]
+    want = train_reference(BF16, model, batches, 2, make_optimizer, make_scheduler)
+    world = make_world(BF16, model, 2, make_optimizer, gradient_fp32_sync=fp32)
+    assert_same(train_world(world, batches, make_scheduler), want, tolerance=6e-3)
+
+
+@pytest.mark.parametrize("whole_step", [True, False], ids=["whole_step", "gradients"])
+def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool) -> None:
+    model, (batch,) = MLP_CASE.model(), MLP_CASE.batches(1)
+    own = [name for name, _ in model.named_parameters()][1:4]
+    for name in own:
+        model.get_parameter(name).layerwise_parallel = True  # type: ignore[attr-defined]
+    mean = eager_gradients(MLP_CASE, model, batch)
+    local = [eager_gradients(MLP_CASE, model, part) for part in shards(batch, 2)]
+    want = [{name: local[rank][name] if name in own else mean[name] for name in mean} for rank in range(2)]
+    if whole_step:
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        want = [{name: before[name] - 0.5 * grads[name] for name in grads} for grads in want]
+    optimizer = _by_class(torch.optim.SGD, lr=0.5) if whole_step else None
+    world = make_world(MLP_CASE, model, 2, optimizer, parallel_mode="hybrid_parallel")
+    for mine, wanted in zip(train_world(world, [batch]), want, strict=True):
+        assert_same_tensors(tensors_of(mine, gradients=not whole_step), wanted, 1e-10)
+
+
+def test_stand_alone_has_no_collectives() -> None:
+    model, (batch,) = MLP_CASE.model(), MLP_CASE.batches(1)
+    local = [eager_gradients(MLP_CASE, model, part) for part in shards(batch, 2)]
+    world = make_world(MLP_CASE, model, 2, parallel_mode="stand_alone")
+    assert collectives(world, batch) == []
+    for mine, want in zip(train_world(world, [batch]), local, strict=True):
+        assert_same_tensors(tensors_of(mine, gradients=True), want, 1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_full_batch(world: int) -> None:
+    model, batches = DIGITS.model(), DIGITS.batches(2)
+    want = train_reference(DIGITS, model, batches, world, sgd)
+    ranks = make_world(DIGITS, model, world, sgd, full_batch=True)
+    for batch in batches:
+        ranks([batch] * world)
+    assert_same(ranks.models, want)
+
+
+@pytest.mark.parametrize("case", [DIGITS, TIED, SHARED], ids=lambda case: case.name)
+def test_gradients_accumulate_over_calls(case: Case) -> None:
+    model, batches = case.model(), case.batches(2)
+    want = train_reference(case, model, batches, 2)
+    assert_same(train_world(make_world(case, model, 2), batches), want, gradients=True)
+
+
+def test_losses_are_those_of_the_ranks_own_batches() -> None:
+    model, (batch,) = DIGITS.model(), DIGITS.batches(1)
+    want = [DIGITS.loss_fn(model(part[0]), part[1]) for part in shards(batch, 4)]  # type: ignore[misc]
+    have = [result.loss for result in make_world(DIGITS, copy.deepcopy(model), 4)(shards(batch, 4))]
+    torch.testing.assert_close(have, [loss.detach() for loss in want], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("fusion", [None, OFF], ids=["fused", "unfused"])
+def test_parameters_with_one_gradient(fusion: Any) -> None:
+    """a and b of a + b: reduced once, and each has a gradient of its own to add to."""
+    model, (batch,) = SHARED.model(), SHARED.batches(1)
+    world = make_world(SHARED, model, 2, None, fusion)
+    members = sorted(name for each in collectives(world, batch) for name in each.members)
+    assert members == ["a", "b", "c"]
+    assert len(collectives(world, batch)) == (1 if fusion is None else 2)
+    for mine in train_world(world, [batch]):
+        a, b = mine.get_parameter("a").grad, mine.get_parameter("b").grad
+        assert a is not None and b is not None
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+class TransposedWeight(nn.Module):
+    """A parameter with column-major memory whose gradient arrives through a reshape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 12).t())
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.tanh(self.weight.reshape(3, 4, 6)).reshape(12, 6) + self.bias
+
+
+@pytest.mark.parametrize("make_optimizer", [None, sgd], ids=["gradients", "whole_step"])
+def test_column_major_parameters(make_optimizer: MakeOptimizer | None) -> None:
+    case = Case("transposed", TransposedWeight, MLP_CASE.batch)
+    model, batches = case.model(), case.batches(2)
+    want = train_reference(case, model, batches, 2, make_optimizer)
+    assert_same(
+        train_world(make_world(case, model, 2, make_optimizer), batches), want, gradients=make_optimizer is None
+    )
+
+
+class InPlaceAfterSending(nn.Module):
+    """Adds to a tensor right after it was handed to a collective."""
+
+    def __init__(self, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 8)
+        self.send = send
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        sent = self.send(x)
+        x = (x + 1.0) * 2.0
+        return x + sent.sum(0)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast"])
+def test_what_is_on_the_wire_is_not_overwritten(kind: str) -> None:
+    send = getattr(cf.ops, kind)
+    case = Case("wire", lambda: InPlaceAfterSending(send), MLP_CASE.batch)
+    model, (batch,) = case.model(), case.batches(1)
+    results = [
+        make_world(case, copy.deepcopy(model), 2, schedule=schedule)(shards(batch, 2))
+        for schedule in ("overlap", "none")
+    ]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=0)
+        assert_same_tensors(dict(one.grads), dict(other.grads), 1e-12)
