@@ -1,0 +1,198 @@
+"""Real ranks to run test functions on.
+
+`Ranks` keeps a few warm processes. Every run gives them a new Gloo world of its own, calls one function on
+each, and returns what each rank returned or raised; a rank that dies is replaced by a new process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from typing import Any
+
+WORLD_TIMEOUT = 60.0
+"""Seconds until a collective that some rank does not join fails."""
+
+RUN_TIMEOUT = 90.0
+"""Seconds until a run counts as hung: all its ranks are killed, and their stacks are shown."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did. `error` is `type: message` of the exception that ended it, `died` its exit code.
+
+    `seconds`: how long the function took, without the start of the world.
+    """
+
+    rank: int
+    value: Any = None
+    error: str = ""
+    details: str = ""
+    died: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and self.died is None
+
+
+class Hung(AssertionError):
+    """A run did not end in time."""
+
+
+class _Worker:
+    """One process, its pipe, and the file that holds what it prints."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".log")  # noqa: SIM115
+        self.pipe, theirs = get_context("spawn").Pipe()
+        self.process = get_context("spawn").Process(target=_serve, args=(theirs, self.log.name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.log.close()
+
+    def printed(self, last: int = 6000) -> str:
+        with open(self.log.name, errors="replace") as file:
+            return file.read()[-last:]
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank whose agent holds the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+class Ranks:
+    """A pool of rank processes. Not thread-safe; close it at the end."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int = 2,
+        world_timeout: float = WORLD_TIMEOUT,
+        timeout: float = RUN_TIMEOUT,
+    ) -> list[Outcome]:
+        """Call `function(*args)` on ranks 0..size-1 of a new world. `function` and `args` are pickled.
+
+        The world is there when the function starts: RANK, MASTER_ADDR and so on are set as torchrun sets them,
+        and `commfuse_fx.init(timeout=world_timeout)` has been called. Raises Hung after `timeout` seconds.
+        """
+        import torch.distributed as dist
+
+        while len(self._workers) < size:
+            self._workers.append(_Worker())
+        # The store lives here, as torchrun's does in its agent: a rank that dies does not take it along.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        workers = self._workers[:size]
+        for rank, worker in enumerate(workers):
+            environment = rank_environment(rank, size, store.port)
+            worker.pipe.send_bytes(pickle.dumps((function, args, environment, world_timeout)))
+        outcomes = self._collect(workers, timeout)
+        for outcome, worker in zip(outcomes, workers, strict=True):
+            if outcome.died is not None:
+                worker.stop()
+                self._workers.remove(worker)
+        return outcomes
+
+    def values(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """As `run`, for a function that must succeed on every rank."""
+        outcomes = self.run(function, *args, **options)
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        if failed:
+            raise AssertionError("\n".join(f"rank {o.rank} ({o.died=}):\n{o.details or o.error}" for o in failed))
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers.clear()
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
+        start = time.monotonic()
+        found: dict[int, Outcome] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, timeout - (time.monotonic() - start)))
+            if not ready:
+                raise Hung(self._give_up(workers, timeout, sorted(waiting.values())))
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    outcome = Outcome(rank, **pickle.loads(workers[rank].pipe.recv_bytes()))
+                except (EOFError, ConnectionResetError):
+                    workers[rank].process.join()
+                    details = workers[rank].printed()
+                    outcome = Outcome(rank, died=workers[rank].process.exitcode, details=details)
+                found[rank] = outcome
+        return [found[rank] for rank in range(len(workers))]
+
+    def _give_up(self, workers: list[_Worker], timeout: float, hung: list[int]) -> str:
+        for worker in workers:
+            if worker.process.is_alive() and worker.process.pid is not None:
+                os.kill(worker.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        shown = "\n".join(f"--- rank {rank}\n{worker.printed()}" for rank, worker in enumerate(workers))
+        self.close()
+        return f"ranks {hung} did not end within {timeout} s\n{shown}"
+
+
+def _serve(pipe: connection.Connection, log: str) -> None:
+    """A worker's life: one request after another."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    import torch
+    import torch.distributed as dist
+
+    import commfuse_fx as cf
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, environment, world_timeout = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        os.environ.update(environment)
+        answer: dict[str, Any] = {}
+        start = time.monotonic()
+        try:
+            cf.init(timeout=world_timeout)
+            start = time.monotonic()
+            answer["value"] = function(*args)
+        except BaseException as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+            answer["details"] = "".join(traceback.format_exception(error))
+            error.__traceback__ = None  # its frames hold process groups
+        answer["seconds"] = time.monotonic() - start
+        pipe.send_bytes(pickle.dumps(answer))
+        cf.reset_auto_parallel_context()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()

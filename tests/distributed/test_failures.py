@@ -1,0 +1,455 @@
+"""Whatever goes wrong on one rank ends on every rank with a clear error, soon, and leaves the model whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from tests.distributed.harness import Outcome, Ranks, rank_environment
+from tests.distributed.models import (
+    OFF,
+    adamw,
+    assert_same,
+    compiled,
+    digest,
+    logged,
+    mlp,
+    momentum,
+    snapshot,
+    xy,
+)
+
+WORLD_TIMEOUT = 20.0
+SOON = 10.0
+"""Seconds in which every rank must have its error: well before the world's time-out."""
+
+
+def _run(ranks: Ranks, function: Any, *args: Any, size: int = 2) -> list[Outcome]:
+    outcomes = ranks.run(function, *args, size=size, world_timeout=WORLD_TIMEOUT, timeout=60.0)
+    for outcome in outcomes:
+        assert outcome.seconds < SOON, outcome
+    return outcomes
+
+
+# Ranks that do not run the same program
+
+
+def differ_in(what: str) -> None:
+    odd = dist.get_rank() == 1
+    model = mlp(width=36 if odd and what == "width" else 32, extra=odd and what == "extra relu")
+    fusion = OFF if odd and what == "fusion" else None
+    optimizer = (momentum if odd and what == "optimizer" else adamw)(model)
+    before = snapshot(model, optimizer)
+    step = compiled(model, optimizer, comm_fusion=fusion)
+    try:
+        step(*xy(0))
+    finally:
+        assert_same(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("extra relu", "in  %4.weight", "in  %5.weight"),
+        ("width", "f32[32,16]", "f32[36,16]"),
+        ("fusion", "# comm_fusion.openstate: True", "# comm_fusion.openstate: False"),
+        ("optimizer", "# optimizer: AdamW (adamw)", "# optimizer: SGD (sgd)"),
+    ],
+)
+def test_different_plans_are_quoted_on_every_rank(ranks: Ranks, what: str, first: str, second: str) -> None:
+    for outcome in _run(ranks, differ_in, what):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        lines = {line.split(":")[0].strip(): line for line in outcome.error.splitlines()}
+        assert first in lines["rank 0"]
+        assert second in lines["rank 1"]
+
+
+def full_batches_differ() -> None:
+    model = mlp()
+    before = snapshot(model)
+    try:
+        compiled(model, momentum(model), full_batch=True)(*xy(0, rows=8 + 4 * dist.get_rank()))
+    finally:
+        assert_same(snapshot(model), before)
+
+
+class Gathering(nn.Module):
+    """Compares its rows with those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out - cf.ops.all_gather(out).mean(0)
+
+
+def gathered_batches_differ() -> None:
+    model = Gathering()
+    compiled(model, momentum(model))(*xy(0, rows=4 + dist.get_rank()))
+
+
+@pytest.mark.parametrize("function", [full_batches_differ, gathered_batches_differ])
+def test_batch_sizes_that_must_agree_and_do_not(ranks: Ranks, function: Any) -> None:
+    for outcome in _run(ranks, function):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        assert "rank 0: " in outcome.error
+        assert "rank 1: " in outcome.error
+
+
+def differ_after_a_step() -> None:
+    """A new plan is compared as well."""
+    model = mlp()
+    step = compiled(model, momentum(model))
+    step(*xy(0))
+    if dist.get_rank() == 1:
+        model[0].bias.requires_grad_(False)
+    before = snapshot(model)
+    try:
+        step(*xy(1))
+    finally:
+        assert_same(snapshot(model), before)
+
+
+def test_plans_are_compared_in_every_step(ranks: Ranks) -> None:
+    for outcome in _run(ranks, differ_after_a_step):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+
+
+# One rank fails and all go on
+
+
+def _bad(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = xy(1)
+    if kind == "target":
+        return x, y + 7
+    return x[:, :5], y
+
+
+def one_bad_batch(kind: str, when: int, options: dict[str, Any]) -> tuple[str, str]:
+    """Step number `when` fails on rank 1. Returns the error and a digest after three good steps in all."""
+    model = mlp()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, **options)
+    error = ""
+    for number in range(3):
+        if number == when:
+            before = snapshot(model, optimizer)
+            random = torch.get_rng_state()
+            try:
+                step(*(_bad(kind) if dist.get_rank() == 1 else xy(1)))
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            assert_same(snapshot(model, optimizer), before)
+            assert torch.equal(torch.get_rng_state(), random)
+            assert all(param.grad is None for param in model.parameters())
+        step(*xy(number))
+    undisturbed = mlp()
+    reference = adamw(undisturbed)
+    step = compiled(undisturbed, reference, **options)
+    for number in range(3):
+        step(*xy(number))
+    assert_same(snapshot(model, optimizer), snapshot(undisturbed, reference))
+    return error, digest(model)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "options", "own"),
+    [
+        ("target", {}, "IndexError: Target"),
+        ("target", {"parameter_broadcast": True}, "IndexError: Target"),
+        ("shape", {}, "RuntimeError: "),
+        ("shape", {"parameter_broadcast": True, "comm_fusion": OFF}, "RuntimeError: "),
+    ],
+)
+def test_a_bad_batch_on_one_rank_changes_nothing_on_any(
+    ranks: Ranks, kind: str, when: int, options: dict[str, Any], own: str
+) -> None:
+    good, bad = _run(ranks, one_bad_batch, kind, when, options)
+    assert good.ok, good.details
+    assert bad.ok, bad.details
+    assert bad.value[0].startswith(own)
+    assert good.value[0].startswith("PeerFailedError: ")
+    assert f"rank 1: {own}" in good.value[0]
+    assert good.value[1] == bad.value[1]
+
+
+def bad_first_batch_warns() -> list[str]:
+    model = mlp()
+    step = compiled(model, momentum(model))
+    with logged() as messages:
+        with pytest.raises(Exception):  # noqa: B017
+            step(*(_bad("shape") if dist.get_rank() == 1 else xy(1)))
+        step(*xy(0))
+    return messages
+
+
+def test_a_failed_first_step_does_not_look_like_different_parameters(ranks: Ranks) -> None:
+    for messages in ranks.values(bad_first_batch_warns):
+        assert not [text for text in messages if "parameters differ" in text]
+
+
+# Ranks that die
+
+
+@contextmanager
+def _dying_at(call: int) -> Iterator[None]:
+    """Rank 1 is killed as it issues its all_reduce number `call`; number 1 is the vote."""
+    original = dist.all_reduce
+    count = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
+
+
+def killed(call: int) -> list[str]:
+    model = mlp()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, comm_fusion=OFF)
+    step(*xy(0))
+    before = snapshot(model, optimizer)
+    errors = []
+    with _dying_at(call):
+        for number in (1, 2):
+            try:
+                step(*xy(number))
+            except cf.CollectiveError as error:
+                errors.append(str(error))
+            assert_same(snapshot(model, optimizer), before)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("call", "size", "named"),
+    [
+        (1, 2, "the agreement before the first collective of the step failed"),
+        (4, 2, "all_reduce"),
+        (3, 4, "all_reduce"),
+    ],
+)
+def test_a_killed_rank_ends_the_step_on_the_others(ranks: Ranks, call: int, size: int, named: str) -> None:
+    outcomes = _run(ranks, killed, call, size=size)
+    assert outcomes[1].died == -signal.SIGKILL
+    for outcome in outcomes[:1] + outcomes[2:]:
+        assert outcome.ok, outcome.details
+        error, again = outcome.value
+        assert named in error
+        if call > 1:
+            assert "group=" in error
+            assert "members=[" in error
+        assert "start all ranks again" in again
+
+
+def raise_outside() -> None:
+    model = mlp()
+    step = compiled(model, momentum(model))
+    step(*xy(0))
+    if dist.get_rank() == 1:
+        os._exit(3)  # what an uncaught exception in the training script comes to
+    step(*xy(1))
+
+
+def test_a_rank_that_exits_between_steps(ranks: Ranks) -> None:
+    alive, gone = _run(ranks, raise_outside)
+    assert gone.died == 3
+    assert alive.error.startswith("CollectiveError: "), alive.details
+    assert "before the first collective" in alive.error
+
+
+# Leaving a step on which the ranks had agreed
+
+_library = torch.library.Library("commfuse_test", "DEF")
+_library.define("interrupt(Tensor x) -> Tensor")
+
+_script: list[str] = []
+"""What the next calls of `interrupt` do, one after another."""
+
+
+@torch.library.impl(_library, "interrupt", "CompositeExplicitAutograd")
+def _(x: torch.Tensor) -> torch.Tensor:
+    what = _script.pop(0) if _script else "pass"
+    if what == "raise":
+        raise MemoryError("no room left")
+    if what == "signal":
+        os.kill(os.getpid(), signal.SIGINT)
+    return x.clone()
+
+
+@torch.library.register_fake("commfuse_test::interrupt", lib=_library)
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd("commfuse_test::interrupt", lambda ctx, grad: _interrupt(grad), lib=_library)
+
+
+def _interrupt(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.commfuse_test.interrupt(x)
+    return out
+
+
+class Interruptible(nn.Module):
+    """Runs `interrupt` in its forward and in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(_interrupt(self.inner(x)))
+        return out
+
+
+def leave_in_the_backward() -> list[str]:
+    model = Interruptible()
+    step = compiled(model, momentum(model), comm_fusion=OFF)
+    step(*xy(0))
+    before = snapshot(model)
+    errors = []
+    if dist.get_rank() == 1:
+        _script.extend(["pass", "raise"])
+    for number in (1, 2):
+        try:
+            step(*xy(number))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        assert_same(snapshot(model), before)
+    if dist.get_rank() == 1:
+        time.sleep(3)  # its connections stay open
+    return errors
+
+
+def test_a_rank_that_leaves_an_agreed_step_is_not_waited_for(ranks: Ranks) -> None:
+    peer, left = _run(ranks, leave_in_the_backward)
+    assert left.ok, left.details
+    assert left.value[0].startswith("MemoryError: no room left")
+    assert "(MemoryError), so the ranks are no longer at the same place" in left.value[1]
+    assert peer.ok, peer.details
+    assert peer.value[0].startswith("CollectiveError: rank 0: reduce/"), peer.value
+    assert "members=[" in peer.value[0]
+    assert "rank 1: MemoryError: no room left" in peer.value[0]
+    assert "start all ranks again" in peer.value[1]
+
+
+def uncaught() -> None:
+    """A script of its own: nobody catches anything."""
+    cf.init(timeout=60)
+    model = Interruptible()
+    step = compiled(model, momentum(model), comm_fusion=OFF)
+    _script.extend(["pass", "raise"] if dist.get_rank() == 1 else [])
+    step(*xy(0))
+
+
+def test_processes_end_soon_after_an_uncaught_error() -> None:
+    """The end of a process destroys its groups, which must not wait for the other rank either."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code = f"from {__name__} import uncaught; uncaught()"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **rank_environment(rank, 2, store.port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=45)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "CollectiveError: rank 0: reduce/" in said[0]
+    assert "MemoryError: no room left" in said[1]
+
+
+class _StepThatInterrupts(torch.optim.SGD):
+    """Not a class that the compiler knows, so its own step() is called."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                if number == 2 and self.armed:
+                    os.kill(os.getpid(), signal.SIGINT)
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=group["lr"])
+
+
+def interrupted_in(what: str) -> None:
+    model = Interruptible()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer)
+    if what != "trace":
+        step(*xy(0, rank=0))
+    before = snapshot(model, optimizer)
+    if what == "trace":
+        handle = model.register_forward_pre_hook(lambda module, args: os.kill(os.getpid(), signal.SIGINT))
+    else:
+        _script.extend(["signal"] if what == "forward" else ["pass", "signal"])
+    with pytest.raises(KeyboardInterrupt):
+        step(*xy(0, rank=0))
+    assert_same(snapshot(model, optimizer), before)
+    if what == "trace":
+        handle.remove()
+        step(*xy(0, rank=0))
+    step(*xy(1, rank=0))
+
+    other = Interruptible()
+    reference = adamw(other)
+    step = compiled(other, reference)
+    for number in range(2):
+        step(*xy(number, rank=0))
+    assert_same(snapshot(model, optimizer), snapshot(other, reference))
+
+
+def interrupted_in_update() -> None:
+    model, alone = mlp(), mlp()
+    optimizer = _StepThatInterrupts(model.parameters(), lr=0.1)
+    step = compiled(model, optimizer)
+    optimizer.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        step(*xy(0, rank=0))
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    x, y = xy(0, rank=0)
+    F.cross_entropy(alone(x), y).backward()
+    plain.step()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("where", ["trace", "forward", "backward"])
+def test_ctrl_c_before_the_update_changes_nothing(ranks: Ranks, where: str) -> None:
+    ranks.values(interrupted_in, where, size=1)
+
+
+def test_ctrl_c_in_the_update_waits_for_its_end(ranks: Ranks) -> None:
+    ranks.values(interrupted_in_update, size=1)

@@ -1,0 +1,165 @@
+"""One plan for all ranks, groups over meshes, and the start of the world."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import commfuse_fx as cf
+from tests.distributed.harness import Hung, Ranks
+from tests.distributed.models import adamw, compiled, mlp, xy
+
+ROOT = Path(__file__).parents[2]
+
+
+def lowered_text(virtual: bool) -> tuple[str, str]:
+    model = mlp()
+    options = {"device_num": 2, "global_rank": 1} if virtual else {}
+    lowered = compiled(
+        model, adamw(model), comm_fusion={"allreduce": {"mode": "index", "config": [2]}}, **options
+    ).lower(*xy(0, rank=0))
+    return lowered.text(), lowered.fingerprint
+
+
+def test_every_rank_hash_seed_and_virtual_world_has_the_same_plan(ranks: Ranks) -> None:
+    expected = lowered_text(virtual=True)
+    assert ranks.values(lowered_text, False) == [expected, expected]
+    code = "from tests.distributed.test_world import lowered_text; print(lowered_text(True)[1])"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    for run in runs:
+        assert run.communicate(timeout=90)[0].split()[-1] == expected[1]
+
+
+def identity() -> tuple[int, int]:
+    cf.init()  # again: does nothing
+    return cf.get_rank(), cf.get_group_size()
+
+
+def test_rank_and_group_size(ranks: Ranks) -> None:
+    assert ranks.values(identity, size=1) == [(0, 1)]
+    assert ranks.values(identity) == [(0, 2), (1, 2)]
+    assert (cf.get_rank(), cf.get_group_size()) == (0, 1)
+
+
+class Exchange(nn.Module):
+    """Every collective over one axis of the mesh, on `scale * rank`-like values."""
+
+    def __init__(self, axis: str | None) -> None:
+        super().__init__()
+        self.axis = axis
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x * self.scale
+        return [
+            cf.ops.all_reduce(x, "sum", self.axis),
+            cf.ops.all_reduce(x, "avg", self.axis),
+            cf.ops.all_gather(x, 1, self.axis),
+            cf.ops.reduce_scatter(x, "sum", 0, self.axis),
+            cf.ops.broadcast(x, 1, self.axis),
+            cf.ops.all_to_all(x, 0, self.axis),
+        ]
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat = torch.cat([part.reshape(-1) for part in self.parts(x)])
+        return (flat * weights[: flat.numel()]).sum()
+
+
+AXES = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)], "dp,tp": [(0, 1, 2, 3)], None: [(0, 1, 2, 3)]}
+
+
+def values_of(rank: int) -> torch.Tensor:
+    return torch.arange(8.0).view(4, 2) + 10 * rank
+
+
+def expected_loss(peers: tuple[int, ...], rank: int, weights: torch.Tensor) -> torch.Tensor:
+    all_x = [values_of(peer) for peer in peers]
+    me, rows = peers.index(rank), 4 // len(peers)
+    mine = slice(me * rows, (me + 1) * rows)
+    total = torch.stack(all_x).sum(0)
+    parts = [
+        total,
+        total / len(peers),
+        torch.cat(all_x, 1),
+        total[mine],
+        all_x[1],
+        torch.cat([x[mine] for x in all_x]),
+    ]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    return (flat * weights[: flat.numel()]).sum()
+
+
+def exchange(axis: str | None, own_mesh: bool) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if own_mesh else (2, 2)
+    rank = cf.get_rank()
+    peers = next(group for group in AXES[axis] if rank in group)
+    weights = torch.arange(100.0) + rank
+    model = Exchange(axis)
+    loss = cf.compile(model, mesh=mesh, gradients_mean=False)(values_of(rank), weights)
+    torch.testing.assert_close(loss, expected_loss(peers, rank, weights))
+    assert model.scale.grad is not None
+    # The loss is linear in scale: its derivative is the loss itself, summed over all ranks.
+    total = loss.clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(model.scale.grad, total)
+    return float(model.scale.grad)
+
+
+@pytest.mark.parametrize("own_mesh", [False, True])
+@pytest.mark.parametrize("axis", AXES)
+def test_collectives_over_the_axes_of_a_mesh(ranks: Ranks, axis: str | None, own_mesh: bool) -> None:
+    assert len(set(ranks.values(exchange, axis, own_mesh, size=4))) == 1
+
+
+def timeouts() -> list[float]:
+    """Of the votes, and of the groups made for mesh axes."""
+    model = Exchange("tp")
+    step = cf.compile(model, mesh=(2, 2))
+    step(values_of(cf.get_rank()), torch.ones(100))
+    assert step._agreement is not None
+    assert step._groups is not None
+    groups = [step._agreement._group, step._groups["tp"], step._groups["dp"]]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_has_the_time_out_of_the_world(ranks: Ranks) -> None:
+    assert ranks.values(timeouts, size=4, world_timeout=33.0) == [[33.0] * 3] * 4
+
+
+def wrong_mesh() -> None:
+    cf.compile(mlp(), mesh=(3, 2))
+
+
+def test_a_mesh_that_does_not_fit_the_world(ranks: Ranks) -> None:
+    for outcome in ranks.run(wrong_mesh):
+        assert outcome.error.startswith("ConfigValueError: mesh=(3, 2) has 6 devices, but the world has 2 processes")
+
+
+def wait_forever() -> None:
+    if cf.get_rank() == 1:
+        dist.barrier()
+    else:
+        dist.recv(torch.zeros(1), 1)
+
+
+def test_the_harness_shows_where_ranks_hang() -> None:
+    pool = Ranks()
+    with pytest.raises(Hung, match=r"(?s)ranks \[0, 1\] did not end.*in wait_forever.*in wait_forever"):
+        pool.run(wait_forever, timeout=12.0)
