@@ -82,10 +82,11 @@ def peak_of(variant: str, workload: Workload, optimizer: str) -> int:
 
 
 def memory_ratio(workload: str, optimizer: str) -> dict[str, Any]:
-    peaks: dict[str, int] = {}
+    peaks: dict[str, float] = {}
     for variant in VARIANTS:
         command = [sys.executable, "-m", "benchmarks", "single_process", "--peak-of", variant, workload, optimizer]
-        peaks[variant] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(3)]
+        peaks[variant] = statistics.median(int(run.split()[-1]) for run in runs)
     return {
         "eager_peak_mib": peaks["eager"] / 2**20,
         "compiled_peak_mib": peaks["compiled"] / 2**20,

@@ -21,6 +21,7 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.lowered import Snapshot
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
+from commfuse_fx.passes.keep_gradients import KeepGradients
 from commfuse_fx.passes.lower_average import LowerAverage
 from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.overlap import Overlap
@@ -28,6 +29,7 @@ from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
+from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
 
@@ -54,7 +56,8 @@ def build_pipeline(
     ]
     if config.schedule != "none":
         passes.append(Overlap())
-    passes.append(Reinplace())
+        passes.append(StreamBuckets())
+    passes.extend((KeepGradients(), Reinplace()))
     return PassPipeline(tuple(passes))
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, wait_of
-from commfuse_fx.ir.meta import Part, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace_all
 
@@ -26,7 +26,7 @@ from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replac
 ALIGNMENT = 64
 
 # Ops that compute straight into memory they are given, and the variant that does so.
-_WRITES_INTO: dict[Any, Any] = {
+WRITES_INTO: dict[Any, Any] = {
     aten.mm.default: aten.mm.out,
     aten.addmm.default: aten.addmm.out,
     aten.bmm.default: aten.bmm.out,
@@ -44,6 +44,7 @@ class _Member:
     spec: TensorSpec  # its place in the bucket: wire dtype, strides of the parameter
     place: tuple[int, int] | None  # (update, position in its lists) if flat storage can serve that update
     offset: int = 0
+    padded: int = 0  # elements up to the next member
 
 
 @dataclass
@@ -152,6 +153,7 @@ def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[
             if offset % unit:
                 run.padded_from = member.offset if run.padded_from is None else run.padded_from
                 offset += unit - offset % unit
+            member.padded = offset - member.offset
         run.numel = offset - run.offset
     return list(runs.values())
 
@@ -192,8 +194,10 @@ class _Bucket:
         sources = [_source(member) for member in self.members]
         first = min(sources, key=self.position.__getitem__)
         storage = self._allocate(first)
-        for member, source in zip(self.members, sources, strict=True):
-            self._write(storage, member, source)
+        writes = tuple(
+            (self._write(storage, member, source), Stretch(member.offset, member.offset + member.padded))
+            for member, source in zip(self.members, sources, strict=True)
+        )
         details = info(self.start)
         with self.build.before(self.start):
             start = self.build.call(
@@ -203,6 +207,7 @@ class _Bucket:
                 like=details,
                 name=f"{self.label}/in_place",
                 collective=details.collective,
+                writes=writes,
             )
         with self.build.before(self.wait):
             wait = self.build.wait(start, f"{self.label}/reduced")
@@ -218,7 +223,11 @@ class _Bucket:
         with self.build.before(first):
             size = ([self.spec.numel],)
             name = f"{self.label}/storage"
-            storage = self.build.call(aten.empty.memory_format, size, kwargs, spec=self.spec, like=like, name=name)
+            # Without an optimizer the user keeps the gradients, and with them this memory.
+            kept = bool(self.program.updates)
+            storage = self.build.call(
+                aten.empty.memory_format, size, kwargs, spec=self.spec, like=like, name=name, kept=kept
+            )
             for number, run in enumerate(self.runs):
                 if run.padded_from is not None:
                     tail = TensorSpec.flat(run.offset + run.numel - run.padded_from, self.spec)
@@ -227,23 +236,22 @@ class _Bucket:
                     self.build.call(aten.zero_.default, (view,), spec=tail, like=like, name=f"{name}.zero")
         return storage
 
-    def _write(self, storage: fx.Node, member: _Member, source: fx.Node) -> None:
+    def _write(self, storage: fx.Node, member: _Member, source: fx.Node) -> fx.Node:
         """Compute the gradient straight into its place, or copy it there."""
         name = f"{self.label}/write.{member.name}"
         spec = tensor_spec(source)
-        target = _WRITES_INTO.get(source.target)
+        target = WRITES_INTO.get(source.target)
         if target is not None and len(source.users) == 1 and _fits(spec, member.spec):
             with self.build.before(source):
                 place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
                 kwargs = {**source.kwargs, "out": place}
-                self.build.call(target, source.args, kwargs, spec=spec, like=info(source), name=name)
-            return
+                return self.build.call(target, source.args, kwargs, spec=spec, like=info(source), name=name)
         place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
         with self.build.after(source):
             place = self.build.strided(storage, place_spec, member.offset, f"{self.label}/place.{member.name}")
         info(place).phase = info(source).phase
         with self.build.after(place):
-            self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
+            return self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
 
 
 def _fits(computed: TensorSpec, place: TensorSpec) -> bool:

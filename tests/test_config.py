@@ -150,9 +150,7 @@ def test_for_kind():
 
 def test_updated_replaces_only_what_is_given():
     config = FusionConfig.parse({"allreduce": index([4]), "openstate": False}).updated({"allgather": size(8)})
-    assert config == FusionConfig(
-        openstate=False, allreduce=KindFusion("index", (4,)), allgather=KindFusion("size", 8)
-    )
+    assert config == FusionConfig(openstate=False, allreduce=KindFusion("index", (4,)), allgather=KindFusion("size", 8))
 
 
 # --- comm_fusion: what is refused

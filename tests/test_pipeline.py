@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_an_order_without_a_required_fact_is_refused() -> None:
 def test_modified_is_honest() -> None:
     """A pass that says it changed nothing left the text as it was, and one that changed it says so."""
     stages = list(lower().stages.values())
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
         assert after.modified == (before.text() != after.text()), after.name
 
 
@@ -147,3 +148,57 @@ def test_an_average_without_a_fused_update_is_a_division() -> None:
 def test_schedule_none_keeps_the_order_of_the_trace() -> None:
     assert "overlap" in lower().stages
     assert "overlap" not in lower(schedule="none").stages
+
+
+def wide(layers: int, width: int, comm_fusion: object = None, optimizer: bool = True) -> cf.Lowered:
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    made = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None
+    step = cf.compile(model, comm_fusion, loss_fn=nn.functional.mse_loss, optimizer=made, device_num=2)
+    return step.lower(torch.ones(2, width), torch.ones(2, width))
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_large_bucket_is_sent_in_pieces_that_cover_it_once(optimizer: bool) -> None:
+    lowered = wide(8, 1024, optimizer=optimizer)  # 8 x 4 MiB in one bucket
+    (only,) = lowered.collectives
+    assert only.bytes == 8 * (1024 * 1024 + 1024) * 4
+    program = lowered._program
+    nodes = list(program.graph.nodes)
+    start = next(program.collectives())
+    sends = [(nodes.index(n), stretch) for n in nodes for bucket, stretch in info(n).sends if bucket is start]
+    assert len(sends) >= 2
+    assert all(at < nodes.index(start) for at, _ in sends)
+    stretches = sorted([stretch for _, stretch in sends] + list(info(start).rest), key=lambda each: each.begin)
+    assert stretches[0].begin == 0
+    assert all(before.end == after.begin for before, after in pairwise(stretches))
+    assert stretches[-1].end == info(start).spec.numel  # type: ignore[union-attr]
+    # Nothing is sent before everything in it has been written.
+    writes = dict(info(start).writes)
+    for at, sent in sends:
+        late = [s for node, s in writes.items() if nodes.index(node) > at and s.begin < sent.end and sent.begin < s.end]
+        assert late == []
+    assert "sends bucket.0/in_place [" in lowered.text()
+    assert "sends the rest: [" in lowered.text()
+
+
+def test_a_small_bucket_is_sent_at_once() -> None:
+    assert "sends" not in wide(3, 64).text()
+
+
+def test_bucket_memory_is_kept_unless_the_user_keeps_the_gradients() -> None:
+    assert wide(3, 64).text().count("{kept between steps}") == 1
+    assert "{kept between steps}" not in wide(3, 64, optimizer=False).text()
+
+
+def test_gradients_of_one_process_are_kept_only_below_the_peak() -> None:
+    def text(model: nn.Module, *batch: torch.Tensor) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer, device_num=1)
+        return step.lower(*batch).text()
+
+    # Parameters dominate: all but the last gradient can stay without a higher peak.
+    large = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    assert 4 <= text(large, torch.ones(2, 512), torch.ones(2, 512)).count("{kept between steps}") <= 6
+    # Activations dominate: the peak is in the forward, and nothing is kept on top of it.
+    small = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(256, 256), nn.Tanh())])
+    assert "{kept between steps}" not in text(small, torch.ones(8192, 256), torch.ones(8192, 256))

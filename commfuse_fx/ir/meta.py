@@ -150,17 +150,42 @@ class Part:
     result: fx.Node
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Elements [begin, end) of a flat tensor."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def __str__(self) -> str:
+        return f"[{self.begin}:{self.end}]"
+
+
 @dataclass(slots=True)
 class NodeInfo:
-    """Metadata of one node. Scratch fields: `source`, `parts`."""
+    """Metadata of one node.
+
+    sends: stretches of buckets (given by their start) that go onto the wire once this node has run;
+    rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between
+    steps. Scratch fields: `source`; `parts`, the
+    members of a fused start; `writes`, which node fills which stretch of its flat storage.
+    """
 
     phase: str
     spec: Spec = None
     module: str = ""
     name: str = ""
     collective: CollectiveInfo | None = None
+    sends: tuple[tuple[fx.Node, Stretch], ...] = ()
+    rest: tuple[Stretch, ...] = ()
+    kept: bool = False
     source: str = field(default="", compare=False)
     parts: tuple[Part, ...] = field(default=(), compare=False)
+    writes: tuple[tuple[fx.Node, Stretch], ...] = field(default=(), compare=False)
 
     def copy(self) -> NodeInfo:
         return replace(self)

@@ -44,6 +44,15 @@ def _node(program: Program, node: fx.Node) -> dict[str, Any]:
     record.update(op=op_name(node.target), module=details.module, args=_value(node.args))
     if node.kwargs:
         record["kwargs"] = {key: _value(value) for key, value in node.kwargs.items()}
+    if details.kept:
+        record["kept"] = True
+    if details.rest:
+        record["rest"] = [[stretch.begin, stretch.end] for stretch in details.rest]
+    if details.sends:
+        record["sends"] = [
+            {"collective": info(start).name, "begin": stretch.begin, "end": stretch.end}
+            for start, stretch in details.sends
+        ]
     if details.collective is not None:
         record["collective"] = _collective(details.collective, program.mesh.size(details.collective.group))
     return record

@@ -87,6 +87,12 @@ class _Writer:
         if details.collective is not None:
             size = self.program.mesh.size(details.collective.group)
             text += f"  {{{collective_text(details.collective, size)}}}"
+        if details.kept:
+            text += "  {kept between steps}"
+        if details.rest:
+            text += f"  {{sends the rest: {' '.join(map(str, details.rest))}}}"
+        for start, stretch in details.sends:
+            text += f"  {{sends {info(start).name} {stretch}}}"
         return text
 
     def _input(self, node: fx.Node, details: NodeInfo) -> str:

@@ -39,12 +39,14 @@ def generate(
     program: Program,
     bind: Callable[[fx.Node], Any],
     hooks: Mapping[fx.Node, Sequence[Callable[[], None]]] | None = None,
+    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]] | None = None,
 ) -> Generated:
     """Compile the program's graph to Python.
 
-    `bind(node)` gives the callable for a call_function node; `hooks[node]` are called just before it.
+    `bind(node)` gives the callable for a call_function node; `hooks[node]` are called just before it;
+    `sends[node]` are pairs of a function and the node whose value it gets, called just after it.
     """
-    return _Generator(program, bind, hooks or {}).run()
+    return _Generator(program, bind, hooks or {}, sends or {}).run()
 
 
 class _Generator:
@@ -53,10 +55,12 @@ class _Generator:
         program: Program,
         bind: Callable[[fx.Node], Any],
         hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
+        sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
     ) -> None:
         self.program = program
         self.bind = bind
         self.hooks = hooks
+        self.sends = sends
         self.nodes = list(program.graph.nodes)
         self.variable = {node: f"v{i}" for i, node in enumerate(self.nodes)}
         self.namespace: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
@@ -103,6 +107,8 @@ class _Generator:
                 self.lines.append(f"    {self.variable[node]} = None")
         for node in body:
             self._statement(node)
+            for send, value in self.sends.get(node, ()):
+                self.lines.append(f"    {self._name(send)}({self.variable[value]})")
             # Assign None instead of `del`: one opcode cheaper for several names, and the same effect.
             dead = [v for v in node.all_input_nodes if self.last_use[v] is node and v not in keep]
             if node not in self.last_use and not written_nodes(node):
@@ -113,9 +119,7 @@ class _Generator:
 
     def _statement(self, node: fx.Node) -> None:
         for hook in self.hooks.get(node, ()):
-            name = f"h{len(self.namespace)}"
-            self.namespace[name] = hook
-            self.lines.append(f"    {name}()")
+            self.lines.append(f"    {self._name(hook)}()")
         self.node_of_line[len(self.lines) + 1] = node
         name = self.variable[node]
         if node.op == "get_attr":
@@ -146,6 +150,10 @@ class _Generator:
             return f"[{', '.join(self._literal(item) for item in value)}]"
         if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
+        return self._name(value)
+
+    def _name(self, value: Any) -> str:
+        """A name of its own for a value that has no literal."""
         name = f"k{len(self.namespace)}"
         self.namespace[name] = value
         return name

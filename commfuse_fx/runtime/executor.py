@@ -15,7 +15,7 @@ from torch import fx, nn
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.dependence import draws_random_numbers
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
@@ -51,7 +51,6 @@ class Executor:
         self.draws = any(draws_random_numbers(node.target) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
-        self._hooks: dict[fx.Node, Callable[[], None]] = {}
         self.generated: Generated | None = None
 
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
@@ -60,16 +59,19 @@ class Executor:
         hooks: dict[fx.Node, list[Callable[[], None]]] = {}
         if self.has_collectives:
             body = [node for node in self.program.graph.nodes if node.op == "call_function"]
-            first = next(self.program.collectives())
+            first = next(node for node in body if info(node).sends or info(node).collective is not None)
             backward = next((node for node in body if info(node).phase == "backward"), first)
             before_first = body.index(backward) < body.index(first)
             hooks.setdefault(backward if before_first else body[0], []).append(on_backward)
             hooks.setdefault(first, []).append(on_first_collective)
-        self.generated = generate(self.program, self._bind, hooks)
+        self.generated = generate(self.program, self._bind, hooks, self.wire.sends())
 
     def _bind(self, node: fx.Node) -> Any:
         if node.target is optimizer_step:
             return self.step_optimizer
+        if info(node).kept:
+            name, spec = info(node).name, tensor_spec(node)
+            return lambda *args, **kwargs: self.storage.pool.memory(name, spec)
         return self.wire.bind(node) or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -81,6 +83,7 @@ class Executor:
                 live = self.generated.produce(given)
             except BaseException as error:
                 self.wire.abandon()
+                self.storage.pool.forget_memory()
                 self._locate(error)
                 raise
             with interrupts_deferred():

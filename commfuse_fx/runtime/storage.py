@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.program import Program, Segment, Source, Update
 from commfuse_fx.optim import RULES, Rule
 
@@ -38,6 +39,18 @@ class FlatPool:
 
     def __init__(self) -> None:
         self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
+        self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
+
+    def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """Memory for gradients, the same in every step: large blocks are slow to get from the system."""
+        key = (name, spec)
+        if key not in self._memory:
+            self._memory[key] = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        return self._memory[key]
+
+    def forget_memory(self) -> None:
+        """After a step that failed while they may have been on the wire."""
+        self._memory.clear()
 
     def find(self, what: str, segment: Segment, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The flat tensor in which these very parts lie where `segment` wants them, if there is one."""

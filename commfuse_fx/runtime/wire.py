@@ -13,7 +13,7 @@ from torch import fx
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
 from commfuse_fx.ir.functions import axis_index
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.runtime.distress import Distress
@@ -42,7 +42,8 @@ class Wire:
         self.rank = rank
         self.timeline: Timeline | None = None
         self.distress: Distress | None = None
-        self._pending: dict[fx.Node, Any] = {}
+        # What is on the wire: start -> the handles of its pieces. A bucket that is not streamed is one piece.
+        self._pending: dict[fx.Node, list[Any]] = {}
 
     def bind(self, node: fx.Node) -> Callable[..., Any] | None:
         """The callable for a collective, a wait or a coordinate; None for any other node."""
@@ -62,25 +63,61 @@ class Wire:
         """Forget collectives that were started in a step that failed."""
         self._pending.clear()
 
+    def sends(self) -> dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]]:
+        """For nodes that complete a piece of a bucket: what sends it, and the storage that it is a part of."""
+        found: dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]] = {}
+        for node in self.program.graph.nodes:
+            for start, stretch in info(node).sends:
+                storage = start.args[0]
+                assert isinstance(storage, fx.Node)
+                found.setdefault(node, []).append((self._bind_piece(start, stretch), storage))
+        return found
+
     def _bind_start(self, node: fx.Node) -> Callable[..., Any]:
+        issue = self._issuer(node)
+        rest = info(node).rest
+        if not rest:
+            return issue
+
+        def start_rest(storage: torch.Tensor, *args: Any) -> torch.Tensor:
+            for stretch in rest:
+                issue(storage[stretch.begin : stretch.end], *args)
+            return storage
+
+        return start_rest
+
+    def _bind_piece(self, start: fx.Node, stretch: Stretch) -> Callable[[torch.Tensor], None]:
+        issue = self._issuer(start)
+        args = start.args[1:]
+
+        def send(storage: torch.Tensor) -> None:
+            issue(storage[stretch.begin : stretch.end], *args)
+
+        return send
+
+    def _issuer(self, node: fx.Node) -> Callable[..., torch.Tensor]:
+        """Hands the collective of a start, or one piece of it, to the backend."""
         assert self.groups is not None, "a collective needs process groups"
         issue = _ISSUE[node.target]
         group = self.groups[group_of(node)]
         ranks = self.program.mesh.ranks(group_of(node), self.rank)
-        pending = self._pending
         name, description = info(node).name, self._describe(node)
+        is_streamed = bool(info(node).rest)
 
-        def start(*args: Any) -> torch.Tensor:
+        def hand_over(*args: Any) -> torch.Tensor:
             since = perf_counter()
             try:
-                out, pending[node] = issue(group, ranks, *args)
+                out, work = issue(group, ranks, *args)
             except RuntimeError as error:
                 raise self._failure(node, error) from error
+            pieces = self._pending.setdefault(node, [])
+            pieces.append(work)
             if self.timeline is not None:
-                self.timeline.issued(node, name, description, since, pending[node])
+                label = f"{name}.{len(pieces) - 1}" if is_streamed else name
+                self.timeline.issued((node, len(pieces) - 1), label, description, since, work)
             return out
 
-        return start
+        return hand_over
 
     def _bind_wait(self, node: fx.Node) -> Callable[..., Any]:
         start = node.args[0]
@@ -88,16 +125,16 @@ class Wire:
         pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
-            work = pending.pop(start)
-            if self.distress is not None and value.is_cpu:
-                work = self.distress.heed(work)
-            try:
-                if self.timeline is None:
-                    work.wait()
-                else:
-                    self.timeline.wait(start, work)
-            except RuntimeError as error:
-                raise self._failure(start, error) from error
+            for number, work in enumerate(pending.pop(start)):
+                if self.distress is not None and value.is_cpu:
+                    work = self.distress.heed(work)
+                try:
+                    if self.timeline is None:
+                        work.wait()
+                    else:
+                        self.timeline.wait((start, number), work)
+                except RuntimeError as error:
+                    raise self._failure(start, error) from error
             return value
 
         return wait

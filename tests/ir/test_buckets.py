@@ -109,9 +109,7 @@ def test_index_with_gaps_in_the_sequence() -> None:
         pytest.param("aaaa", [None, 0, None, 0], size(100), [[1], [0, 2], [3]], id="zero-stands-alone"),
         pytest.param("aaaa", [None, 5, None, 5], size(20), [[0, 2], [1, 3]], id="takes-no-room-in-a-bucket"),
         pytest.param("aaaa", [1, 1, 1, 1], OFF, [[0], [1], [2], [3]], id="disabled"),
-        pytest.param(
-            "aaaa", [None, 3, None, 3], Policy(True, None, None), [[0], [2], [1, 3]], id="no-limit-given"
-        ),
+        pytest.param("aaaa", [None, 3, None, 3], Policy(True, None, None), [[0], [2], [1, 3]], id="no-limit-given"),
     ],
 )
 def test_explicit_ids(keys: str, ids: list[int | None], policy: Policy, buckets: list[list[int]]) -> None:
@@ -283,9 +281,7 @@ def test_the_order_of_edges_does_not_matter(
     members, policy, edges = problem
     shuffled = list(edges)
     shuffler.shuffle(shuffled)
-    assert (
-        assign(members, policy, edges) == assign(members, policy, edges) == assign(members, policy, shuffled)
-    )
+    assert assign(members, policy, edges) == assign(members, policy, edges) == assign(members, policy, shuffled)
 
 
 @pytest.mark.parametrize("window", [0, 50], ids=["layers", "one-key"])
