@@ -53,20 +53,19 @@ class LockstepWorld:
         """
         if len(batches) != len(self.models):
             raise ConfigValueError(f"{len(batches)} batches for {len(self.models)} ranks: give one per rank")
-        calls = [self.step._take_apart(batch, {}) for batch in batches]
-        signatures = [self.step._signature(call) for call in calls]
+        calls = [self.step.planner.take_apart(batch, {}) for batch in batches]
+        signatures = [self.step.planner.signature(call) for call in calls]
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise ConfigValueError(
                     f"the batch of rank {rank} is not like that of rank 0: {signature.difference(signatures[0])}"
                 )
-        plan = self.step._plan(calls[0])
+        plan = self.step.planner.plan(calls[0])
         executors = self._executors(plan.compiled.program)
         try:
             _bind(executors)
         except LayoutConflict as conflict:
-            opaque = str(conflict) if conflict.remedy == "opaque" else ""
-            plan.compiled = self.step._compile(calls[0], flat_updates=False, opaque=opaque).compiled
+            self.step.planner.replan(plan, calls[0], conflict)
             executors = self._executors(plan.compiled.program)
             _bind(executors)
         program = plan.compiled.program
@@ -87,7 +86,7 @@ class LockstepWorld:
 
     def collectives(self, batch: tuple[Any, ...]) -> list[str]:
         """Names of the collectives of a call with these arguments, in issue order: what `drop` takes."""
-        program = self.step._plan(self.step._take_apart(batch, {})).compiled.program
+        program = self.step.planner.plan(self.step.planner.take_apart(batch, {})).compiled.program
         return [info(node).name for node in program.collectives()]
 
     def _executors(self, program: Program) -> list[Executor]:

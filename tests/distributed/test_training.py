@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from commfuse_fx.step import MAX_GRAPHS
+from commfuse_fx.planner import MAX_GRAPHS
 from tests.distributed.harness import Ranks
 from tests.distributed.models import (
     adamw,
@@ -228,7 +228,7 @@ def retrace() -> list[str]:
     for rows in range(1, MAX_GRAPHS + 3):
         model.eval()
         step(xy(0, rows=rows)[0].double(), xy(0, rows=rows)[1])
-    assert len(step._plans) == MAX_GRAPHS
+    assert len(step.planner.plans) == MAX_GRAPHS
     return messages
 
 

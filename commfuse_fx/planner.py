@@ -1,0 +1,177 @@
+"""From the arguments of a call to a compiled plan: signatures, the cache of graphs, and re-tracing."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.loss import LossFn, name_arguments
+from commfuse_fx.capture.signature import Signature, Watch
+from commfuse_fx.capture.tree import Structure, flatten
+from commfuse_fx.compiler import Compiled, compile_call
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import OptimizerInfo
+from commfuse_fx.optim import check_optimizer, describe_optimizer
+from commfuse_fx.progress import progress
+from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.runtime.storage import LayoutConflict
+
+log = logging.getLogger("commfuse_fx")
+
+MAX_GRAPHS = 16
+"""Graphs kept per compiled step; the least recently used one goes first."""
+
+
+@dataclass
+class Plan:
+    """One graph, and what runs it.
+
+    `texts`: the text that ranks must agree on, and the full one to quote from; `vote`: a hash of the first.
+    """
+
+    compiled: Compiled
+    executor: Executor | None = None
+    vote: int = 0
+    texts: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, taken apart into tensors with their paths and the structure around them."""
+
+    structure: Structure
+    leaves: list[tuple[str, torch.Tensor]]
+
+
+class Planner:
+    """Finds or makes the plan of a call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: torch.optim.Optimizer | None,
+        config: CompileConfig,
+        mesh: Mesh,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.config = config
+        self.mesh = mesh
+        self.watch = Watch(model, optimizer)
+        self.plans: OrderedDict[Signature, Plan] = OrderedDict()
+        self._last: Signature | None = None
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
+        leaves, structure = flatten(name_arguments(args, kwargs, self.loss_fn), "")
+        return Call(structure, [(_path(path), tensor) for path, tensor in leaves])
+
+    def signature(self, call: Call) -> Signature:
+        return self.watch.signature(call.structure, [tensor for _, tensor in call.leaves])
+
+    def plan(self, call: Call) -> Plan:
+        """The plan for this call, traced anew if shapes, modes or the optimizer have changed."""
+        signature = self.signature(call)
+        plan = self.plans.get(signature)
+        if plan is None:
+            if self._last is not None:
+                log.info("re-tracing: %s", signature.difference(self._last))
+            plan = self._keep(signature, Plan(self._compile(call)))
+        self.plans.move_to_end(signature)
+        self._last = signature
+        return plan
+
+    def read(self, call: Call) -> Compiled:
+        """The same graph with what it takes to replay the passes; a plan that runs already is left alone."""
+        signature = self.signature(call)
+        plan = self.plans.get(signature)
+        if plan is not None and plan.compiled.captured is not None:
+            return plan.compiled
+        compiled = self._compile(call, keep_captured=True)
+        if plan is None:
+            self._keep(signature, Plan(compiled))
+        return compiled
+
+    def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
+        """Compile the plan again so that it suits the optimizer's present state."""
+        log.info("re-planning the update: %s", conflict)
+        opaque = str(conflict) if conflict.remedy == "opaque" else ""
+        plan.compiled = self._compile(call, flat_updates=False, opaque=opaque)
+        plan.executor = None
+
+    def _keep(self, signature: Signature, plan: Plan) -> Plan:
+        self.plans[signature] = plan
+        while len(self.plans) > MAX_GRAPHS:
+            self.plans.popitem(last=False)
+        return plan
+
+    def _compile(
+        self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
+    ) -> Compiled:
+        training = self.model.training
+        optimizer = self._describe_optimizer(opaque) if training else None
+        leaves, sliced = self._slice_batch(call.leaves)
+        with progress("compiling the training step" if training else "compiling the evaluation step"):
+            compiled = compile_call(
+                self.model,
+                self.loss_fn,
+                call.structure,
+                leaves,
+                self.mesh,
+                self.config,
+                training,
+                optimizer,
+                sliced,
+                flat_updates,
+                keep_captured,
+            )
+        for record in compiled.records:
+            log.debug(
+                "pass %s: %s, %d -> %d nodes, %.1f ms",
+                record.name,
+                "modified" if record.modified else "unchanged",
+                record.nodes_before,
+                record.nodes_after,
+                record.seconds * 1e3,
+            )
+        return compiled
+
+    def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:
+        if self.optimizer is None:
+            return None
+        check_optimizer(self.optimizer, self.model)
+        described = describe_optimizer(self.optimizer, self.model)
+        return replace(described, rule="opaque", why_opaque=opaque) if opaque else described
+
+    def _slice_batch(self, leaves: list[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+        """With full_batch the model is traced on a slice: tensors whose dimension 0 is that of the first one."""
+        batched = [tensor for _, tensor in leaves if tensor.ndim]
+        if not self.config.full_batch or self.mesh.world == 1 or not batched:
+            return leaves, []
+        if self.config.parallel_mode == "stand_alone":
+            return leaves, []
+        batch = batched[0].shape[0]
+        if batch % self.mesh.world:
+            raise ConfigValueError(
+                f"full_batch=True: the global batch of {batch} does not divide by {self.mesh.world} devices; "
+                f"pad or cut it to {batch - batch % self.mesh.world or self.mesh.world} rows"
+            )
+        rows = batch // self.mesh.world
+        sliced = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
+        local = [(path, tensor[:rows] if path in sliced else tensor) for path, tensor in leaves]
+        return local, sliced
+
+
+def _path(path: str) -> str:
+    """`input.0`, `input.mask` and `target` from the paths of the flattened arguments."""
+    return path.removeprefix(".").replace("input.args.", "input.").replace("input.kwargs.", "input.")
