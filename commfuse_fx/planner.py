@@ -38,6 +38,8 @@ class Plan:
     """
 
     compiled: Compiled
+    flat_updates: bool = True
+    opaque: str = ""
     executor: Executor | None = None
     vote: int = 0
     texts: tuple[str, str] = ("", "")
@@ -97,16 +99,18 @@ class Planner:
         plan = self.plans.get(signature)
         if plan is not None and plan.compiled.captured is not None:
             return plan.compiled
+        if plan is not None:  # as it was planned, which the optimizer's state may have had a say in
+            return self._compile(call, True, plan.flat_updates, plan.opaque)
         compiled = self._compile(call, keep_captured=True)
-        if plan is None:
-            self._keep(signature, Plan(compiled))
+        self._keep(signature, Plan(compiled))
         return compiled
 
     def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
         """Compile the plan again so that it suits the optimizer's present state."""
         log.info("re-planning the update: %s", conflict)
-        opaque = str(conflict) if conflict.remedy == "opaque" else ""
-        plan.compiled = self._compile(call, flat_updates=False, opaque=opaque)
+        plan.flat_updates = False
+        plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
+        plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.executor = None
 
     def _keep(self, signature: Signature, plan: Plan) -> Plan:

@@ -96,7 +96,7 @@ class CompiledStep:
         """Measure, on this rank, the communication of the steps that run inside the `with` block.
 
         The timeline tells for each collective how long it was in flight and for how long of that the step
-        was blocked; it includes the vote that every step begins with. Raises NotAvailableError for a model on
+        was blocked; it includes the vote of the ranks, where there is one. Raises NotAvailableError for a model on
         CUDA, whose waits do not block the host.
         """
         if any(param.is_cuda for param in self.model.parameters()):

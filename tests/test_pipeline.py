@@ -202,3 +202,21 @@ def test_gradients_of_one_process_are_kept_only_below_the_peak() -> None:
     # Activations dominate: the peak is in the forward, and nothing is kept on top of it.
     small = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(256, 256), nn.Tanh())])
     assert "{kept between steps}" not in text(small, torch.ones(8192, 256), torch.ones(8192, 256))
+
+
+def test_verification_notices_a_piece_that_is_touched_after_it_was_sent() -> None:
+    program = wide(8, 1024)._program
+    verify(program, "none")
+    sender = next(node for node in program.graph.nodes if info(node).sends)
+    (start, _) = info(sender).sends[0]
+    with program.graph.inserting_after(sender):
+        late = program.graph.call_function(torch.ops.aten.zero_.default, (start.all_input_nodes[0],))
+    late.meta["commfuse"] = info(start).derive(None, name="late")
+    with pytest.raises(VerificationError, match=r"late.*touches memory of bucket.0/in_place of which pieces"):
+        verify(program, "broken")
+
+
+def test_explain_counts_pieces_and_what_hides_them() -> None:
+    (report,) = wide(8, 1024).explain().collectives
+    assert report.pieces >= 3
+    assert report.compute_between >= 3

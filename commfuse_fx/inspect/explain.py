@@ -17,7 +17,8 @@ from commfuse_fx.ir.text import collective_text
 class CollectiveReport:
     """One collective: where it is started and waited for (positions in the graph), and what lies between.
 
-    `compute_between`: number of compute nodes that run while it is on the wire.
+    `compute_between`: number of compute nodes that run while it, or a first piece of it, is on the wire.
+    `pieces`: into how many messages a large bucket is cut.
     """
 
     name: str
@@ -25,6 +26,7 @@ class CollectiveReport:
     issued_at: int
     waited_at: int
     compute_between: int
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Explanation:
         lines = [f"{len(self.collectives)} collective(s)"]
         for each in self.collectives:
             lines.append(f"  {each.name}: {each.description}")
+            pieces = f", in {each.pieces} pieces" if each.pieces > 1 else ""
             lines.append(
-                f"    issued at node {each.issued_at}, waited for at node {each.waited_at}, "
+                f"    issued at node {each.issued_at}{pieces}, waited for at node {each.waited_at}, "
                 f"{each.compute_between} compute node(s) in between"
             )
         if self.flat_updates:
@@ -59,15 +62,21 @@ def _computes(node: fx.Node) -> bool:
 def explain(program: Program) -> Explanation:
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
+    sends: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for start, _ in info(node).sends:
+            sends.setdefault(start, []).append(node)
     reports: list[CollectiveReport] = []
     for start in program.collectives():
         details = info(start).collective
         assert details is not None
         wait = min((user for user in start.users), key=position.__getitem__)
-        between = nodes[position[start] + 1 : position[wait]]
-        compute = sum(1 for n in between if _computes(n))
+        ahead = sends.get(start, [])
+        issued = min([position[start], *(position[node] for node in ahead)])
+        compute = sum(1 for n in nodes[issued + 1 : position[wait]] if _computes(n))
         text = f"{details.kind} {collective_text(details, program.mesh.size(details.group))}"
-        reports.append(CollectiveReport(info(start).name, text, position[start], position[wait], compute))
+        pieces = len(ahead) + max(len(info(start).rest), 1)
+        reports.append(CollectiveReport(info(start).name, text, issued, position[wait], compute, pieces))
     flat = [
         f"update.{owner}: {', '.join(name for name, _ in segment.members)} ({segment.numel} elements)"
         for owner, update in enumerate(program.updates)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
 from commfuse_fx.ir.dependence import Dependence, is_view, written_nodes
-from commfuse_fx.ir.meta import has_info, info
+from commfuse_fx.ir.meta import Stretch, has_info, info
 from commfuse_fx.ir.program import Program
 
 
@@ -46,9 +48,33 @@ def verify(program: Program, after: str) -> None:
             if info(node).collective is None:
                 fail(node, "starts a collective but carries no collective metadata")
     _check_in_flight(program, fail)
+    _check_pieces(program, fail)
 
 
-def _check_in_flight(program: Program, fail: object) -> None:
+def _check_pieces(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
+    """A piece of a bucket that is sent ahead of the start has been written before, and is not touched after."""
+    roots = Dependence(program.graph, program.aliases()).roots
+    buckets: dict[fx.Node, fx.Node] = {}  # storage -> its start, from the first piece to the start
+    sent: dict[fx.Node, list[Stretch]] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        for root in dict.fromkeys(roots[value] for value in node.all_input_nodes):
+            start = buckets.get(root)
+            if start is None or node is start:
+                continue
+            written = [stretch for write, stretch in info(start).writes if write is node]
+            overlap = [s for s in sent[start] for w in written if w.begin < s.end and s.begin < w.end]
+            if not written or overlap:
+                fail(node, f"touches memory of {info(start).name} of which pieces are on the wire")
+        for start, stretch in info(node).sends:
+            buckets[roots[start]] = start
+            sent.setdefault(start, []).append(stretch)
+        if is_start(node):
+            buckets.pop(roots[node], None)
+
+
+def _check_in_flight(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
     """Between a start and its wait nobody may touch the memory that is on the wire."""
     roots = Dependence(program.graph, program.aliases()).roots
     flying: dict[fx.Node, fx.Node] = {}
@@ -67,10 +93,10 @@ def _check_in_flight(program: Program, fail: object) -> None:
             for value in node.all_input_nodes:
                 start = flying.get(roots[value])
                 if start is not None:
-                    fail(node, f"touches memory of {info(start).name} while it is on the wire")  # type: ignore[operator]
+                    fail(node, f"touches memory of {info(start).name} while it is on the wire")
         for value in written_nodes(node):
             for start in sending.get(roots[value], ()):
-                fail(node, f"writes to what {info(start).name} is sending")  # type: ignore[operator]
+                fail(node, f"writes to what {info(start).name} is sending")
         if is_start(node):
             flying[roots[node]] = node
             if (sent := memory_on_wire(wait_of(node))) is not None:

@@ -143,6 +143,7 @@ class Agreement:
         try:
             dist.all_gather_object(gathered, mine, self._group)
         except RuntimeError as error:
+            self._broken = type(error).__name__
             raise self._lost(error) from error
         return gathered
 
