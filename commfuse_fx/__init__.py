@@ -21,6 +21,7 @@ from commfuse_fx.errors import (
     VerificationError,
     VirtualWorldError,
 )
+from commfuse_fx.inspect.diff import diff
 from commfuse_fx.lowered import Collective, Lowered
 from commfuse_fx.marks import set_comm_fusion, shard
 from commfuse_fx.runtime.world import get_group_size, get_rank, init
@@ -45,6 +46,7 @@ __all__ = [
     "VerificationError",
     "VirtualWorldError",
     "compile",
+    "diff",
     "get_auto_parallel_context",
     "get_group_size",
     "get_rank",

@@ -10,11 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.inspect.explain import Explanation, explain
+from commfuse_fx.inspect.network import to_networkx
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
@@ -132,6 +134,13 @@ class Lowered:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical text, in hex."""
         return hashlib.sha256(self._canonical.encode()).hexdigest()
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The final graph as a networkx graph of names: an edge from each value to the nodes that take it.
+
+        Nodes have the attributes `phase`, `module`, `op` and, for collectives, `collective` (a CollectiveInfo).
+        """
+        return to_networkx(self._program)
 
     def explain(self) -> Explanation:
         """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced."""

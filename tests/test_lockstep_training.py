@@ -42,12 +42,21 @@ def trainables(model: nn.Module) -> int:
     return sum(param.requires_grad for param in model.parameters())
 
 
+def mark_ids(model: nn.Module, fusion: str) -> None:
+    """For "ids": never fused, bucket 1 and bucket 2 in turn."""
+    if fusion == "ids":
+        for number, param in enumerate(model.parameters()):
+            param.comm_fusion = number % 3  # type: ignore[attr-defined]
+
+
 @each_case
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_parameters_after_three_steps(case: Case, world: int) -> None:
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_parameters_after_three_steps(case: Case, world: int, fusion: str) -> None:
     model, batches = case.model(), case.batches(3)
+    mark_ids(model, fusion)
     want = train_reference(case, model, batches, world, sgd)
-    assert_same(train_world(make_world(case, model, world, sgd), batches), want)
+    assert_same(train_world(make_world(case, model, world, sgd, FUSIONS[fusion]), batches), want)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "bert" not in case.name], ids=lambda case: case.name)
@@ -59,16 +68,11 @@ def test_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [DIGITS, WIDE, CONV], ids=lambda case: case.name)
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("whole_step", [True, False], ids=["whole_step", "gradients"])
-def test_every_fusion(case: Case, fusion: str, whole_step: bool) -> None:
+def test_gradients_with_every_fusion(case: Case, fusion: str) -> None:
     model, batches = case.model(), case.batches(2)
-    if fusion == "ids":
-        for number, param in enumerate(model.parameters()):
-            param.comm_fusion = number % 3  # type: ignore[attr-defined]
-    optimizer = sgd if whole_step else None
-    want = train_reference(case, model, batches, 2, optimizer)
-    world = make_world(case, model, 2, optimizer, FUSIONS[fusion])
-    assert_same(train_world(world, batches), want, gradients=not whole_step)
+    mark_ids(model, fusion)
+    want = train_reference(case, model, batches, 2)
+    assert_same(train_world(make_world(case, model, 2, None, FUSIONS[fusion]), batches), want, gradients=True)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +87,7 @@ def test_every_fusion(case: Case, fusion: str, whole_step: bool) -> None:
 )
 def test_how_many_gradients_go_together(fusion: str, buckets: list[int]) -> None:
     model, (batch,) = DIGITS.model(), DIGITS.batches(1)
-    if fusion == "ids":
-        for number, param in enumerate(model.parameters()):
-            param.comm_fusion = number % 3  # type: ignore[attr-defined]
+    mark_ids(model, fusion)
     sizes = [len(each.members) for each in collectives(make_world(DIGITS, model, 2, sgd, FUSIONS[fusion]), batch)]
     assert sorted(sizes) == sorted(buckets)
 

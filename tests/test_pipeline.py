@@ -220,3 +220,20 @@ def test_explain_counts_pieces_and_what_hides_them() -> None:
     (report,) = wide(8, 1024).explain().collectives
     assert report.pieces >= 3
     assert report.compute_between >= 3
+
+
+def test_the_networkx_graph_has_every_value_and_its_flow() -> None:
+    lowered = lower()
+    graph = lowered.to_networkx()
+    assert "bucket.0/in_place" in graph
+    assert graph.nodes["bucket.0/in_place"]["collective"].kind == "all_reduce"
+    assert list(graph.successors("bucket.0/in_place")) == ["bucket.0/reduced"]
+    assert len(graph) == sum(line.startswith(("in ", "fwd", "bwd", "upd")) for line in lowered.text().splitlines())
+
+
+def test_what_is_planned_says_so() -> None:
+    lowered = lower()
+    with pytest.raises(cf.NotAvailableError, match="not available yet"):
+        cf.diff(lowered, lowered)
+    with pytest.raises(cf.NotAvailableError, match="not available yet"):
+        lowered.simulate("h100")
