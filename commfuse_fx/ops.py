@@ -240,14 +240,10 @@ def _(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
 # Gradients.
 
 
-def _save(*names: str) -> Any:
-    """A setup_context that keeps the named arguments of the call."""
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.kept = inputs[1:]
-        ctx.rows = inputs[0].shape[0] if inputs[0].ndim else 1
-
-    return setup
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep every argument of the call but the tensor, and the tensor's first size."""
+    ctx.kept = inputs[1:]
+    ctx.rows = inputs[0].shape[0] if inputs[0].ndim else 1
 
 
 def _linear_only(op: str) -> str:
@@ -293,4 +289,4 @@ for _name, _backward in (
     ("broadcast", _broadcast_backward),
     ("all_to_all", _all_to_all_backward),
 ):
-    torch.library.register_autograd(f"commfuse::{_name}", _backward, setup_context=_save(), lib=_library)
+    torch.library.register_autograd(f"commfuse::{_name}", _backward, setup_context=_setup_context, lib=_library)

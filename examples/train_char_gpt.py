@@ -71,9 +71,9 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a character-level GPT-2 on Python's docstrings.")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=32, help="global batch, divided among the ranks")
-    parser.add_argument("--context", type=int, default=64, help="characters per sequence")
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--batch-size", type=positive, default=32, help="global batch, divided among the ranks")
+    parser.add_argument("--context", type=positive, default=64, help="characters per sequence")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=Path, metavar="FILE", help="go on from a checkpoint")
@@ -142,6 +142,14 @@ def sample(model: GPT2LMHeadModel, prompt: str, length: int, seed: int) -> str:
         tokens = torch.cat([tokens, torch.multinomial(chance, 1, generator=generator)])
     model.train()
     return repr("".join(CHARACTERS[i] for i in tokens.tolist()))
+
+
+def positive(text: str) -> int:
+    """The type of options that count something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def say(text: str) -> None:

@@ -96,8 +96,8 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the fusion tutorial's network on handwritten digits.")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=64, help="global batch, divided among the ranks")
+    parser.add_argument("--epochs", type=positive, default=15)
+    parser.add_argument("--batch-size", type=positive, default=64, help="global batch, divided among the ranks")
     parser.add_argument("--lr", type=float, default=1e-2, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dump-graph", action="store_true", help="print the compiled graph and measured overlap")
@@ -140,6 +140,14 @@ def excerpt(text: str) -> str:
         else:
             skipped += 1
     return "\n".join(lines)
+
+
+def positive(text: str) -> int:
+    """The type of options that count something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def say(text: str) -> None:

@@ -30,7 +30,8 @@ class KeepGradients:
     ensures: tuple[str, ...] = ()
 
     def __call__(self, program: Program) -> bool:
-        if not program.updates:
+        # The choice depends on the batch, in which ranks may differ; where they communicate, buckets keep theirs.
+        if not program.updates or any(True for _ in program.collectives()):
             return False
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         candidates = sorted(self._candidates(program), key=position.__getitem__)
