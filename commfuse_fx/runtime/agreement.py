@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
-from commfuse_fx.runtime.distress import Distress
+from commfuse_fx.runtime.distress import Distress, keep_forever
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import world_timeout
 
@@ -80,6 +80,8 @@ class Agreement:
         """
         if self._is_running:
             self._broken = type(error).__name__
+            keep_forever(self._vote)
+            keep_forever(self._work)
             self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
         elif expected and not self.has_voted and isinstance(error, Exception):
             self._fail(error)

@@ -67,9 +67,18 @@ class Heeding:
             raise
 
 
+def keep_forever(thing: Any) -> None:
+    """Never free this object.
+
+    What an unfinished collective works on is freed by a thread of Gloo, which needs the interpreter for that:
+    if it comes while the interpreter ends, the process aborts ("terminate called without an active exception").
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 def _never_destroy_groups() -> None:
     """Destroying a Gloo group waits for its collectives, that is for ranks that may never come: exit without it."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        keep_forever(group)
         for device in group._device_types:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(device)))
+            keep_forever(group._get_backend(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
-from commfuse_fx.runtime.distress import Distress
+from commfuse_fx.runtime.distress import Distress, keep_forever
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.timeline import Timeline
 
@@ -33,6 +34,15 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A collective on its way: what it yields, the backend's handle, and the tensors that the backend works on."""
+
+    out: torch.Tensor
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+
+
 class Wire:
     """The collectives of one program on this rank. `groups` is None where the program has none."""
 
@@ -42,8 +52,8 @@ class Wire:
         self.rank = rank
         self.timeline: Timeline | None = None
         self.distress: Distress | None = None
-        # What is on the wire: start -> the handles of its pieces. A bucket that is not streamed is one piece.
-        self._pending: dict[fx.Node, list[Any]] = {}
+        # What is on the wire: start -> its pieces. A bucket that is not streamed is one piece.
+        self._pending: dict[fx.Node, list[Flight]] = {}
 
     def bind(self, node: fx.Node) -> Callable[..., Any] | None:
         """The callable for a collective, a wait or a coordinate; None for any other node."""
@@ -60,7 +70,10 @@ class Wire:
         return None
 
     def abandon(self) -> None:
-        """Forget collectives that were started in a step that failed."""
+        """Forget collectives that were started in a step that failed. They may still be running."""
+        for flight in (flight for flights in self._pending.values() for flight in flights):
+            for thing in (flight.work, *flight.tensors):
+                keep_forever(thing)
         self._pending.clear()
 
     def sends(self) -> dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]]:
@@ -107,15 +120,15 @@ class Wire:
         def hand_over(*args: Any) -> torch.Tensor:
             since = perf_counter()
             try:
-                out, work = issue(group, ranks, *args)
+                flight = issue(group, ranks, *args)
             except RuntimeError as error:
                 raise self._failure(node, error) from error
             pieces = self._pending.setdefault(node, [])
-            pieces.append(work)
+            pieces.append(flight)
             if self.timeline is not None:
                 label = f"{name}.{len(pieces) - 1}" if is_streamed else name
-                self.timeline.issued((node, len(pieces) - 1), label, description, since, work)
-            return out
+                self.timeline.issued((node, len(pieces) - 1), label, description, since, flight.work)
+            return flight.out
 
         return hand_over
 
@@ -125,7 +138,8 @@ class Wire:
         pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
-            for number, work in enumerate(pending.pop(start)):
+            for number, flight in enumerate(pending[start]):
+                work = flight.work
                 if self.distress is not None and value.is_cpu:
                     work = self.distress.heed(work)
                 try:
@@ -135,6 +149,7 @@ class Wire:
                         self.timeline.wait((start, number), work)
                 except RuntimeError as error:
                     raise self._failure(start, error) from error
+            del pending[start]
             return value
 
         return wait
@@ -152,40 +167,40 @@ class Wire:
         )
 
 
-def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> tuple[torch.Tensor, Any]:
+def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
     return _all_reduce_in_place(group, ranks, x.clone(), op, axes)
 
 
-def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> tuple[torch.Tensor, Any]:
-    return x, dist.all_reduce(_memory(x), _REDUCE_OPS[op], group, async_op=True)
+def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
+    block = _memory(x)
+    return Flight(x, dist.all_reduce(block, _REDUCE_OPS[op], group, async_op=True), (block,))
 
 
-def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> tuple[torch.Tensor, Any]:
-    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    return out, dist.all_gather_into_tensor(out, x.contiguous(), group, async_op=True)
+def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> Flight:
+    given, out = x.contiguous(), x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    return Flight(out, dist.all_gather_into_tensor(out, given, group, async_op=True), (given, out))
 
 
-def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> tuple[torch.Tensor, Any]:
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return out, dist.reduce_scatter_tensor(out, x.contiguous(), _REDUCE_OPS[op], group, async_op=True)
+def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> Flight:
+    given, out = x.contiguous(), x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return Flight(out, dist.reduce_scatter_tensor(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
 
 
-def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> tuple[torch.Tensor, Any]:
+def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
     return _broadcast_in_place(group, ranks, x.clone(), src, axes)
 
 
-def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> tuple[torch.Tensor, Any]:
-    return x, dist.broadcast(_memory(x), ranks[src], group, async_op=True)
+def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
+    block = _memory(x)
+    return Flight(x, dist.broadcast(block, ranks[src], group, async_op=True), (block,))
 
 
-def _all_to_all(
-    group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str
-) -> tuple[torch.Tensor, Any]:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group, async_op=True)
+def _all_to_all(group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str) -> Flight:
+    given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    return Flight(out, dist.all_to_all_single(out, given, outputs, inputs, group, async_op=True), (given, out))
 
 
-_ISSUE: dict[Any, Callable[..., tuple[torch.Tensor, Any]]] = {
+_ISSUE: dict[Any, Callable[..., Flight]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_reduce_.default: _all_reduce_in_place,
     c10d.all_gather_into_tensor.default: _all_gather,
