@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,19 +67,46 @@ def gpt2(layers: int = 12, width: int = 256) -> nn.Module:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    return GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(n_layer=layers, n_embd=width, n_head=8, vocab_size=8192, n_positions=128, use_cache=False)
     )
+    return model
+
+
+def bert(layers: int = 8, width: int = 256) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model: nn.Module = BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=4,
+            intermediate_size=4 * width,
+            vocab_size=8192,
+            max_position_embeddings=128,
+        )
+    )
+    return model
+
+
+def _no_blocks(model: nn.Module) -> list[list[nn.Module]]:
+    return []
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`model()` builds it; `batch(rank)` gives the step's positional and keyword arguments."""
+    """`model()` builds it; `batch(rank)` gives the step's positional and keyword arguments.
+
+    `blocks(model)` lists the groups of modules that one who shards the parameters would shard as units.
+    """
 
     name: str
     model: Callable[[], nn.Module]
     batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy
+    blocks: Callable[[Any], list[list[nn.Module]]] = _no_blocks
 
 
 def _classes(*shape: int) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -96,11 +123,37 @@ def _tokens(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {"input_ids": ids, "labels": ids}
 
 
+def _masked_tokens(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A masked language model's batch: 15% of the tokens are hidden behind token 4 and asked for."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(5, 8192, (4, 128), generator=generator)
+    hidden = torch.rand(ids.shape, generator=generator) < 0.15
+    return (), {"input_ids": ids.masked_fill(hidden, 4), "labels": ids.masked_fill(~hidden, -100)}
+
+
+def _singly(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    return [[module] for module in modules]
+
+
+def _in_groups(modules: Iterable[nn.Module], size: int) -> list[list[nn.Module]]:
+    found = list(modules)
+    return [found[begin : begin + size] for begin in range(0, len(found), size)]
+
+
 WORKLOADS = {
-    "mlp": Workload("mlp", MLP, _classes(64, 512)),
-    "gpt2": Workload("gpt2", gpt2, _tokens, None),
-    "convnet": Workload("convnet", ConvNet, _classes(8, 3, 32, 32)),
-    "many_small": Workload("many_small", ManySmall, _classes(64, 64)),
+    "mlp": Workload("mlp", MLP, _classes(64, 512), blocks=lambda model: _singly(model.blocks)),
+    "gpt2": Workload("gpt2", gpt2, _tokens, None, blocks=lambda model: _singly(model.transformer.h)),
+    "bert": Workload("bert", bert, _masked_tokens, None, blocks=lambda model: _singly(model.bert.encoder.layer)),
+    "convnet": Workload(
+        "convnet",
+        ConvNet,
+        _classes(8, 3, 32, 32),
+        # Each convolution with its BatchNorm and ReLU.
+        blocks=lambda model: _in_groups(list(model.features)[1:], 3),
+    ),
+    "many_small": Workload(
+        "many_small", ManySmall, _classes(64, 64), blocks=lambda model: _in_groups(model.layers, 10)
+    ),
 }
 
 

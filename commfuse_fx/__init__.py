@@ -8,6 +8,10 @@ from commfuse_fx.context import (
     reset_auto_parallel_context,
     set_auto_parallel_context,
 )
+from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
+from commfuse_fx.cost.presets import preset_names
+from commfuse_fx.cost.profile import StepProfile
+from commfuse_fx.cost.simulate import Simulation
 from commfuse_fx.errors import (
     CaptureError,
     CollectiveError,
@@ -31,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "ClusterSpec",
     "Collective",
     "CollectiveError",
     "CommFuseError",
@@ -38,11 +43,15 @@ __all__ = [
     "ConfigKeyError",
     "ConfigTypeError",
     "ConfigValueError",
+    "Device",
+    "Level",
     "Lowered",
     "NotAvailableError",
     "PeerFailedError",
     "PlanMismatchError",
     "ScheduleConfig",
+    "Simulation",
+    "StepProfile",
     "VerificationError",
     "VirtualWorldError",
     "compile",
@@ -52,6 +61,7 @@ __all__ = [
     "get_rank",
     "init",
     "ops",
+    "preset_names",
     "reset_auto_parallel_context",
     "set_auto_parallel_context",
     "set_comm_fusion",

@@ -16,6 +16,8 @@ from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
@@ -29,8 +31,10 @@ from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
+from commfuse_fx.passes.schedule import Schedule
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
+from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
@@ -41,6 +45,7 @@ def build_pipeline(
 ) -> PassPipeline:
     """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts."""
     group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
+    costs = cost_model(config) if config.plans_by_cost else None
     passes: list[Pass] = [
         Simplify(),
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
@@ -52,15 +57,27 @@ def build_pipeline(
             honour_layerwise=config.parallel_mode == "hybrid_parallel",
         ),
         UpdateParameters(),
-        FuseCollectives(config.comm_fusion),
-        FlattenStorage(flat_updates),
+        FuseCollectives(config.comm_fusion, costs, config.across_steps),
+        FlattenStorage(flat_updates, singles=costs is not None),
+        SplitUpdates(config.across_steps),
         LowerAverage(),
     ]
-    if config.schedule != "none":
-        passes.append(Overlap())
-        passes.append(StreamBuckets())
-    passes.extend((KeepGradients(), Reinplace()))
+    if costs is not None and config.schedule != "none":
+        passes.append(Schedule(costs, config.memory_limit, config.across_steps))
+    elif config.schedule != "none":
+        passes.extend((Overlap(), StreamBuckets()))
+    passes.append(KeepGradients())
+    passes.append(Reinplace())
     return PassPipeline(tuple(passes))
+
+
+def cost_model(config: CompileConfig) -> CostModel:
+    """What plans are priced with: the configuration's cluster or profile."""
+    costs = config.cluster
+    assert costs is not None, "a plan by cost needs a cluster"
+    if isinstance(costs, ClusterSpec):
+        return CostModel(costs)
+    return CostModel(costs.cluster, costs.node_seconds)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commfuse_fx.context import context_settings
+from commfuse_fx.cost.source import costs_label, resolve_costs
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
 from commfuse_fx.fusion_config import KINDS, FusionConfig, KindFusion
 from commfuse_fx.options import (
@@ -34,7 +35,6 @@ _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
         "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
         "pipeline_stages": "every rank runs the whole model",
         "backend": "the compute between collectives runs op by op",
-        "cluster": "no cost profile is used",
         "exchange_factors": "gradients are reduced as they are",
         "gradient_compression": "gradients are sent as they are",
     }
@@ -68,6 +68,7 @@ class CompileConfig:
     """One of "overlap" and "none", or a ScheduleConfig."""
     backend: str
     cluster: Any
+    """What plans are priced with: a ClusterSpec, a StepProfile, or None."""
     exchange_factors: str
     gradient_compression: Any
 
@@ -93,11 +94,27 @@ class CompileConfig:
             settings["global_rank"] = None  # the context's rank is one of the world just turned off
         fusion = FusionConfig.parse(settings.pop("comm_fusion"))
         settings = validated(settings)
+        if fusion.optimal_cluster is not None:
+            settings["cluster"] = resolve_costs(fusion.optimal_cluster)
         settings["global_rank"] = _resolve_rank(settings["device_num"], settings["global_rank"])
         mode = settings["parallel_mode"]
         settings["parallel_mode"] = PARALLEL_MODE_ALIASES.get(mode, mode)
         _check_available(settings)
         return cls(comm_fusion=fusion, **settings)
+
+    @property
+    def across_steps(self) -> bool:
+        return isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.schedule.memory_limit if isinstance(self.schedule, ScheduleConfig) else None
+
+    @property
+    def plans_by_cost(self) -> bool:
+        """Whether the plan follows from predicted times, so that a cluster is needed."""
+        asked = self.cluster is not None or self.across_steps or self.memory_limit is not None
+        return self.comm_fusion.is_optimal or (asked and self.schedule != "none")
 
     def header(self) -> list[tuple[str, str]]:
         """(name, value) of each option that affects the graph, in a fixed order, the same on every rank."""
@@ -109,6 +126,7 @@ class CompileConfig:
             *fusion,
             *((name, str(getattr(self, name))) for name in names),
             ("schedule", schedule),
+            *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]
 
 
@@ -139,7 +157,7 @@ def _check_available(settings: Mapping[str, Any]) -> None:
 
 def _fusion_text(fusion: KindFusion) -> str:
     """As in "auto", "size 32" or "index 20,35"."""
-    if fusion.config is None:
+    if fusion.config is None or fusion.mode == "optimal":
         return fusion.mode
     numbers = (fusion.config,) if isinstance(fusion.config, int) else fusion.config
     return f"{fusion.mode} {','.join(map(str, numbers))}"

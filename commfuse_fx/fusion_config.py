@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.cost.source import resolve_costs
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.options import check_bool, is_int, show
 
 MIB = 1 << 20
@@ -27,21 +28,22 @@ class KindFusion:
     """How the collectives of one kind are fused."""
 
     mode: str = "auto"
-    """One of "auto", "size" and "index"."""
-    config: int | tuple[int, ...] | None = None
-    """auto: None; size: the threshold in MiB; index: the cuts, ascending sequence numbers."""
+    """One of "auto", "size", "index" and "optimal"."""
+    config: Any = None
+    """auto: None; size: the threshold in MiB; index: the cuts, ascending sequence numbers; optimal: None or what
+    `cluster=` takes, which it then stands in for."""
 
     @property
     def threshold_bytes(self) -> int | None:
-        """Largest fused payload in bytes; None in mode "index", which has no threshold."""
+        """Largest fused payload in bytes; None in the modes "index" and "optimal", which have no threshold."""
         if self.mode == "auto":
             return AUTO_THRESHOLD_MIB * MIB
-        return self.config * MIB if isinstance(self.config, int) else None
+        return self.config * MIB if self.mode == "size" else None
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
         """Sequence numbers that begin a new fused collective; None unless the mode is "index"."""
-        return self.config if isinstance(self.config, tuple) else None
+        return self.config if self.mode == "index" else None
 
     def as_dict(self) -> dict[str, Any]:
         """The user form: {"mode": ..., "config": ...}, cuts as a list."""
@@ -69,7 +71,7 @@ class FusionConfig:
     def updated(self, value: object) -> FusionConfig:
         """This configuration with `openstate` and the kinds that the user's dict `value` gives put in place.
 
-        Raises ConfigTypeError, ConfigKeyError, ConfigValueError or NotAvailableError; the message names the
+        Raises ConfigTypeError, ConfigKeyError or ConfigValueError; the message names the
         entry, its value and the fix. What is raised does not depend on the order of keys.
         """
         given = _check_containers(value)
@@ -94,6 +96,17 @@ class FusionConfig:
             raise ConfigKeyError(f"kind {show(op)} has no fusion options; use one of {_quoted(_KIND_OF_OP)}")
         return self._kind(_KIND_OF_OP[op])
 
+    @property
+    def optimal_cluster(self) -> Any:
+        """The cluster that mode "optimal" was given, of the first kind that has one; else None."""
+        given = [fusion.config for fusion in map(self._kind, KINDS) if fusion.mode == "optimal"]
+        return next((config for config in given if config is not None), None)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether any kind is fused by predicted step time."""
+        return self.openstate and any(self._kind(kind).mode == "optimal" for kind in KINDS)
+
     def _kind(self, kind: str) -> KindFusion:
         fusion: KindFusion = getattr(self, kind)
         return fusion
@@ -106,7 +119,7 @@ def check_cuts(value: object, where: str) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def _kind_fusion(mode: str, config: int | list[int] | None) -> KindFusion:
+def _kind_fusion(mode: str, config: Any) -> KindFusion:
     return KindFusion(mode, tuple(config) if isinstance(config, list) else config)
 
 
@@ -120,7 +133,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _modes_for(kind: str) -> tuple[str, ...]:
-    return ("auto", "size", "index") if kind == "allreduce" else ("auto", "size")
+    return ("auto", "size", "index", "optimal") if kind == "allreduce" else ("auto", "size", "optimal")
 
 
 def _check_containers(value: object) -> dict[Any, Any]:
@@ -165,8 +178,6 @@ def _check_mode(kind: str, entry: dict[str, Any]) -> None:
     mode, where, usable = entry["mode"], _at(kind, "mode"), _quoted(_modes_for(kind))
     if not isinstance(mode, str) or mode not in _MODES:
         raise ConfigKeyError(f"{where} is {show(mode)}, which is not a mode; use one of {usable}")
-    if mode == "optimal":
-        raise NotAvailableError(f'{where} is "optimal", which is not available yet; use one of {usable}')
     if mode not in _modes_for(kind):
         raise ConfigKeyError(f'{where} is "{mode}", which only "allreduce" has; use one of {usable}')
 
@@ -177,6 +188,8 @@ def _check_config_type(kind: str, entry: dict[str, Any]) -> None:
         raise ConfigTypeError(f'{where} is {show(config)}; with mode "size" give the threshold in MiB, an int > 0')
     if mode == "index":
         _check_cuts_type(config, where)
+    if mode == "optimal" and config is not None:
+        resolve_costs(config, where)
 
 
 def _check_config_value(kind: str, entry: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 MAX_DEVICES = 4096
 """Largest `device_num`."""
@@ -104,30 +104,26 @@ def check_choice(value: object, where: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`.
-
-    Raises NotAvailableError for any field away from its default.
-    """
+    """Options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`."""
 
     memory_limit: int | None = None
-    """Hard cap on peak memory in bytes, or None."""
+    """Hard cap in bytes on the step's peak memory as the compiler predicts it (parameters, optimizer state, gradients,
+    activations; not the caches of the allocator), or None."""
     across_steps: bool = False
-    """Whether communication may run on into the next step."""
+    """Whether communication may run on into the next step: the call then returns before the last updates, and reading a
+    parameter or the optimizer's state waits for them."""
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None:
             check_int(self.memory_limit, "ScheduleConfig.memory_limit", 1)
-            raise NotAvailableError(
-                f"ScheduleConfig.memory_limit={self.memory_limit} is not available yet; use memory_limit=None"
-            )
-        if check_bool(self.across_steps, "ScheduleConfig.across_steps"):
-            raise NotAvailableError("ScheduleConfig.across_steps=True is not available yet; use across_steps=False")
+        check_bool(self.across_steps, "ScheduleConfig.across_steps")
 
 
 def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings (option name -> value, all but comm_fusion), checked each by itself and together.
 
-    A mesh given as a list comes back as a tuple; everything else comes back as it was given.
+    A mesh given as a list comes back as a tuple, and a cluster as what it stands for; everything else comes back as
+    it was given.
     Raises ConfigTypeError or ConfigValueError.
     """
     checked = {name: _CHECKS[name](value, name) for name, value in settings.items()}
@@ -187,6 +183,12 @@ def _check_parallel_optimizer_config(value: object, where: str) -> object:
     return value
 
 
+def _check_cluster(value: object, where: str) -> object:
+    from commfuse_fx.cost.source import resolve_costs  # which checks its own figures with this module
+
+    return None if value is None else resolve_costs(value, where)
+
+
 def _accept(value: object, where: str) -> object:
     return value
 
@@ -209,7 +211,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),
-        "cluster": _accept,
+        "cluster": _check_cluster,
         "exchange_factors": partial(check_choice, choices=EXCHANGE_FACTORS),
         "gradient_compression": _accept,
     }

@@ -81,16 +81,24 @@ class Planner:
     def signature(self, call: Call) -> Signature:
         return self.watch.signature(call.structure, [tensor for _, tensor in call.leaves])
 
-    def plan(self, call: Call) -> Plan:
-        """The plan for this call, traced anew if shapes, modes or the optimizer have changed."""
+    def known_plan(self, call: Call) -> Plan | None:
+        """The plan for this call, if it has been made."""
         signature = self.signature(call)
         plan = self.plans.get(signature)
+        if plan is not None:
+            self.plans.move_to_end(signature)
+            self._last = signature
+        return plan
+
+    def plan(self, call: Call) -> Plan:
+        """The plan for this call, traced anew if shapes, modes or the optimizer have changed."""
+        plan = self.known_plan(call)
         if plan is None:
+            signature = self.signature(call)
             if self._last is not None:
                 log.info("re-tracing: %s", signature.difference(self._last))
             plan = self._keep(signature, Plan(self._compile(call)))
-        self.plans.move_to_end(signature)
-        self._last = signature
+            self._last = signature
         return plan
 
     def read(self, call: Call) -> Compiled:

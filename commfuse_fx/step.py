@@ -7,7 +7,8 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.errors import NotAvailableError, VirtualWorldError
+from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.profile import model_fingerprint
+from commfuse_fx.cost.source import default_cluster
+from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.lowered import Lowered
 from commfuse_fx.planner import Call, Plan, Planner
 from commfuse_fx.runtime.agreement import Agreement, checksum, hash62
 from commfuse_fx.runtime.broadcast import broadcast_parameters
-from commfuse_fx.runtime.executor import Executor, interrupts_deferred
+from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
@@ -53,11 +58,13 @@ class CompiledStep:
         self.virtual = config.device_num is not None
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         self.mesh = _mesh_of(config)
+        self.config = config = _priced(config, model, self.mesh)
         self.planner = Planner(model, loss_fn, optimizer, config, self.mesh)
         self._groups: Groups | None = None
         self._agreement: Agreement | None = None
         self._pool = FlatPool()
         self._timeline: Timeline | None = None
+        self._running: Executor | None = None  # that of the last step, which may have left something on the wire
         self._started = False
         self._checksum = 0
         if not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone":
@@ -79,8 +86,19 @@ class CompiledStep:
         try:
             return self._run(args, kwargs)
         except BaseException as error:
-            self._agreement.leave_step(error, expected=self._votes())
+            lost = self._running is not None and self._running.tail.failed
+            self._agreement.leave_step(error, expected=self._votes(), lost=lost)
             raise
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete.
+
+        With `ScheduleConfig(across_steps=True)` a call returns while gradients are still on the wire. Reading a
+        parameter or the optimizer's state waits by itself; this is for the cases that it cannot see, such as
+        an alias (`param.data`) that was made before. Raises CollectiveError when the communication fails.
+        """
+        if self._running is not None:
+            self._running.synchronize()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it.
@@ -88,6 +106,7 @@ class CompiledStep:
         Takes the arguments of the step itself; tensors serve as examples of shape and dtype. Works in a
         virtual world. Raises what compiling raises.
         """
+        self.synchronize()
         compiled = self.planner.read(self.planner.take_apart(args, kwargs))
         return Lowered(compiled.program, self.rank, compiled.records, compiled.replay)
 
@@ -112,8 +131,13 @@ class CompiledStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call = self.planner.take_apart(args, kwargs)
-        plan = self.planner.plan(call)
-        executor = self._executor(plan, call)
+        plan = self._plan_that_runs(call)
+        if plan is None:
+            self.synchronize()
+            plan = self.planner.plan(call)
+            self._running = self._executor(plan, call)
+        executor = self._running
+        assert executor is not None
         self._watch_wire(executor)
         if not self._started:
             self._start(plan)
@@ -128,6 +152,16 @@ class CompiledStep:
                 accumulate(executor.params[name], grad)
         result: torch.Tensor = loss
         return result
+
+    def _plan_that_runs(self, call: Call) -> Plan | None:
+        """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""
+        # Looks at guarded parameters, but not at their values.
+        with torch._C.DisableTorchFunctionSubclass():
+            plan = self.planner.known_plan(call)
+            running = self._running
+            if plan is None or running is None or running is not plan.executor:
+                return None
+            return plan if running.params is self.planner.watch.params and running.storage.is_bound() else None
 
     def _watch_wire(self, executor: Executor) -> None:
         """Let the running timeline, if there is one, see this step's collectives."""
@@ -219,6 +253,9 @@ def _release_groups() -> None:
     """
     holders = list(_holders_of_groups)
     for step in holders:
+        with suppress(CommFuseError):  # nobody is left to be told
+            step.synchronize()
+        step._running = None
         step.planner.plans.clear()
         step._groups = step._agreement = None
     if holders:
@@ -232,6 +269,21 @@ def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             param.grad.add_(grad)
+
+
+def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfig:
+    """The configuration with the cluster that its plans need, and that the cluster was checked against."""
+    if not config.plans_by_cost:
+        return config
+    costs = config.cluster
+    if costs is None:
+        device = next((param.device.type for param in model.parameters()), "cpu")
+        costs = default_cluster(device, mesh.world)
+    if not isinstance(costs, ClusterSpec):
+        costs.check(mesh.world, model_fingerprint(dict(model.named_parameters())))
+    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
+    cluster.check_ranks(range(mesh.world) if mesh.devices is None else mesh.devices)
+    return replace(config, cluster=costs)
 
 
 def _mesh_of(config: CompileConfig) -> Mesh:

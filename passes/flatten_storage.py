@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import IN_PLACE, wait_of
+from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace_all
+from commfuse_fx.passes.update_parameters import gradients_of, is_node_list, update_nodes
 
 # Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
 # same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
@@ -64,14 +65,21 @@ class _Run:
 
 @dataclass(frozen=True)
 class FlattenStorage:
-    """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all."""
+    """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all.
+
+    `singles`: gradients that are reduced alone get storage of their own as well, so that it can be kept between
+    steps and sent in pieces.
+    """
 
     flat_updates: bool = True
+    singles: bool = False
     name: str = "flatten_storage"
     requires: tuple[str, ...] = ("fused",)
     ensures: tuple[str, ...] = ("flat",)
 
     def __call__(self, program: Program) -> bool:
+        if self.singles:
+            _give_parts(program)
         buckets = [node for node in program.collectives() if info(node).parts and _role(node) == "gradient"]
         if not buckets:
             return False
@@ -95,6 +103,16 @@ class FlattenStorage:
         return True
 
 
+def _give_parts(program: Program) -> None:
+    """Treat a gradient that is reduced alone as a bucket of one member."""
+    for start in program.collectives():
+        details = info(start)
+        if not details.parts and details.collective is not None and kind_of(start) == "all_reduce":
+            if all(name in program.params for name in details.collective.members):
+                value: fx.Node = start.args[0]  # type: ignore[assignment]
+                details.parts = (Part(details.collective.members, value, wait_of(start)),)
+
+
 def _role(start: fx.Node) -> str:
     collective = info(start).collective
     return collective.role if collective else ""
@@ -104,7 +122,7 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
     """Reduced gradient -> (update, position in its lists), for parameters whose memory can be moved."""
     places: dict[fx.Node, tuple[int, int]] = {}
     for owner, update in enumerate(program.updates):
-        grads = _gradients_of(program, owner)
+        grads = gradients_of(program, owner)
         for position, segment in enumerate(update.segments):
             name = segment.members[0][0]
             if not program.params[name].movable:
@@ -115,24 +133,6 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
             if grad.target is aten._to_copy.default and len(grad.all_input_nodes[0].users) == 1:
                 places[grad.all_input_nodes[0]] = (owner, position)
     return places
-
-
-def _update_nodes(program: Program, owner: int) -> list[fx.Node]:
-    prefix = f"update.{owner}/"
-    return [n for n in program.graph.nodes if n.op == "call_function" and info(n).name.startswith(prefix)]
-
-
-def _is_node_list(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and bool(arg) and all(isinstance(item, fx.Node) for item in arg)
-
-
-def _gradients_of(program: Program, owner: int) -> list[fx.Node]:
-    """The list of gradients that an update takes."""
-    for node in _update_nodes(program, owner):
-        for arg in node.args:
-            if _is_node_list(arg) and any(item.op != "placeholder" for item in arg):  # type: ignore[union-attr]
-                return list(arg)  # type: ignore[arg-type]
-    raise LookupError(f"update {owner} has no gradients")
 
 
 def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[_Run]:
@@ -245,7 +245,10 @@ class _Bucket:
             with self.build.before(source):
                 place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
                 kwargs = {**source.kwargs, "out": place}
-                return self.build.call(target, source.args, kwargs, spec=spec, like=info(source), name=name)
+                origin = info(source).origin or info(source).name
+                return self.build.call(
+                    target, source.args, kwargs, spec=spec, like=info(source), name=name, origin=origin
+                )
         place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
         with self.build.after(source):
             place = self.build.strided(storage, place_spec, member.offset, f"{self.label}/place.{member.name}")
@@ -285,8 +288,8 @@ def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.N
     program = build.program
     update = program.updates[owner]
     count = len(update.segments)
-    nodes = _update_nodes(program, owner)
-    casts = [node.target is aten._to_copy.default for node in _gradients_of(program, owner)]
+    nodes = update_nodes(program, owner)
+    casts = [node.target is aten._to_copy.default for node in gradients_of(program, owner)]
     segments: dict[int, Segment] = {}
     params: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}
@@ -314,7 +317,7 @@ def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.N
     for node in nodes:
         args = list(node.args)
         for i, arg in enumerate(args):
-            if _is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
+            if is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
                 is_params = all(item.op == "placeholder" for item in arg)  # type: ignore[union-attr]
                 args[i] = shorten(arg, params if is_params else grads)  # type: ignore[arg-type]
         node.args = tuple(args)

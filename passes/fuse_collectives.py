@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from commfuse_fx.cost.grouping import group_collectives
+from commfuse_fx.cost.model import CostModel
 from commfuse_fx.fusion_config import FusionConfig
 from commfuse_fx.ir.buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.ir.builder import Builder
@@ -28,9 +30,14 @@ log = logging.getLogger("commfuse_fx")
 
 @dataclass(frozen=True)
 class FuseCollectives:
-    """`fusion` is the parsed comm_fusion. Bitwise neutral for groups of two; else within reduction order."""
+    """`fusion` is the parsed comm_fusion; `costs` decide in mode "optimal", for a schedule within or `across_steps`.
+
+    Bitwise neutral for groups of two; else within reduction order.
+    """
 
     fusion: FusionConfig
+    costs: CostModel | None = None
+    across_steps: bool = False
     name: str = "fuse_collectives"
     requires: tuple[str, ...] = ("lowered", "reduced", "updated")
     ensures: tuple[str, ...] = ("fused",)
@@ -38,8 +45,13 @@ class FuseCollectives:
     def __call__(self, program: Program) -> bool:
         modified = _merge_repeated(program)
         starts = [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS]
+        members = [_member(node) for node in starts]
+        groups = self._optimal_groups(program, starts)
+        numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
         bucketing = assign_buckets(
-            [_member(node) for node in starts], _direct_dependences(program.graph, starts), self._policy_of
+            members,
+            _direct_dependences(program.graph, starts),
+            lambda member: self._policy_of(member, numbers[id(member)]),
         )
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -57,10 +69,24 @@ class FuseCollectives:
             stable_sort(program.graph, position, before)
         return modified or number > 0
 
-    def _policy_of(self, member: Member) -> Policy:
+    def _optimal_groups(self, program: Program, starts: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+        """Bucket numbers for the collectives that mode "optimal" decides about."""
+        if not self.fusion.is_optimal:
+            return {}
+        assert self.costs is not None, 'mode "optimal" needs a cost model'
+        by_key: dict[Hashable, list[fx.Node]] = {}
+        for start in starts:
+            if self.fusion.for_kind(kind_of(start)).mode == "optimal" and _details(start).fusion_id is None:
+                by_key.setdefault(_key(start), []).append(start)
+        grouping = group_collectives(program, by_key, self.costs, self.across_steps)
+        for subject, reason in grouping.reasons:
+            program.note("fusion", subject, reason)
+        return grouping.number
+
+    def _policy_of(self, member: Member, group: int | None) -> Policy:
         assert isinstance(member.key, tuple)
         kind = self.fusion.for_kind(member.key[0])
-        return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts)
+        return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts, group)
 
     def _report(self, program: Program, bucketing: Bucketing) -> None:
         for conflict in bucketing.conflicts:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from commfuse_fx.cost.memory import memory_profile
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.flatten_storage import WRITES_INTO
 from commfuse_fx.passes.simplify import replace_all
@@ -35,7 +35,7 @@ class KeepGradients:
             return False
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         candidates = sorted(self._candidates(program), key=position.__getitem__)
-        kept = _within_peak(candidates, position, _profile(program, position)) if candidates else []
+        kept = _within_peak(candidates, position, memory_profile(program)) if candidates else []
         build = Builder(program)
         replace_all(program, {node: _write_into_kept_memory(build, node) for node in kept})
         for node in kept:
@@ -57,32 +57,6 @@ class KeepGradients:
                 ):
                     found[grad] = None
         return list(found)
-
-
-def _bytes(spec: Spec) -> int:
-    if isinstance(spec, TensorSpec):
-        return spec.nbytes
-    return sum(_bytes(item) for item in spec) if spec else 0
-
-
-def _profile(program: Program, position: dict[fx.Node, int]) -> list[int]:
-    """Bytes that the step has allocated while each node runs."""
-    roots = Roots(program.graph, program.aliases())
-    last_use: dict[fx.Node, int] = {}
-    for node in program.graph.nodes:
-        for value in (node, *node.all_input_nodes):
-            last_use[roots[value]] = position[node]
-    change = [0] * (len(position) + 1)
-    for root, last in last_use.items():
-        if root.op == "call_function":
-            size = _bytes(info(root).spec)
-            change[position[root]] += size
-            change[last + 1] -= size
-    live, profile = 0, []
-    for delta in change[:-1]:
-        live += delta
-        profile.append(live)
-    return profile
 
 
 def _within_peak(candidates: list[fx.Node], position: dict[fx.Node, int], profile: list[int]) -> list[fx.Node]:

@@ -7,15 +7,20 @@ fails has changed nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import Dependence, draws_random_numbers, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import Program
+
+_IN_PLACE = tuple(IN_PLACE.values())
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,53 @@ class Overlap:
         order = _Order(program).build()
         reorder(program.graph, order)
         return order != before
+
+
+def start_late(program: Program, costs: CostModel, lead: float) -> bool:
+    """Start collectives that allocate memory later: `lead` times the step's compute time ahead of their waits.
+
+    They keep their order. What is computed only to be sent, such as a concatenation, moves along. Returns whether
+    there are any.
+    """
+    nodes = list(program.graph.nodes)
+    starts = [node for node in nodes if is_start(node) and node.target not in _IN_PLACE]
+    if not starts:
+        return False
+    place = {node: i for i, node in enumerate(nodes)}
+    clock = list(accumulate((costs.compute_seconds(node) for node in nodes), initial=0.0))
+    position: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(nodes)}
+    before = Dependence(program.graph, program.aliases()).direct
+    order = [node for node in nodes if is_start(node)]
+    latest = 0.0
+    for previous, start in zip([None, *order], order, strict=False):
+        if start.target not in _IN_PLACE:
+            begin = clock[place[wait_of(start)]] - lead * clock[-1]
+            position[start] = max(position[start], float(bisect_left(clock, begin)))
+        latest = position[start] = max(latest, position[start])
+        for node in _only_for(start):
+            position[node] = max(position[node], position[start])
+        if previous is not None:
+            before[start] = [*before[start], previous]
+    stable_sort(program.graph, position, before)
+    return True
+
+
+def _only_for(start: fx.Node) -> list[fx.Node]:
+    """Pure nodes that nobody but this collective needs, its inputs first."""
+    found: dict[fx.Node, None] = {start: None}
+    pending = [start]
+    while pending:
+        for value in pending.pop().all_input_nodes:
+            if value.op == "call_function" and _is_pure(value) and all(user in found for user in value.users):
+                found[value] = None
+                pending.append(value)
+    return [node for node in found if node is not start]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if is_start(node) or is_wait(node):
+        return False
+    return is_view(node) or not (written_nodes(node) or draws_random_numbers(node.target) or is_opaque(node))
 
 
 class _Order:
@@ -56,14 +108,10 @@ class _Order:
         for node in self.nodes:
             if is_wait(node):
                 lazy[node] = None
-            elif node.op == "call_function" and node.all_input_nodes and not is_start(node) and self._is_pure(node):
+            elif node.op == "call_function" and node.all_input_nodes and _is_pure(node):
                 if all(value in lazy for value in node.all_input_nodes):
                     lazy[node] = None
         return lazy
-
-    @staticmethod
-    def _is_pure(node: fx.Node) -> bool:
-        return is_view(node) or not (written_nodes(node) or draws_random_numbers(node.target) or is_opaque(node))
 
     def build(self) -> list[fx.Node]:
         late: list[fx.Node] = []

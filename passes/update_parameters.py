@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info
 from commfuse_fx.ir.program import OptimizerInfo, Program, Segment, Update
 from commfuse_fx.optim import RULES
 
@@ -68,24 +68,52 @@ def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
                 parts.setdefault((spec.dtype, spec.device), []).append(name)
         for names in parts.values():
             segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
-            program.updates.append(Update(optimizer.rule, number, segments))
-            _Emitter(build, len(program.updates) - 1, dict(group.flags)).emit()
+            params = [program.placeholder("parameter", name) for name in names]
+            grads = [program.grads[name] for name in names]
+            update = Update(optimizer.rule, number, segments)
+            emit_update(build, update, dict(group.flags), [param for param in params if param is not None], grads)
+
+
+def emit_update(
+    build: Builder, update: Update, flags: dict[str, Any], params: Sequence[fx.Node], grads: Sequence[fx.Node]
+) -> None:
+    """Write an update at the end of the step: one entry of `params` and `grads` per segment."""
+    build.program.updates.append(update)
+    _Emitter(build, len(build.program.updates) - 1, flags, list(params), list(grads)).emit()
+
+
+def update_nodes(program: Program, owner: int) -> list[fx.Node]:
+    """The nodes that emit_update made for this update."""
+    prefix = f"update.{owner}/"
+    return [n for n in program.graph.nodes if n.op == "call_function" and info(n).name.startswith(prefix)]
+
+
+def is_node_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and all(isinstance(item, fx.Node) for item in arg)
+
+
+def gradients_of(program: Program, owner: int) -> list[fx.Node]:
+    """The list of gradients that an update takes."""
+    for node in update_nodes(program, owner):
+        for arg in node.args:
+            if is_node_list(arg) and any(item.op != "placeholder" for item in arg):  # type: ignore[union-attr]
+                return list(arg)  # type: ignore[arg-type]
+    raise LookupError(f"update {owner} has no gradients")
 
 
 class _Emitter:
     """Emits one update. Lists of state tensors are inputs of the graph, one tensor per segment."""
 
-    def __init__(self, build: Builder, owner: int, flags: dict[str, Any]) -> None:
+    def __init__(
+        self, build: Builder, owner: int, flags: dict[str, Any], params: list[fx.Node], grads: list[fx.Node]
+    ) -> None:
         self.build = build
         self.owner = owner
         self.flags = flags
-        program = build.program
-        self.update = program.updates[owner]
-        self.rule = RULES[self.update.rule]
-        self.names = [segment.members[0][0] for segment in self.update.segments]
-        self.specs: tuple[Spec, ...] = tuple(program.params[name].spec for name in self.names)
-        self.params = [program.placeholder("parameter", name) for name in self.names]
-        self.grads = [program.grads[name] for name in self.names]
+        self.rule = RULES[build.program.updates[owner].rule]
+        self.params = params
+        self.grads = grads
+        self.specs: tuple[Spec, ...] = tuple(info(param).spec for param in params)
 
     def state(self, name: str) -> fx.Node:
         return self.build.placeholder("state", name, self.specs, self.owner)
@@ -98,7 +126,7 @@ class _Emitter:
         one = TensorSpec(
             (), torch.float32, (), self.specs[0].device if isinstance(self.specs[0], TensorSpec) else "cpu"
         )
-        specs = tuple(one for _ in self.names)
+        specs = tuple(one for _ in self.params)
         steps = self.build.placeholder("state", "steps", specs, self.owner)
         firsts = self.build.placeholder("state", "step", specs, self.owner)
         self.call(aten._foreach_add_.Scalar, (steps, 1), "step")

@@ -34,6 +34,8 @@ class Policy:
     """Largest bucket in bytes."""
     cuts: tuple[int, ...] | None
     """Ascending sequence numbers, each of which begins a new bucket. Takes precedence over `threshold`."""
+    group: int | None = None
+    """Members of one number and key are grouped. Takes precedence over `cuts`."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def _wanted_buckets(
             slot = index
         elif member.fusion_id is not None:
             slot = ("id", member.key, member.fusion_id)
+        elif policy.group is not None:
+            slot = ("group", member.key, policy.group)
         elif policy.cuts is not None:
             in_force = bisect_left(policy.cuts, governed[policy.cuts])
             segment = bisect_right(policy.cuts, member.sequence, hi=in_force)

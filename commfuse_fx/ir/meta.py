@@ -6,7 +6,7 @@ appear in dumps and in the fingerprint) or *scratch* (they help passes and error
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -171,8 +171,9 @@ class NodeInfo:
 
     sends: stretches of buckets (given by their start) that go onto the wire once this node has run;
     rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between
-    steps. Scratch fields: `source`; `parts`, the
-    members of a fused start; `writes`, which node fills which stretch of its flat storage.
+    steps; next_step: this node runs in the following step, just before that node. Scratch fields: `source`;
+    `origin`, the name under which a profile knows the node; `parts`, the members of a fused start; `writes`,
+    which node fills which stretch of its flat storage.
     """
 
     phase: str
@@ -183,12 +184,21 @@ class NodeInfo:
     sends: tuple[tuple[fx.Node, Stretch], ...] = ()
     rest: tuple[Stretch, ...] = ()
     kept: bool = False
+    next_step: fx.Node | None = None
     source: str = field(default="", compare=False)
+    origin: str = field(default="", compare=False)
     parts: tuple[Part, ...] = field(default=(), compare=False)
     writes: tuple[tuple[fx.Node, Stretch], ...] = field(default=(), compare=False)
 
-    def copy(self) -> NodeInfo:
-        return replace(self)
+    def copy(self, same: Mapping[fx.Node, fx.Node]) -> NodeInfo:
+        """For another graph, in which `same[node]` stands for each node."""
+        return replace(
+            self,
+            sends=tuple((same[start], stretch) for start, stretch in self.sends),
+            next_step=None if self.next_step is None else same[self.next_step],
+            parts=tuple(Part(p.names, same[p.value], same[p.result]) for p in self.parts if _all_in(same, p)),
+            writes=tuple((same[node], stretch) for node, stretch in self.writes if node in same),
+        )
 
     def derive(self, spec: Spec, **changes: Any) -> NodeInfo:
         """Metadata for a node that a pass makes beside this one: same place in the program, another value."""
@@ -196,6 +206,10 @@ class NodeInfo:
         for key, value in changes.items():
             setattr(made, key, value)
         return made
+
+
+def _all_in(same: Mapping[fx.Node, fx.Node], part: Part) -> bool:
+    return part.value in same and part.result in same
 
 
 def info(node: fx.Node) -> NodeInfo:

@@ -46,6 +46,10 @@ class Names:
         self._taken[name] = None
         return name
 
+    def release(self, name: str) -> None:
+        """The node of this name is gone."""
+        self._taken.pop(name, None)
+
     def numbered(self, base: str) -> str:
         """`base.0`, `base.1`, ..."""
         ordinal = self._next.get(base, 0)

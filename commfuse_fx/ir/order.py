@@ -17,7 +17,9 @@ def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         cursor = node
 
 
-def stable_sort(graph: fx.Graph, position: Mapping[fx.Node, int], before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+def stable_sort(
+    graph: fx.Graph, position: Mapping[fx.Node, float], before: Mapping[fx.Node, Sequence[fx.Node]]
+) -> None:
     """Topological order that keeps nodes as close to `position` as their inputs and `before` allow.
 
     `before[node]` lists further nodes that must precede a node; entries that have left the graph are ignored.

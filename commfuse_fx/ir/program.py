@@ -109,7 +109,7 @@ class Program:
         output.meta = self.output.meta.copy()
         same[self.output] = output
         for old, new in same.items():
-            set_info(new, info(old).copy())
+            set_info(new, info(old).copy(same))
         return replace(
             self,
             graph=graph,
@@ -130,8 +130,14 @@ class Program:
 
     def add_source(self, node: fx.Node, source: Source) -> None:
         """Say what a placeholder stands for."""
+        if node in self.sources:
+            del self._by_source[self.sources[node]]
         self.sources[node] = source
         self._by_source[source] = node
+
+    def remove_source(self, node: fx.Node) -> None:
+        """Forget a placeholder that is about to be erased."""
+        del self._by_source[self.sources.pop(node)]
 
     def aliases(self) -> dict[fx.Node, fx.Node]:
         """Placeholders that share memory with another one: members of flat storage, views of step counts."""

@@ -46,6 +46,8 @@ def _node(program: Program, node: fx.Node) -> dict[str, Any]:
         record["kwargs"] = {key: _value(value) for key, value in node.kwargs.items()}
     if details.kept:
         record["kept"] = True
+    if details.next_step is not None:
+        record["next_step"] = {"node": info(details.next_step).name}
     if details.rest:
         record["rest"] = [[stretch.begin, stretch.end] for stretch in details.rest]
     if details.sends:

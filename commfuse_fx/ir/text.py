@@ -89,6 +89,8 @@ class _Writer:
             text += f"  {{{collective_text(details.collective, size)}}}"
         if details.kept:
             text += "  {kept between steps}"
+        if details.next_step is not None:
+            text += f"  {{in the next step, before {node_reference(details.next_step)}}}"
         if details.rest:
             text += f"  {{sends the rest: {' '.join(map(str, details.rest))}}}"
         for start, stretch in details.sends:

@@ -49,6 +49,46 @@ def verify(program: Program, after: str) -> None:
                 fail(node, "starts a collective but carries no collective metadata")
     _check_in_flight(program, fail)
     _check_pieces(program, fail)
+    _check_next_step(program, fail)
+
+
+def _check_next_step(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
+    """What runs in the next step comes last, in the order of that step, before anything there that it may meet."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    deferred = [node for node in nodes if info(node).next_step is not None]
+    if not deferred:
+        return
+    if nodes[-len(deferred) :] != deferred:
+        fail(deferred[0], "runs in the next step but stands before nodes that run in this one")
+    roots = Dependence(program.graph, program.aliases()).roots
+    position = {node: i for i, node in enumerate(nodes)}
+    first_touch: dict[fx.Node, fx.Node] = {}
+    first_write: dict[fx.Node, fx.Node] = {}
+    for node in nodes[: -len(deferred)]:
+        if not is_view(node):
+            for value in node.all_input_nodes:
+                first_touch.setdefault(roots[value], node)
+        for value in written_nodes(node):
+            first_write.setdefault(roots[value], node)
+    reached = -1
+    for node in deferred:
+        anchor = info(node).next_step
+        assert anchor is not None
+        if position[anchor] < reached:
+            fail(node, "runs in the next step before a node that stands before it here")
+        reached = position[anchor]
+        if info(anchor).next_step is not None:
+            fail(node, f"is to run before {info(anchor).name}, which is deferred itself")
+        for value in written_nodes(node):
+            met = first_touch.get(roots[value]) if roots[value].op == "placeholder" else None
+            if met is not None and position[met] < position[anchor]:
+                fail(node, f"changes what {info(met).name} of the next step reads before it has run")
+        for value in node.all_input_nodes:
+            memory = roots[value]
+            if memory.op == "call_function" and info(memory).kept:
+                met = first_write.get(memory)
+                if met is not None and position[met] < position[anchor]:
+                    fail(node, f"reads memory that {info(met).name} of the next step has overwritten")
 
 
 def _check_pieces(program: Program, fail: Callable[[fx.Node, str], None]) -> None:

@@ -73,12 +73,12 @@ class Agreement:
         """All collectives of the step are done."""
         self._is_running = False
 
-    def leave_step(self, error: BaseException, expected: bool) -> None:
+    def leave_step(self, error: BaseException, expected: bool, lost: bool = False) -> None:
         """This rank ends the step by `error`: tell the others if they can still be told, and wait until they know.
 
-        `expected`: the others wait for this rank's vote.
+        `expected`: the others wait for this rank's vote; `lost`: what the step before left on the wire has failed.
         """
-        if self._is_running:
+        if self._is_running or lost:
             self._broken = type(error).__name__
             keep_forever(self._vote)
             keep_forever(self._work)

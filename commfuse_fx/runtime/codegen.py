@@ -2,7 +2,8 @@
 
 One statement per node, ops bound to locals of the module so that a call costs one dictionary look-up,
 and every value dropped after its last use. Two functions come out: `produce` runs everything that can
-fail, `commit` everything that changes what the user owns.
+fail, `commit` everything that changes what the user owns. Nodes that belong into the following step
+(`NodeInfo.next_step`) become functions of their own, the tail.
 """
 
 from __future__ import annotations
@@ -25,11 +26,26 @@ _serial = count()
 
 
 @dataclass(frozen=True)
-class Generated:
-    """`produce(inputs) -> live values`, `commit(live values) -> outputs`, and the node of each source line."""
+class TailPart:
+    """Consecutive nodes of the tail. `run(values)` takes and changes the list of values that the tail works on.
 
-    produce: Callable[[list[Any]], tuple[Any, ...]]
+    `before`: the node of the following step before which it runs; `writes`: it changes what the user owns.
+    """
+
+    before: fx.Node
+    run: Callable[[list[Any]], None]
+    writes: bool
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`produce(inputs) -> (live values, values of the tail)`, `commit(live values) -> outputs`, the parts of the
+    tail, and the node of each source line."""
+
+    produce: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
     commit: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    tail: tuple[TailPart, ...]
     source: str
     filename: str
     node_of_line: Mapping[int, fx.Node]
@@ -74,28 +90,54 @@ class _Generator:
 
     def run(self) -> Generated:
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        body = [node for node in self.nodes if node.op in ("call_function", "get_attr")]
+        calls = [node for node in self.nodes if node.op in ("call_function", "get_attr")]
+        body = [node for node in calls if info(node).next_step is None]
+        tail = _Tail([node for node in calls if info(node).next_step is not None])
         output = self.nodes[-1]
         cut = first_commit(body)
         produced, committed = body[:cut], body[cut:]
         needed_later = dict.fromkeys(v for node in (*committed, output) for v in node.all_input_nodes)
         made_before = dict.fromkeys((*placeholders, *produced))
         live = [node for node in needed_later if node in made_before]
-        self._function("produce", placeholders, produced, live, keep=needed_later)
+        handed_on = f"({self._tuple([self.variable[n] for n in live])}, {tail.first_values(self.variable)})"
+        self._function("produce", placeholders, produced, handed_on, keep=needed_later | dict.fromkeys(tail.given))
         results: Sequence[Any] = output.args[0]
-        self._function("commit", live, committed, results, keep=dict.fromkeys(output.all_input_nodes))
+        returned = self._tuple([self._literal(value) for value in results])
+        self._function("commit", live, committed, returned, keep=dict.fromkeys(output.all_input_nodes))
+        for number, nodes in enumerate(tail.parts):
+            self._tail_part(number, nodes, tail)
         source = "\n".join(self.lines) + "\n"
         filename = f"<commfuse step {next(_serial)}>"
         exec(compile(source, filename, "exec"), self.namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        return Generated(self.namespace["produce"], self.namespace["commit"], source, filename, self.node_of_line)
+        parts = tuple(
+            TailPart(_anchor(nodes[0]), self.namespace[f"tail_{number}"], _changes_inputs(nodes[0]), tuple(nodes))
+            for number, nodes in enumerate(tail.parts)
+        )
+        made = self.namespace
+        return Generated(made["produce"], made["commit"], parts, source, filename, self.node_of_line)
+
+    def _tail_part(self, number: int, nodes: Sequence[fx.Node], tail: _Tail) -> None:
+        """A function that reads values of the tail from a list, and leaves there what later parts need."""
+        self.lines.append(f"def tail_{number}(values):")
+        own = dict.fromkeys(nodes)
+        for value in dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in own):
+            self.lines.append(f"    {self.variable[value]} = values[{tail.place[value]}]")
+        for node in nodes:
+            self._statement(node)
+        for node in nodes:
+            if node in tail.place:
+                self.lines.append(f"    values[{tail.place[node]}] = {self.variable[node]}")
+        for value in dict.fromkeys(v for node in nodes for v in (node, *node.all_input_nodes)):
+            if value in tail.place and self.last_use.get(value) in own:
+                self.lines.append(f"    values[{tail.place[value]}] = None")
 
     def _function(
         self,
         name: str,
         given: Sequence[fx.Node],
         body: Sequence[fx.Node],
-        results: Sequence[Any],
+        returned: str,
         keep: Mapping[fx.Node, None],
     ) -> None:
         self.lines.append(f"def {name}(given):")
@@ -115,7 +157,7 @@ class _Generator:
                 dead.append(node)
             if dead:
                 self.lines.append(f"    {' = '.join(self.variable[v] for v in dead)} = None")
-        self.lines.append(f"    return {self._tuple([self._literal(value) for value in results])}")
+        self.lines.append(f"    return {returned}")
 
     def _statement(self, node: fx.Node) -> None:
         for hook in self.hooks.get(node, ()):
@@ -161,6 +203,45 @@ class _Generator:
     @staticmethod
     def _tuple(items: Sequence[str]) -> str:
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+class _Tail:
+    """The nodes that run in the following step, cut into parts, and their values' places in a list.
+
+    A part ends where the anchor changes, and where waiting ends and changing begins: what has been waited for
+    must not be waited for again, and what has been changed must not be changed again, if something fails midway.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.parts: list[list[fx.Node]] = []
+        for node in nodes:
+            last = self.parts[-1] if self.parts else None
+            if (
+                last is None
+                or _anchor(last[0]) is not _anchor(node)
+                or _changes_inputs(last[-1]) != _changes_inputs(node)
+            ):
+                self.parts.append([node])
+            else:
+                last.append(node)
+        part_of = {node: i for i, part in enumerate(self.parts) for node in part}
+        self.given = list(dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in part_of))
+        passed_on = [n for n in nodes if any(part_of.get(user) != part_of[n] for user in n.users)]
+        self.place = {node: i for i, node in enumerate((*self.given, *passed_on))}
+
+    def first_values(self, variable: Mapping[fx.Node, str]) -> str:
+        empty = ["None"] * (len(self.place) - len(self.given))
+        return f"[{', '.join([variable[node] for node in self.given] + empty)}]"
+
+
+def _anchor(node: fx.Node) -> fx.Node:
+    anchor = info(node).next_step
+    assert anchor is not None
+    return anchor
+
+
+def _changes_inputs(node: fx.Node) -> bool:
+    return info(node).phase == "update" and bool(written_nodes(node))
 
 
 def first_commit(body: Sequence[fx.Node]) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +10,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from commfuse_fx.errors import CommFuseError
+from commfuse_fx.errors import CollectiveError, CommFuseError
 from commfuse_fx.ir.dependence import draws_random_numbers
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.guard import Guard
+from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.storage import FlatPool, Storage
+from commfuse_fx.runtime.tail import Tail
 from commfuse_fx.runtime.wire import Wire
 
 
@@ -27,7 +28,8 @@ class Executor:
     """One program, its generated code and its bound storage.
 
     A run is two calls. `produce` computes everything and changes nothing that the user owns; if it
-    raises, the step has not happened. `commit` writes parameters, optimizer state and buffers.
+    raises, the step has not happened. `commit` writes parameters, optimizer state and buffers. A program with
+    nodes that belong into the following step leaves a tail behind; `synchronize` finishes it.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Executor:
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
         self.generated: Generated | None = None
+        self.guard = Guard(self.synchronize)
+        self.tail = Tail(())
 
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
         """Generate the code. The hooks run when the backward begins (or at once, if collectives come earlier)
@@ -64,7 +68,14 @@ class Executor:
             before_first = body.index(backward) < body.index(first)
             hooks.setdefault(backward if before_first else body[0], []).append(on_backward)
             hooks.setdefault(first, []).append(on_first_collective)
+        for node in dict.fromkeys(anchor for n in self.program.graph.nodes if (anchor := info(n).next_step)):
+            hooks.setdefault(node, []).insert(0, self._tail_before(node))
         self.generated = generate(self.program, self._bind, hooks, self.wire.sends())
+        self.tail = Tail(self.generated.tail)
+        self._tail_hooks = self.tail.hooks()
+
+    def _tail_before(self, node: fx.Node) -> Callable[[], None]:
+        return lambda: self._tail_hooks[node]()
 
     def _bind(self, node: fx.Node) -> Any:
         if node.target is optimizer_step:
@@ -78,18 +89,51 @@ class Executor:
         """Execute one step; returns the loss and the gradients (when the program has any)."""
         assert self.generated is not None
         given = self.gather(inputs)
-        with torch.no_grad(), torch._C._DisableAutocast(), self._own_randomness():
+        with self._quietly(), self._own_randomness():
             try:
-                live = self.generated.produce(given)
+                live, left = self.generated.produce(given)
             except BaseException as error:
-                self.wire.abandon()
-                self.storage.pool.forget_memory()
-                self._locate(error)
+                self._leave(error)
                 raise
             with interrupts_deferred():
                 outputs = self.generated.commit(live)
                 self.storage.publish()
+                if self.tail.parts:
+                    self.tail.begin(left)
+                    if not self.guard.is_closed:
+                        self.guard.close(self.storage.tensors())
         return outputs
+
+    def synchronize(self) -> None:
+        """Wait for the communication that the last step left on the wire, and finish its updates.
+
+        Raises CollectiveError when that communication fails.
+        """
+        try:
+            if self.tail.is_pending:
+                with self._quietly():
+                    self.tail.finish()
+        finally:
+            self.guard.open()
+
+    @staticmethod
+    @contextmanager
+    def _quietly() -> Iterator[None]:
+        """No gradients, no autocast, and guarded tensors are tensors like any other."""
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            yield
+
+    def _leave(self, error: BaseException) -> None:
+        """The step has failed: finish what the step before left behind, and forget what this one has started."""
+        self._locate(error)
+        try:
+            self.tail.finish()
+        except CollectiveError as lost:
+            if sys.version_info >= (3, 11):
+                error.add_note(str(lost))
+        self.guard.open()
+        self.wire.abandon()
+        self.storage.pool.forget_memory()
 
     def gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """The value of every placeholder, in the order of the program's sources."""
@@ -163,23 +207,3 @@ class Executor:
 def seed_of_rank(seed: int, rank: int) -> int:
     """The seed of a rank's own random stream, from a seed that all ranks share."""
     return (seed + rank * 0x9E3779B97F4A7C15) % (1 << 63)
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C waits until the update is complete: a half-updated model is of no use to anybody."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[Any] = []
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is None or not callable(previous):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if arrived:
-            previous(*arrived[-1])

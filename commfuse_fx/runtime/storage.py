@@ -7,7 +7,7 @@ and values that the user loads or assigns are taken over at the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,10 @@ class Storage:
         for update in self._updates:
             update.publish()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What the updates write: parameters, and states as `optimizer.state` shows them."""
+        return [tensor for update in self._updates for tensor in update.tensors()]
+
     def value(self, source: Source) -> Any:
         """The tensor, or list of tensors, for a flat or state input."""
         if source.kind == "flat":
@@ -163,6 +167,11 @@ class _BoundUpdate:
         self._holders = [(param, state[param]) for param in dict.fromkeys(param for param, _, _ in self._shown)]
         self._entries = [(state[param], name, value) for param, name, value in self._shown]
         self._published = True
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and states that this update writes."""
+        yield from (self.storage.params[name] for name in self._members())
+        yield from (value for _, _, value in self._shown)
 
     def check_uniform(self) -> None:
         """One update of several parameters needs one step count; SGD needs all or none of the momentum buffers."""

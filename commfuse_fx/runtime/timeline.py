@@ -83,7 +83,6 @@ class Timeline:
 
     def begin_step(self) -> None:
         self.steps.append([])
-        self._open.clear()
 
     def issued(self, key: Any, name: str, description: str, since: float, work: Any) -> None:
         """A collective was handed to the backend at `since`; `work` is its handle."""

@@ -1,0 +1,73 @@
+"""One training step each, the way PyTorch programs write it: what this project's steps are compared with.
+
+All of them use AdamW(fused=True) and set gradients to None before each backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.workloads import Workload, eager_loss
+
+Step = Callable[[], Any]
+
+
+def unfused(workload: Workload, model: nn.Module) -> Step:
+    """No overlap and no fusion: one all_reduce per gradient once the backward pass is over."""
+    size = dist.get_world_size()
+
+    def average() -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad.div_(size)
+
+    return _step(workload, model, average)
+
+
+def ddp(workload: Workload, model: nn.Module) -> Step:
+    return _step(workload, DistributedDataParallel(model))
+
+
+def compiled_ddp(workload: Workload, model: nn.Module) -> Step:
+    return _step(workload, DistributedDataParallel(torch.compile(model)))
+
+
+def fsdp2(workload: Workload, model: nn.Module) -> Step:
+    """`fully_shard` on each of the workload's blocks, then on the root, over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in workload.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _step(workload, model)
+
+
+PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
+    "unfused after backward": unfused,
+    "DDP": ddp,
+    "DDP + torch.compile": compiled_ddp,
+    "FSDP2": fsdp2,
+}
+
+
+def _step(workload: Workload, model: nn.Module, after_backward: Callable[[], None] | None = None) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    args, kwargs = workload.batch(dist.get_rank())
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        eager_loss(workload, model, args, kwargs).backward()
+        if after_backward is not None:
+            after_backward()
+        optimizer.step()
+
+    return step

@@ -1,0 +1,1 @@
+"""What computing and communicating cost, and what a step will take: clusters, formulas, profiles, the simulator."""

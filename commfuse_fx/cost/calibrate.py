@@ -1,0 +1,540 @@
+"""Measure the running ranks: what a collective costs on each level of their network, and how fast a rank computes.
+
+Every rank takes part. Whatever decides how often something is measured is agreed between the ranks that
+measure it, so that none is left alone in a collective. The result is rank 0's, sent to all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
+from commfuse_fx.cost.fit import Sample, fit
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.meta import dtype_name
+from commfuse_fx.progress import progress
+from commfuse_fx.runtime.world import is_distributed, world_timeout
+
+DEFAULT_SECONDS = 15.0
+
+SIZES = (*(1024 * 4**i for i in range(8)), 32 << 20)
+"""Payloads in bytes: 1 KiB to 16 MiB in steps of four, and 32 MiB."""
+
+SLOW = 1.0
+"""Payloads do not grow to where one collective would take longer than so many seconds."""
+
+PIPELINED_BYTES = 4 << 20
+
+WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
+"""What each kind counts in a fit: gradients are all_reduced."""
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """How well one level's figures describe what was measured.
+
+    groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second, the higher one of
+    `fitted_bandwidth` (single collectives) and `pipelined_bandwidth` (several in flight). median_error, max_error:
+    |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    alpha: float
+    bandwidth: float
+    fitted_bandwidth: float
+    pipelined_bandwidth: float
+    host_seconds_per_byte: float
+    median_error: float
+    max_error: float
+    kind_errors: Mapping[str, float]
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured. `seconds`: how long the whole calibration took."""
+
+    world: int
+    backend: str
+    torch: str
+    seconds: float
+    device: Device
+    levels: tuple[LevelReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers, strings, lists and dictionaries only; units as in the fields."""
+        found: dict[str, Any] = asdict(replace(self, device=replace(self.device, flops=dict(self.device.flops))))
+        return found
+
+    def text(self) -> str:
+        """The report in plain lines."""
+        device = self.device
+        flops = ", ".join(f"{value / 1e9:.1f} GFLOP/s {name}" for name, value in device.flops.items())
+        lines = [
+            f"calibrated {self.world} ranks over {self.backend} in {self.seconds:.1f} s (torch {self.torch})",
+            f"device: {device.name}",
+            f"  {flops}",
+            f"  memory {device.memory_bandwidth / 1e9:.2f} GB/s, {device.memory_bytes / 2**30:.1f} GiB a rank; "
+            f"op overhead {device.op_overhead * 1e6:.2f} us",
+        ]
+        for level in self.levels:
+            kinds = ", ".join(f"{kind} {error:.0%}" for kind, error in level.kind_errors.items())
+            lines += [
+                f"level {level.name}: {' and '.join(str(len(group)) for group in level.groups)} ranks",
+                f"  alpha {level.alpha * 1e6:.1f} us, bandwidth {level.bandwidth / 1e9:.3f} GB/s (one collective at "
+                f"a time {level.fitted_bandwidth / 1e9:.3f}, several in flight {level.pipelined_bandwidth / 1e9:.3f})",
+                f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte",
+                f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
+                f"over {len(level.samples)} samples; median of {kinds}",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The cluster as measured, and how it was found. The same on every rank."""
+
+    cluster: ClusterSpec
+    report: Report
+
+
+def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | None = None) -> Calibration:
+    """Measure the ranks of the running world. All of them must call it, with the same arguments.
+
+    seconds: roughly how long measuring may take; slow networks take longer. device: what the collectives and the
+    compute run on; None picks CUDA where there is a GPU, else the CPU. Returns the same on every rank.
+    Raises ConfigTypeError or ConfigValueError for bad arguments, or a world of fewer than two ranks.
+    """
+    budget, where = _check_seconds(seconds), _check_device(device)
+    if not is_distributed() or dist.get_world_size() < 2:
+        raise ConfigValueError(
+            "calibrate() measures the network between ranks: start at least two with torchrun, and call "
+            "commfuse_fx.init() first"
+        )
+    began = perf_counter()
+    with torch.no_grad():
+        plan = _levels_of(_hosts())
+        device_share = 0.3 * budget
+        level_share = (budget - device_share) / len(plan)
+        levels = [_measure_level(planned, where, level_share) for planned in plan]
+        with _shown("measuring the device"):
+            figures = _slowest_figures(_probe(where, device_share))
+    backend = dist.group.WORLD._get_backend(where).name()  # type: ignore[union-attr]
+    world = dist.get_world_size()
+    source = f"measured by commfuse calibrate: {world} ranks, {backend}, torch {torch.__version__}"
+    measured = Device(source=source, **figures)
+    report = Report(world, backend, torch.__version__, perf_counter() - began, measured, tuple(levels))
+    cluster = ClusterSpec(
+        name=f"{backend}-{world}",
+        device=measured,
+        levels=tuple(_spec_of(*pair, source) for pair in zip(plan, levels, strict=True)),
+        ranks=world,
+    )
+    found: list[Any] = [Calibration(cluster, report)]
+    dist.broadcast_object_list(found, src=0)
+    result: Calibration = found[0]
+    return result
+
+
+def _check_seconds(seconds: float) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise ConfigTypeError(f"seconds={seconds!r} must be a number of seconds")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigValueError(f"seconds={seconds!r} must be positive; {DEFAULT_SECONDS:g} is a good value")
+    return float(seconds)
+
+
+def _check_device(device: str | torch.device | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_cuda else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigValueError(f"device={device!r} is not a device: use 'cpu' or 'cuda'") from error
+    if found.type == "cuda" and not has_cuda:
+        raise ConfigValueError(f"device={device!r}: this process sees no CUDA device; use 'cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigValueError(f"device={device!r} cannot be calibrated: use 'cpu' or 'cuda'")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _shown(what: str) -> AbstractContextManager[None]:
+    return progress(f"calibrating: {what}") if dist.get_rank() == 0 else nullcontext()
+
+
+def _gather(mine: Any) -> list[Any]:
+    """Everybody's value, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+# Which ranks share a host, and what levels follow.
+
+
+def _hosts() -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, hosts in the order of their first rank.
+
+    GROUP_RANK is torchrun's number of the node: it tells containers apart that call themselves by one name.
+    """
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, host in enumerate(_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))):
+        members.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in members.values())
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A level to measure. domains: as in Level. groups: ranks that run one collective; all groups run at once."""
+
+    name: str
+    domains: int | tuple[tuple[int, ...], ...] | None
+    groups: tuple[tuple[int, ...], ...]
+
+
+def _levels_of(hosts: Sequence[tuple[int, ...]]) -> list[_Planned]:
+    """The levels, the innermost first: the ranks of each host, and the hosts.
+
+    Between hosts the first ranks of all of them are one group, the second ranks another, and so on: what counts is
+    what a rank can send while the ranks that share its network card do the same.
+    """
+    everyone = (tuple(range(sum(len(ranks) for ranks in hosts))),)
+    if len(hosts) == 1:
+        return [_Planned("host", None, everyone)]
+    network = _Planned("network", None, tuple(zip(*hosts, strict=False)))
+    if all(len(ranks) == 1 for ranks in hosts):
+        return [network]
+    return [_Planned("host", _domains(hosts), tuple(ranks for ranks in hosts if len(ranks) > 1)), network]
+
+
+def _domains(hosts: Sequence[tuple[int, ...]]) -> int | tuple[tuple[int, ...], ...]:
+    """A block size where all hosts have consecutive blocks of one size."""
+    size = len(hosts[0])
+    blocks = [tuple(range(i * size, (i + 1) * size)) for i in range(len(hosts))]
+    return size if list(hosts) == blocks else tuple(hosts)
+
+
+def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
+    return Level(
+        name=level.name,
+        domains=planned.domains,
+        alpha=level.alpha,
+        bandwidth=level.bandwidth,
+        host_seconds_per_byte=level.host_seconds_per_byte,
+        source=source,
+    )
+
+
+# The network.
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank found out about one level; `samples` is empty on a rank that did not take part."""
+
+    samples: tuple[Sample, ...] = ()
+    pipelined: Sample | None = None
+    contention: float = 0.0
+
+
+def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
+    rank = dist.get_rank()
+    # Every rank must make every group, in the same order.
+    handles = [dist.new_group(list(ranks), timeout=world_timeout()) for ranks in planned.groups]
+    own = [(handle, ranks) for handle, ranks in zip(handles, planned.groups, strict=True) if rank in ranks]
+    mine = _Measured()
+    for handle, ranks in own:
+        mine = _measure_group(_Group(handle, ranks, device), planned.name, seconds)
+    everybody = _gather(mine)
+    for handle, _ in own:
+        dist.destroy_process_group(handle)
+    return _report_level(planned.name, planned.groups, everybody)
+
+
+def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Sequence[_Measured]) -> LevelReport:
+    samples: list[Sample] = []
+    pipelined: list[Sample] = []
+    for ranks in groups:
+        found = [everybody[rank] for rank in ranks]
+        samples.extend(_slowest(column) for column in zip(*(each.samples for each in found), strict=True))
+        pipelined.append(_slowest([each.pipelined for each in found if each.pipelined is not None]))
+    single = fit(samples)
+    in_flight = min(sample.wire_bytes / sample.seconds for sample in pipelined)
+    final = fit(samples, in_flight) if in_flight > single.bandwidth else single
+    by_kind: dict[str, list[float]] = {}
+    for sample, error in zip(samples, final.errors, strict=True):
+        by_kind.setdefault(sample.kind, []).append(error)
+    return LevelReport(
+        name=name,
+        groups=groups,
+        alpha=final.alpha,
+        bandwidth=final.bandwidth,
+        fitted_bandwidth=single.bandwidth,
+        pipelined_bandwidth=in_flight,
+        host_seconds_per_byte=max(each.contention for each in everybody),
+        median_error=final.median_error,
+        max_error=final.max_error,
+        kind_errors={kind: median(errors) for kind, errors in by_kind.items()},
+        samples=tuple(samples),
+    )
+
+
+def _slowest(samples: Sequence[Sample]) -> Sample:
+    return max(samples, key=lambda sample: sample.seconds)
+
+
+class _Group:
+    """Ranks that measure together: their collectives, their clock, and the numbers they agree on."""
+
+    def __init__(self, handle: Any, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.handle = handle
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.device = device
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        _synchronize(self.device)
+        start = perf_counter()
+        call()
+        _synchronize(self.device)
+        return perf_counter() - start
+
+    def agreed(self, seconds: float) -> float:
+        """The largest of the ranks' values: what follows from it is the same on all of them."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, self.handle)
+        return float(value)
+
+    def all_reduce(self, x: torch.Tensor) -> Any:
+        return dist.all_reduce(x, group=self.handle, async_op=True)
+
+    def collective(self, kind: str, nbytes: int) -> tuple[int, int, Callable[[], Any]]:
+        """(bytes of the payload, collectives in one call, the call)."""
+        count = max(nbytes // 4 // self.size, 1) * self.size
+        x = torch.zeros(count, device=self.device)
+        if kind == "all_reduce":
+            return count * 4, 1, lambda: dist.all_reduce(x, group=self.handle)
+        if kind == "all_gather":
+            part = torch.zeros(count // self.size, device=self.device)
+            return count * 4, 1, lambda: _all_gather(x, part, group=self.handle)
+
+        def broadcasts() -> None:
+            # Each rank is the root once: a root alone would run ahead of those that it sends to.
+            for root in self.ranks:
+                dist.broadcast(x, root, self.handle)
+
+        return count * 4, self.size, broadcasts
+
+
+# Its old name warns from torch 2.13 on.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def _measure_group(group: _Group, name: str, seconds: float) -> _Measured:
+    with _shown(f"collectives of level {name}"):
+        samples = _ladder(group, 0.6 * seconds)
+    alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
+    alone = group.agreed(alone)
+    nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
+    with _shown(f"several collectives of level {name} at once"):
+        pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
+    with _shown(f"compute beside collectives of level {name}"):
+        contention = _contention(group, nbytes, alone, 0.25 * seconds)
+    return _Measured(tuple(samples), pipelined, contention)
+
+
+def _ladder(group: _Group, seconds: float) -> list[Sample]:
+    """Each kind at each size, one collective at a time, until the network or the budget says stop."""
+    samples: list[Sample] = []
+    # Larger ones get more time: few of them fit into it.
+    unit = seconds / sum(range(len(SIZES) + 1)) / len(WEIGHTS)
+    start = perf_counter()
+    expected = 0.0
+    for number, size in enumerate(SIZES):
+        worst = 0.0
+        for kind, weight in WEIGHTS.items():
+            nbytes, count, call = group.collective(kind, size)
+            if expected < SLOW / 4:
+                call()  # connections are made, and memory is touched for the first time
+            first = group.agreed(group.timed(call))
+            repeats = min(max(math.ceil(unit * (number + 1) / first), 3 if first < SLOW / 4 else 1), 100)
+            times = [group.timed(call) / count for _ in range(repeats)]
+            samples.append(Sample(kind, group.size, nbytes, median(times), weight))
+            worst = max(worst, first / count)
+        expected = worst * SIZES[min(number + 1, len(SIZES) - 1)] / size
+        if expected > SLOW or (number >= 3 and group.agreed(perf_counter() - start) > seconds):
+            break
+    return samples
+
+
+def _in_flight(group: _Group, nbytes: int, alone: float, seconds: float) -> Sample:
+    """One of several all_reduces that are handed over at once, as a training step does."""
+    count = min(max(int(seconds / 4 / alone), 2), 8)
+    blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(count)]
+
+    def call() -> None:
+        for work in [group.all_reduce(block) for block in blocks]:
+            work.wait()
+
+    call()
+    each = median(group.timed(call) for _ in range(3)) / count
+    return Sample("all_reduce", group.size, nbytes, each)
+
+
+def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> float:
+    """Seconds of compute that one byte on the wire takes away from this rank's CPU."""
+    if group.device.type != "cpu":
+        return 0.0
+    a, b, c = (torch.zeros(256, 256) for _ in range(3))
+    count = min(max(int(seconds / 8 / alone), 2), 16)
+    blocks = [torch.zeros(nbytes // 4) for _ in range(count)]
+    wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
+    torch.mm(a, b, out=c)
+    found = []
+    for _ in range(3):
+        undisturbed = _seconds_of_product(group, a, b, c, seconds / 12)
+        group.agreed(0.0)  # start together
+        start = perf_counter()
+        works = [group.all_reduce(block) for block in blocks]
+        done = 0
+        while not all(work.is_completed() for work in works):
+            torch.mm(a, b, out=c)
+            done += 1
+        lost = perf_counter() - start - done * undisturbed
+        for work in works:
+            work.wait()
+        found.append(max(lost, 0.0) / wire_bytes)
+    return median(found)
+
+
+def _seconds_of_product(group: _Group, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seconds: float) -> float:
+    """One product of the loop, with no collective around, all ranks at once."""
+    group.agreed(0.0)
+    count, start = 0, perf_counter()
+    while count < 3 or perf_counter() - start < seconds:
+        torch.mm(a, b, out=c)
+        count += 1
+    return (perf_counter() - start) / count
+
+
+# The device.
+
+
+def _probe(device: torch.device, seconds: float) -> dict[str, Any]:
+    """The fields of Device, as this rank measures them while all others do the same."""
+    _gather(None)  # start together
+    is_cuda = device.type == "cuda"
+    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if is_cuda else []), torch.float64]
+    share = seconds / (len(dtypes) + 2)
+    flops = {dtype_name(dtype): _flops(dtype, device, share) for dtype in dtypes}
+    return {
+        "name": _device_name(device),
+        "flops": {name: value for name, value in flops.items() if value is not None},
+        "memory_bandwidth": _memory_bandwidth(device, share),
+        "memory_bytes": _memory_bytes(device),
+        "op_overhead": _op_overhead(device, share),
+    }
+
+
+def _slowest_figures(mine: dict[str, Any]) -> dict[str, Any]:
+    """A step waits for its slowest rank: the worst of the ranks' figures, and the dtypes that all of them can do."""
+    everybody = _gather(mine)
+    common = [name for name in everybody[0]["flops"] if all(name in each["flops"] for each in everybody)]
+    return {
+        "name": everybody[0]["name"],
+        "flops": {name: min(each["flops"][name] for each in everybody) for name in common},
+        "memory_bandwidth": min(each["memory_bandwidth"] for each in everybody),
+        "memory_bytes": min(each["memory_bytes"] for each in everybody),
+        "op_overhead": max(each["op_overhead"] for each in everybody),
+    }
+
+
+def _flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:
+    """FLOP per second of matrix products as a step has them; None where the device has none of this dtype."""
+    shapes = [(64, 512, 2048), (512, 512, 512)] if device.type == "cpu" else [(2048, 4096, 4096), (4096, 4096, 4096)]
+    work, spent = 0, 0.0
+    for m, k, n in shapes:
+        try:
+            a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+            spent += _median_seconds(lambda a=a, b=b: torch.mm(a, b), device, seconds / len(shapes))  # type: ignore[misc]
+        except (RuntimeError, NotImplementedError):
+            return None
+        work += 2 * m * k * n
+    return work / spent
+
+
+def _memory_bandwidth(device: torch.device, seconds: float) -> float:
+    """Bytes per second read and written by an addition and a copy that no cache holds."""
+    count = (64 if device.type == "cpu" else 256) * 2**20 // 4
+    x, y, out = (torch.zeros(count, device=device) for _ in range(3))
+    add = _median_seconds(lambda: torch.add(x, y, out=out), device, seconds / 2)
+    copy = _median_seconds(lambda: out.copy_(x), device, seconds / 2)
+    return 5 * count * 4 / (add + copy)
+
+
+def _op_overhead(device: torch.device, seconds: float) -> float:
+    """Seconds of an op that computes next to nothing, many of them in a row."""
+    x, count = torch.zeros(1, device=device), 500
+    add = torch.ops.aten.add.Tensor._op
+
+    def adds() -> None:
+        for _ in range(count):
+            add(x, x)
+
+    return _median_seconds(adds, device, seconds) / count
+
+
+def _median_seconds(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    call()
+    _synchronize(device)
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < 3 or (perf_counter() - begin < seconds and len(times) < 1000):
+        start = perf_counter()
+        call()
+        _synchronize(device)
+        times.append(perf_counter() - start)
+    return median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the CPU as Linux calls it, with the threads that an op uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass  # not Linux
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Capacity: the GPU's, or this rank's part of the host's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here

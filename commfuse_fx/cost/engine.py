@@ -1,0 +1,204 @@
+"""Plays transfers and computing against each other in time. Knows no graph.
+
+One thread computes. Each stream carries one transfer at a time, in the order of issue, as backends do with the
+collectives of one group. Time is fluid: between two events every rate is constant, and at an event (a transfer
+begins, ends its latency or ends) the rates are worked out anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from commfuse_fx.errors import ConfigValueError
+
+CORE_SHARE = 0.5
+"""The part of the core that a backend's threads get at most while the step computes: two threads, one half each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message, in seconds on an otherwise idle machine.
+
+    stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
+    and of the core `host` seconds, spread evenly. Raises ConfigValueError on a time below 0 or not finite, and on
+    host time without transfer time to spread it over.
+    """
+
+    stream: str
+    latency: float
+    transfer: float
+    host: float = 0.0
+    links: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "transfer", "host"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ConfigValueError(f"Transfer {name}={value!r}: give seconds, finite and not below 0")
+        if self.host and not self.transfer:
+            raise ConfigValueError(f"Transfer host={self.host!r} with transfer=0: host time needs transfer time")
+
+
+class _Flight:
+    """A transfer that was issued. `until`: when its present phase ends if no rate changes."""
+
+    __slots__ = ("begin", "demand", "end", "issued", "left", "loading", "rate", "transfer", "until")
+
+    def __init__(self, transfer: Transfer, issued: float) -> None:
+        self.transfer = transfer
+        self.issued = issued
+        self.begin = inf
+        self.end = inf
+        self.until = inf
+        self.loading = False
+        self.left = transfer.transfer
+        self.rate = 0.0
+        self.demand = transfer.host / transfer.transfer if transfer.transfer else 0.0
+
+
+class Engine:
+    """A clock, one compute thread and any number of streams.
+
+    Links are divided evenly between the transfers that load them: a transfer moves at the rate of its most
+    crowded link. A transfer with host time takes compute time away while it moves. Backend and step share the
+    core half and half where there is not enough for both; where the step waits, the backend has it all.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds since the start."""
+        self._flights: list[_Flight] = []
+        self._queues: dict[str, deque[_Flight]] = {}
+        self._active: list[_Flight] = []
+        self._computing = True
+        self._speed = 1.0  # of computing
+        self._next = inf  # the next event
+        self._since = 0.0  # up to here `left` is right
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Compute for this long, and longer where transfers take a part of the core. Returns (begin, end)."""
+        begin = self.now
+        if not self._active:
+            self.now = begin + seconds
+            return begin, self.now
+        if not self._computing:
+            self._plan(computing=True)
+        while True:
+            end = self.now + seconds / self._speed
+            if end <= self._next:
+                self.now = end
+                return begin, end
+            seconds = max(seconds - (self._next - self.now) * self._speed, 0.0)
+            self._reach_next()
+
+    def issue(self, transfer: Transfer) -> int:
+        """Put a transfer behind those of its stream. Takes no compute time. Returns its handle."""
+        flight = _Flight(transfer, self.now)
+        self._flights.append(flight)
+        queue = self._queues.setdefault(transfer.stream, deque())
+        queue.append(flight)
+        if len(queue) == 1:
+            self._serve(queue)
+            self._plan(self._computing)
+        return len(self._flights) - 1
+
+    def wait(self, handle: int) -> tuple[float, float]:
+        """Stand still until a transfer has ended. Returns when the wait was (entered, left)."""
+        entered = self.now
+        flight = self._flights[handle]
+        while flight.end == inf:
+            if self._computing:
+                self._plan(computing=False)
+            self._reach_next()
+        return entered, self.now
+
+    def drain(self) -> float:
+        """Stand still until nothing is on the wire. Returns the time."""
+        for handle in range(len(self._flights) - 1, -1, -1):
+            if self._active:
+                self.wait(handle)
+        return self.now
+
+    def times(self, handle: int) -> tuple[float, float, float]:
+        """When a transfer was issued, began and ended; inf for what has not happened yet."""
+        flight = self._flights[handle]
+        return flight.issued, flight.begin, flight.end
+
+    def outstanding(self) -> dict[str, float]:
+        """Seconds, on an idle machine, of what each stream that is not empty has still to move."""
+        self._settle()
+        found: dict[str, float] = {}
+        for stream, queue in self._queues.items():
+            if queue:
+                head, *behind = queue
+                first = head.left if head.loading else head.until - self.now + head.transfer.transfer
+                found[stream] = first + sum(each.transfer.latency + each.transfer.transfer for each in behind)
+        return found
+
+    def _serve(self, queue: deque[_Flight]) -> None:
+        """Begin with the transfer at the head of a queue, now; one that takes no time at all ends at once."""
+        while queue:
+            head = queue[0]
+            head.begin = self.now
+            if head.transfer.latency or head.transfer.transfer:
+                head.loading = not head.transfer.latency
+                head.until = self.now + head.transfer.latency
+                self._active.append(head)
+                return
+            head.end = self.now
+            queue.popleft()
+
+    def _reach_next(self) -> None:
+        """Go on to the next event and let it happen."""
+        self.now = max(self.now, self._next)
+        self._settle()
+        over = [flight for flight in self._active if flight.until <= self._next]
+        for flight in over:
+            if not flight.loading and flight.transfer.transfer:
+                flight.loading = True
+                continue
+            flight.end = self.now
+            self._active.remove(flight)
+            queue = self._queues[flight.transfer.stream]
+            queue.popleft()
+            self._serve(queue)
+        self._plan(self._computing)
+
+    def _settle(self) -> None:
+        """Account for what has moved since the rates were last worked out."""
+        passed = self.now - self._since
+        for flight in self._active:
+            if flight.loading:
+                flight.left = max(flight.left - flight.rate * passed, 0.0)
+        self._since = self.now
+
+    def _plan(self, computing: bool) -> None:
+        """Work out all rates from now on, and the next event."""
+        self._settle()
+        self._computing = computing
+        loading = [flight for flight in self._active if flight.loading]
+        demand = self._share_links(loading)
+        share = CORE_SHARE if computing else 1.0
+        scale = 1.0 if demand <= share else share / demand
+        for flight in loading:
+            if flight.demand:
+                flight.rate *= scale
+            flight.until = self.now + flight.left / flight.rate
+        self._speed = 1.0 - min(demand, share) if computing else 1.0
+        self._next = min((flight.until for flight in self._active), default=inf)
+
+    @staticmethod
+    def _share_links(loading: list[_Flight]) -> float:
+        """Set the rates that the links allow. Returns the part of the core that moving at these rates takes."""
+        users: dict[str, int] = {}
+        if len(loading) > 1:
+            for flight in loading:
+                for link in dict.fromkeys(flight.transfer.links):
+                    users[link] = users.get(link, 0) + 1
+        demand = 0.0
+        for flight in loading:
+            flight.rate = 1.0 / max((users.get(link, 1) for link in flight.transfer.links), default=1)
+            demand += flight.rate * flight.demand
+        return demand

@@ -1,0 +1,116 @@
+"""How much memory a step has allocated, node by node."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from commfuse_fx.cost.deferred import execution_order, is_deferred
+from commfuse_fx.ir.collectives import is_wait, memory_on_wire
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.program import Program
+
+
+def bytes_of(spec: Spec) -> int:
+    """Bytes of a tensor or a nest of tensors, without padding of the allocator."""
+    if isinstance(spec, TensorSpec):
+        return spec.nbytes
+    return sum(bytes_of(item) for item in spec) if spec else 0
+
+
+def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
+    """Bytes that the step has allocated while each node runs, in graph order. `roots`: those of the program, if known.
+
+    Inputs (parameters, buffers, optimizer state, flat storage) and constants are there all the time, memory that
+    two inputs share once; so is memory that is kept between steps. All else lives from the node that makes it to
+    its last use, what a collective sends or receives at least to its wait, and what a node of the following step
+    uses to that node: such memory may be there twice, for this step and for the one before.
+    """
+    aliases = program.aliases()
+    roots = roots or Roots(program.graph, aliases)
+    order = execution_order(program)
+    position = {node: i for i, node in enumerate(order)}
+    always = sum(bytes_of(info(node).spec) for node in order if _is_given(node) and node not in aliases)
+    change = [0] * (len(order) + 1)
+    for first, until, later, size in _lifetimes(order, position, roots):
+        change[first] += size
+        if later < 0:
+            change[until + 1] -= size
+        else:  # over the end of the step, and on to `later` in the next one
+            change[0] += size
+            change[later + 1] -= size
+    always += sum(bytes_of(info(node).spec) for node in order if info(node).kept)
+    live = always
+    profile = [0] * len(order)
+    for i, delta in enumerate(change[:-1]):
+        live += delta
+        profile[i] = live
+    return [profile[position[node]] for node in program.graph.nodes]
+
+
+def peak_memory(program: Program, roots: Roots | None = None) -> int:
+    """Bytes that the step has allocated at most."""
+    return max(memory_profile(program, roots))
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
+def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots) -> list[tuple[int, int, int, int]]:
+    """(first position, last one, last one in the following step or -1, bytes) of all memory the step allocates."""
+    twins = _twins(order, roots)
+    last: dict[fx.Node, int] = {}
+    later: dict[fx.Node, int] = {}
+
+    for at, node in enumerate(order):
+        used = [roots[node], *map(roots.__getitem__, node.all_input_nodes)]
+        if is_wait(node) and (sent := memory_on_wire(node)) is not None:
+            used.append(roots[sent])
+        deferred = is_deferred(node)
+        for root in used:
+            root = twins.get(root, root)
+            if deferred and not is_deferred(root):
+                later[root] = at
+            else:
+                last[root] = at
+    taken: dict[fx.Node, int] = {}
+    for part in order:
+        if _is_part(part, roots) and part not in twins:
+            maker = _maker(part)
+            taken[maker] = taken.get(maker, 0) + bytes_of(info(part).spec)
+    found: list[tuple[int, int, int, int]] = []
+    for root in order:
+        if root.op != "call_function" or roots[root] is not root or root in twins or info(root).kept:
+            continue
+        # An op that yields several tensors makes them all; each then lives as long as somebody needs it.
+        maker = _maker(root) if _is_part(root, roots) else root
+        size = bytes_of(info(root).spec) - taken.get(root, 0)
+        until = max(last.get(maker, -1), last.get(root, -1))
+        found.append((position[maker], until, max(later.get(maker, -1), later.get(root, -1)), size))
+    return found
+
+
+def _is_part(node: fx.Node, roots: Roots) -> bool:
+    """One of several results that an op makes separately."""
+    return node.target is operator.getitem and roots[node] is node
+
+
+def _maker(part: fx.Node) -> fx.Node:
+    maker = part.args[0]
+    assert isinstance(maker, fx.Node)
+    return maker
+
+
+def _twins(order: list[fx.Node], roots: Roots) -> dict[fx.Node, fx.Node]:
+    """Parts that take the same result as an earlier one, and that one."""
+    first: dict[tuple[fx.Node, object], fx.Node] = {}
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        if _is_part(node, roots):
+            kept = first.setdefault((_maker(node), node.args[1]), node)
+            if kept is not node:
+                twins[node] = kept
+    return twins

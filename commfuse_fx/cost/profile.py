@@ -1,0 +1,353 @@
+"""What one step's compute really takes: a profile, measured node by node on the running ranks.
+
+A profile is a cluster plus the seconds of every compute node of one model, and is taken wherever a cluster is.
+While it is measured every collective ends where it begins, so that no node is slowed by what is on the wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from statistics import mean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commfuse_fx.cost import files
+from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.files import check_keys, check_number, check_object, check_text
+from commfuse_fx.cost.model import PER_ELEMENT, profile_key, update_elements
+from commfuse_fx.cost.presets import resolve_cluster
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.meta import TensorSpec, dtype_name, info
+from commfuse_fx.ir.naming import op_label
+from commfuse_fx.options import check_int, show
+from commfuse_fx.runtime.world import is_distributed
+
+if TYPE_CHECKING:
+    from commfuse_fx.runtime.executor import Executor
+
+_KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """The compute of one model's step on one cluster.
+
+    cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
+    parameters. node_seconds: seconds by `profile_key(node)` of every compute node, with nothing on the wire; and
+    `update.per_element/<op>`: seconds per element of the parameters that an update op works on. torch, device: the
+    version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
+    """
+
+    cluster: ClusterSpec
+    world: int
+    model: str
+    node_seconds: Mapping[str, float] = field(hash=False)
+    torch: str = ""
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cluster, ClusterSpec):
+            raise ConfigTypeError(f"cluster is {show(self.cluster)}; give a ClusterSpec")
+        check_int(self.world, "world", 1)
+        if not re.fullmatch("[0-9a-f]{64}", check_text(self.model, "model")):
+            raise ConfigValueError(f"model is {show(self.model)}; give the 64 hex digits of model_fingerprint()")
+        if not isinstance(self.node_seconds, Mapping):
+            raise ConfigTypeError(f"node_seconds is {show(self.node_seconds)}; give seconds by the name of a node")
+        if not self.node_seconds:
+            raise ConfigValueError("node_seconds is empty; measure at least one step")
+        checked = {
+            check_text(key, "a key of node_seconds"): check_number(value, f"node_seconds[{show(key)}]")
+            for key, value in self.node_seconds.items()
+        }
+        object.__setattr__(self, "node_seconds", checked)
+        check_text(self.torch, "torch", empty=True)
+        check_text(self.device, "device", empty=True)
+
+    def check(self, world: int, model: str) -> None:
+        """Raises ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
+        if (world, model) != (self.world, self.model):
+            raise ConfigValueError(
+                f"profile for another world or model: it was measured on {self.world} rank(s) with parameters "
+                f"{self.model[:12]}, this step has {world} rank(s) and parameters {model[:12]}; measure this step, or "
+                "give the profile's cluster alone"
+            )
+
+    def to_json(self) -> str:
+        """The text of a JSON document of kind "profile"; `from_json` reads it back."""
+        body = {
+            "cluster": json.loads(self.cluster.to_json()),
+            "world": self.world,
+            "model": self.model,
+            "torch": self.torch,
+            "device": self.device,
+            "node_seconds": dict(self.node_seconds),
+        }
+        return files.document_text("profile", body)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the text") -> StepProfile:
+        """The profile that `to_json` wrote; `where` says in errors where the text comes from.
+
+        Raises ConfigTypeError, ConfigKeyError or ConfigValueError, naming `where`, the key and the fix.
+        """
+        kind, body = files.parse_document(text, where)
+        if kind != "profile":
+            raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "profile"')
+        return _from_body(body, where)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file. Raises OSError when that fails."""
+        files.write_document(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepProfile:
+        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
+        return cls.from_json(files.read_text(path), os.fspath(path))
+
+
+def _from_body(body: Mapping[str, Any], where: str) -> StepProfile:
+    check_keys(body, where, _KEYS)
+    nested = json.dumps(check_object(body["cluster"], f"{where}: cluster"))
+    cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
+    check_object(body["node_seconds"], f"{where}: node_seconds")
+    try:
+        return StepProfile(**{**body, "cluster": cluster})
+    except (ConfigTypeError, ConfigValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+files.register_kind("profile", _from_body)
+
+
+def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, StepProfile | None]:
+    """The cluster that an option stands for, and the profile, if that is what was given.
+
+    value: what `resolve_cluster` takes, a StepProfile, or the path of a file with one. Raises like `resolve_cluster`.
+    """
+    if isinstance(value, (str, os.PathLike)) and str(value).endswith(".json"):
+        value = files.load_document(value)
+    if isinstance(value, StepProfile):
+        return value.cluster, value
+    return resolve_cluster(value, where), None
+
+
+def model_fingerprint(params: Mapping[str, torch.Tensor | TensorSpec]) -> str:
+    """SHA-256, in hex, of the names, shapes and dtypes of parameters, in their order."""
+    lines = [f"{name} {dtype_name(p.dtype)} {tuple(int(size) for size in p.shape)}" for name, p in params.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def profile_step(
+    executor: Executor, inputs: Mapping[str, torch.Tensor], cluster: ClusterSpec, rounds: int, fingerprint: str
+) -> StepProfile:
+    """Measure a step on all ranks, which must call this together. The profile is the same on all of them.
+
+    executor: bound to its storage, of a step that no rank is in. inputs: as for `Executor.run`. cluster: what
+    collectives cost. fingerprint: `model_fingerprint` of the parameters. Each value is the median over the ranks.
+    Leaves parameters, buffers, optimizer state and random number generators as they were.
+    """
+    together = is_distributed() and executor.program.mesh.world > 1
+    world = dist.get_world_size() if together else 1
+    if together:
+        _gather(None, world)  # start together
+    mine = measure_step(executor, inputs, rounds)
+    everybody = _gather(mine, world) if together else [mine]
+    seconds = {key: median(each[key] for each in everybody if key in each) for key in everybody[0]}
+    return StepProfile(
+        cluster=cluster,
+        world=executor.program.mesh.world,
+        model=fingerprint,
+        node_seconds=seconds,
+        torch=torch.__version__,
+        device=cluster.device.name,
+    )
+
+
+def _gather(mine: Any, world: int) -> list[Any]:
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def measure_step(executor: Executor, inputs: Mapping[str, torch.Tensor], rounds: int = 5) -> dict[str, float]:
+    """Seconds of each compute node of a step on this rank, by `profile_key`: medians over `rounds` rounds.
+
+    One more round goes before them and does not count. Nodes with one key share their mean. Updates also give
+    `update.per_element/<op>`, seconds per element of the parameters. All ranks of the program's world must call it
+    together. Leaves parameters, buffers, optimizer state and random number generators as they were, with copies of
+    them in memory meanwhile. Raises ConfigTypeError or ConfigValueError for bad rounds, and what the step raises.
+    """
+    check_int(rounds, "rounds", 1)
+    executor.synchronize()
+    stopwatch = _Stopwatch(executor)
+    measured: list[dict[str, float]] = []
+    with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+        for _ in range(rounds + 1):
+            with _undone(executor, inputs):
+                measured.append(stopwatch.round(executor.gather(inputs)))
+    return {key: median(found[key] for found in measured[1:]) for key in measured[0]}
+
+
+class _Stopwatch:
+    """Runs a program node by node, in graph order, with a clock around every compute node."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.nodes = list(executor.program.graph.nodes)
+        self.sends = executor.wire.sends()
+        self.callables = {node: _direct(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
+        self.dead_after = self._lifetimes()
+
+    def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node, the values that nobody needs once it has run."""
+        last_use = {value: node for node in self.nodes for value in node.all_input_nodes}
+        dead: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node in last_use:
+                dead.setdefault(last_use[node], []).append(node)
+            elif node.op == "placeholder" or not written_nodes(node):
+                dead.setdefault(node, []).append(node)
+        return dead
+
+    def round(self, given: Sequence[Any]) -> dict[str, float]:
+        """One step. Its updates are applied; what the collectives left is forgotten if it fails."""
+        try:
+            seconds = self._run(given)
+        except BaseException:
+            self.executor.wire.abandon()
+            self.executor.storage.pool.forget_memory()
+            raise
+        return self._by_key(seconds)
+
+    def _run(self, given: Sequence[Any]) -> dict[fx.Node, float]:
+        values: dict[fx.Node, Any] = {}
+        seconds: dict[fx.Node, float] = {}
+        inputs = iter(given)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = self.executor.program.constants[str(node.target)]
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node], took = self._timed(self.callables[node], args, kwargs)
+                if is_start(node):
+                    self._complete()
+                elif not is_wait(node):
+                    seconds[node] = took
+                for send, storage in self.sends.get(node, ()):
+                    send(values[storage])
+                    self._complete()
+                del args, kwargs
+            for value in self.dead_after.get(node, ()):
+                values.pop(value, None)
+        return seconds
+
+    def _timed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, float]:
+        self._synchronize()
+        start = perf_counter()
+        value = function(*args, **kwargs)
+        self._synchronize()
+        return value, perf_counter() - start
+
+    def _complete(self) -> None:
+        """Wait for whatever is on the wire. The graph's own wait comes later, and finds it done."""
+        for flights in self.executor.wire._pending.values():
+            for flight in flights:
+                flight.work.wait()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        for device in self.executor.devices:
+            torch.cuda.synchronize(device)
+
+    @staticmethod
+    def _by_key(seconds: Mapping[fx.Node, float]) -> dict[str, float]:
+        found: dict[str, list[float]] = {}
+        updates: dict[str, list[tuple[float, int]]] = {}
+        for node, took in seconds.items():
+            found.setdefault(profile_key(node), []).append(took)
+            if info(node).phase == "update" and update_elements(node):
+                updates.setdefault(PER_ELEMENT + op_label(node.target), []).append((took, update_elements(node)))
+        rates = {key: sum(took for took, _ in each) / sum(count for _, count in each) for key, each in updates.items()}
+        return {**{key: mean(each) for key, each in found.items()}, **rates}
+
+
+def _direct(function: Any) -> Callable[..., Any]:
+    """As generated code calls it: an overload's own callable skips a Python frame."""
+    direct: Callable[..., Any] = function._op if isinstance(function, torch._ops.OpOverload) else function
+    return direct
+
+
+@contextmanager
+def _undone(executor: Executor, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Whatever the step changes inside the block is as before after it."""
+    program = executor.program
+    written = {value: None for node in program.graph.nodes for value in written_nodes(node)}
+    shared = program.aliases()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (node, source), value in zip(program.sources.items(), executor.gather(inputs), strict=True):
+        # A batch may be a view that cannot be written, and members of flat storage are kept with it.
+        if node not in shared and (source.kind != "input" or node in written):
+            tensors = value if isinstance(value, (list, tuple)) else [value]
+            kept.extend((tensor, tensor.clone()) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    calls_optimizer = any(is_opaque(node) for node in program.graph.nodes)
+    restore_optimizer = _keep_optimizer(executor.optimizer) if calls_optimizer else None
+    random = torch.get_rng_state()
+    random_cuda = [torch.cuda.get_rng_state(device) for device in executor.devices]
+    try:
+        yield
+    finally:
+        for tensor, before in kept:
+            tensor.copy_(before)
+        if restore_optimizer is not None:
+            restore_optimizer()
+        torch.set_rng_state(random)
+        for device, state in zip(executor.devices, random_cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _keep_optimizer(optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """For an optimizer whose own step() is called: state and options of its groups, with the same tensor objects."""
+    assert optimizer is not None
+    states = {param: _keep_mapping(state) for param, state in optimizer.state.items()}
+    groups = [_keep_mapping({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        for param in [param for param in optimizer.state if param not in states]:
+            del optimizer.state[param]
+        for param, before in states.items():
+            _restore_mapping(optimizer.state[param], before)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            _restore_mapping(group, before, keep=("params",))
+
+    return restore
+
+
+def _keep_mapping(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """key -> (the very object, a copy of its content)."""
+    return {k: (v, v.clone() if isinstance(v, torch.Tensor) else deepcopy(v)) for k, v in values.items()}
+
+
+def _restore_mapping(values: dict[str, Any], before: Mapping[str, tuple[Any, Any]], keep: Sequence[str] = ()) -> None:
+    for key in [key for key in values if key not in before and key not in keep]:
+        del values[key]
+    for key, (held, content) in before.items():
+        if isinstance(held, torch.Tensor):
+            held.copy_(content)
+            values[key] = held
+        else:
+            values[key] = content

@@ -1,0 +1,42 @@
+"""What `cluster=` stands for: a cluster, or a profile of the very step."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Union
+
+from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.presets import preset
+
+if TYPE_CHECKING:
+    from commfuse_fx.cost.profile import StepProfile
+
+Costs = Union[ClusterSpec, "StepProfile"]
+
+
+def resolve_costs(value: Any, where: str = "cluster") -> Costs:
+    """A ClusterSpec, a StepProfile, the name of a preset, or the path of a file that holds either.
+
+    Raises ConfigTypeError, ConfigKeyError or ConfigValueError, which name `where`.
+    """
+    # Here, because a profile is measured by running programs, and programs know their configuration.
+    from commfuse_fx.cost import profile
+
+    cluster, measured = profile.resolve_costs(value, where)
+    return cluster if measured is None else measured
+
+
+def default_cluster(device: str, world: int) -> ClusterSpec:
+    """What is assumed where nothing is given: 10 Gbit/s between CPU ranks, H100 nodes of 8 for CUDA."""
+    if device != "cuda":
+        return preset("gloo-10gbit")
+    nodes = -(-world // 8)
+    return preset("h100-node" if nodes == 1 else f"h100-ib-{nodes}")
+
+
+def costs_label(costs: Costs) -> str:
+    """Name and digest, for headers: plans made from other figures are other plans."""
+    digest = hashlib.sha256(costs.to_json().encode()).hexdigest()[:12]
+    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
+    kind = "cluster" if isinstance(costs, ClusterSpec) else "profile"
+    return f"{kind} {cluster.name} {digest}"

@@ -1,0 +1,29 @@
+"""Ctrl-C at a moment when it may not interrupt."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C waits until the update is complete: a half-updated model is of no use to anybody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[Any] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None or not callable(previous):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if arrived:
+            previous(*arrived[-1])

@@ -1,0 +1,75 @@
+"""What is left of a step when its call returns: collectives on the wire, and the updates that wait for them.
+
+The following step runs the parts of the tail one by one, each just before the first node that needs it. If
+somebody looks at a parameter earlier, or the following step fails, all that is left runs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.runtime.codegen import TailPart
+from commfuse_fx.runtime.interrupts import interrupts_deferred
+
+
+class Tail:
+    """The tail of one executor."""
+
+    def __init__(self, parts: Sequence[TailPart]) -> None:
+        self.parts = parts
+        self._values: list[Any] | None = None
+        self._next = 0
+        self.failed = False
+
+    @property
+    def is_pending(self) -> bool:
+        return self._values is not None
+
+    def hooks(self) -> dict[fx.Node, Callable[[], None]]:
+        """What to call before which node of the following step."""
+        until: dict[fx.Node, int] = {}
+        for number, part in enumerate(self.parts):
+            until[part.before] = number + 1
+        return {node: self._advancer(number) for node, number in until.items()}
+
+    def begin(self, values: list[Any]) -> None:
+        """A step has ended and leaves these values to its tail."""
+        assert self._values is None, "the tail of the step before has not run"
+        self._values = values
+        self._next = 0
+
+    def finish(self) -> None:
+        """Run all that is left. Raises CollectiveError when the communication fails."""
+        self.advance(len(self.parts))
+
+    def advance(self, until: int) -> None:
+        """Run the parts before this one that have not run yet."""
+        if self._values is None:
+            return
+        try:
+            while self._next < until:
+                part = self.parts[self._next]
+                if part.writes:
+                    with interrupts_deferred():
+                        part.run(self._values)
+                        self._next += 1
+                else:
+                    part.run(self._values)
+                    self._next += 1
+        except CollectiveError as error:
+            self.failed = True
+            raise CollectiveError(
+                f"{error} This was the rest of the previous step (across_steps=True): of its updates, "
+                f"{self._next} of {len(self.parts)} parts are in the parameters, the others are not. Start all ranks "
+                "again from a checkpoint."
+            ) from error
+        finally:
+            if self.failed or self._next == len(self.parts):
+                self._values = None
+
+    def _advancer(self, until: int) -> Callable[[], None]:
+        return lambda: self.advance(until)

@@ -1,0 +1,257 @@
+"""Let the communication of a step run on into the next one.
+
+The first layers' gradients come last in the backward and their parameters are needed first in the next
+forward; in their order of readiness, the step would have to wait for all of them in between. Here buckets
+go onto the wire in the order in which the next step needs them, in pieces small enough to let urgent ones
+pass, and each bucket is waited for, and its parameters updated, just before their first use in the next
+step. What is sent when is decided at compile time, the same on every rank. (Priority and partitioning:
+Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "ByteScheduler", 2019.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.cost.cuts import PIECES, CyclicMember, CyclicPlan, choose_piece
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import wait_of
+from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
+from commfuse_fx.ir.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.program import Program
+
+
+@dataclass(frozen=True)
+class AcrossSteps:
+    """Bitwise neutral: the same reductions and updates on the same values, in another order."""
+
+    costs: CostModel
+    name: str = "across_steps"
+    requires: tuple[str, ...] = ("averaged", "split")
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        units = _units(program)
+        if not units:
+            program.note("across_steps", "the step", "no update can wait for the next step: nothing is deferred")
+            return False
+        problem = _Problem(program, units, self.costs)
+        _Emission(program, problem, problem.solve()).run()
+        return True
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A bucket with all that is to run when it has arrived, in graph order."""
+
+    start: fx.Node
+    nodes: tuple[fx.Node, ...]
+    anchor: fx.Node  # the first node of a step that reads a parameter which these nodes write
+
+
+def _units(program: Program) -> list[_Unit]:
+    """Buckets whose results only serve updates that need no other bucket."""
+    roots = Roots(program.graph, program.aliases())
+    owner_nodes: dict[str, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        name = info(node).name
+        if node.op == "call_function" and name.startswith("update."):
+            owner_nodes.setdefault(name.split("/", 1)[0], []).append(node)
+    found: list[_Unit] = []
+    for start in program.collectives():
+        nodes = _descendants(start, owner_nodes) if info(start).writes else None
+        anchor = _first_reader(program, roots, nodes) if nodes else None
+        if nodes and anchor is not None:
+            found.append(_Unit(start, nodes, anchor))
+    return found
+
+
+def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple[fx.Node, ...] | None:
+    """The wait, all that follows from it, and the rest of the updates it serves; None if others need that too."""
+    wait = wait_of(start)
+    found: dict[fx.Node, None] = {}
+    pending = [wait]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        if node.op == "output":
+            return None
+        found[node] = None
+        pending.extend(node.users)
+        if info(node).phase == "update":
+            pending.extend(owner_nodes.get(info(node).name.split("/", 1)[0], ()))
+    for node in found:
+        for value in node.all_input_nodes:
+            # Fed by the wait, by inputs of the step, or by nothing: then it can run whenever the bucket is there.
+            if value not in found and value.op == "call_function" and not (node is wait and value is start):
+                return None
+    return tuple(sorted(found))
+
+
+def _first_reader(program: Program, roots: Roots, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
+    if not changed:
+        return None
+    for node in program.graph.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        if any(roots[value] in changed for value in node.all_input_nodes):
+            return node if info(node).phase in ("forward", "backward") else None
+    return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stretch of a bucket that is complete once `ready` has run."""
+
+    unit: int
+    stretch: Stretch
+    ready: fx.Node
+
+
+class _Problem:
+    """The step as numbers: blocks of compute, what they need and what they make ready."""
+
+    def __init__(self, program: Program, units: list[_Unit], costs: CostModel) -> None:
+        self.units = units
+        self.costs = costs
+        self.mesh = program.mesh
+        deferred = dict.fromkeys(node for unit in units for node in unit.nodes)
+        starts = dict.fromkeys(unit.start for unit in units)
+        self.body = [
+            node
+            for node in program.graph.nodes
+            if node.op == "call_function" and node not in deferred and node not in starts
+        ]
+        self.position = {node: i for i, node in enumerate(self.body)}
+        self.seconds = [costs.compute_seconds(node) for node in self.body]
+        self.parts = [part for i, unit in enumerate(units) for part in self._parts(i, unit)]
+        self.turn = min((self.position[part.ready] for part in self.parts), default=len(self.body))
+
+    def _parts(self, number: int, unit: _Unit) -> list[_Part]:
+        """A bucket that fills up over a long time is taken apart into stretches that are complete earlier."""
+        smallest = PIECES[0] // tensor_spec(unit.start).itemsize
+        entries = sorted(info(unit.start).writes, key=lambda entry: entry[1].begin)
+        parts: list[_Part] = []
+        begin, ready = 0, entries[0][0]
+        for i, (write, stretch) in enumerate(entries):
+            ready = max(ready, write, key=self.position.__getitem__)
+            if stretch.end - begin >= smallest or i == len(entries) - 1:
+                parts.append(_Part(number, Stretch(begin, stretch.end), ready))
+                if i + 1 < len(entries):
+                    begin, ready = stretch.end, entries[i + 1][0]
+        return parts
+
+    def solve(self) -> CyclicPlan:
+        """Send order, and the place of every part's update, by earliest need first."""
+        biggest = max((unit.start for unit in self.units), key=lambda start: tensor_spec(start).nbytes)
+        cost = self.costs.cost_of(biggest, mesh=self.mesh)
+        nbytes = tensor_spec(biggest).nbytes
+        forward, needs = self._forward()
+        backward, readies = self._backward()
+        members = [
+            CyclicMember(self._bytes(part), readies[part.ready], needs[part.unit], self._update_seconds(part))
+            for part in self.parts
+        ]
+        choice = choose_piece(
+            forward, backward, members, cost.latency, cost.transfer / nbytes, cost.host / nbytes, merges=()
+        )
+        return choice.plan
+
+    def _bytes(self, part: _Part) -> int:
+        return part.stretch.size * tensor_spec(self.units[part.unit].start).itemsize
+
+    def _update_seconds(self, part: _Part) -> float:
+        unit = self.units[part.unit]
+        whole = sum(self.costs.compute_seconds(node) for node in unit.nodes)
+        return whole * self._bytes(part) / tensor_spec(unit.start).nbytes
+
+    def _forward(self) -> tuple[list[float], list[int]]:
+        """Seconds of the blocks that end where parameters are needed, and for each unit the block that needs it."""
+        wanted = [min(self.position[unit.anchor], self.turn - 1) for unit in self.units]
+        self.cuts = sorted({0, *wanted})
+        seconds = [
+            sum(self.seconds[begin:end]) for begin, end in zip(self.cuts, [*self.cuts[1:], self.turn], strict=True)
+        ]
+        block = {cut: i for i, cut in enumerate(self.cuts)}
+        return seconds, [block[position] for position in wanted]
+
+    def _backward(self) -> tuple[list[float], dict[fx.Node, int]]:
+        """Seconds of the blocks that end where parts are complete, and which block completes what."""
+        ends = sorted({self.position[part.ready] for part in self.parts})
+        begins = [self.turn, *(end + 1 for end in ends)]
+        seconds = [sum(self.seconds[begin : end + 1]) for begin, end in zip(begins, ends, strict=False)]
+        rest = sum(self.seconds[ends[-1] + 1 :])
+        return [*seconds, rest], {self.body[end]: i for i, end in enumerate(ends)}
+
+
+class _Emission:
+    """Writes a plan into the graph: starts and pieces where they are sent, the rest into the next step."""
+
+    def __init__(self, program: Program, problem: _Problem, plan: CyclicPlan) -> None:
+        self.program = program
+        self.problem = problem
+        self.plan = plan
+        self.starts_after: dict[int, list[fx.Node]] = {}
+
+    def run(self) -> None:
+        self._send()
+        deferred = self._defer()
+        nodes = list(self.program.graph.nodes)
+        moved = dict.fromkeys(deferred)
+        body = dict.fromkeys(self.problem.body)
+        starts = dict.fromkeys(unit.start for unit in self.problem.units)
+        order = [n for n in nodes[:-1] if n not in moved and n not in body and n not in starts]
+        for position, node in enumerate(self.problem.body):
+            order.append(node)
+            order.extend(self.starts_after.get(position, ()))
+        reorder(self.program.graph, [*order, *deferred, nodes[-1]])
+
+    def _send(self) -> None:
+        problem = self.problem
+        messages = [(problem.parts[part], begin, end) for part, begin, end in self.plan.order]
+        left = [0] * len(problem.units)
+        for part, _, _ in messages:
+            left[part.unit] += 1
+        is_cut = [count > 1 for count in left]
+        issue = 0
+        for part, begin, end in messages:
+            issue = max(issue, problem.position[part.ready])
+            start = problem.units[part.unit].start
+            itemsize = tensor_spec(start).itemsize
+            stretch = Stretch(part.stretch.begin + begin // itemsize, part.stretch.begin + end // itemsize)
+            left[part.unit] -= 1
+            if left[part.unit]:
+                carrier = self.starts_after[issue][-1] if issue in self.starts_after else problem.body[issue]
+                info(carrier).sends = (*info(carrier).sends, (start, stretch))
+            else:
+                self.starts_after.setdefault(issue, []).append(start)
+                info(start).rest = (stretch,) if is_cut[part.unit] else ()
+
+    def _defer(self) -> list[fx.Node]:
+        """All waits and updates in the order in which the next step runs them."""
+        problem = self.problem
+        # A bucket that was taken apart is waited for with its last part; blocks do not fall along the update order.
+        block_of = {problem.parts[part].unit: block for part, block in self.plan.update_order}
+        deferred: list[fx.Node] = []
+        for number in _by_last_part(self.plan, problem):
+            unit = problem.units[number]
+            anchor = problem.body[problem.cuts[block_of[number]]]
+            for node in (wait_of(unit.start), *(n for n in unit.nodes if n is not wait_of(unit.start))):
+                info(node).next_step = anchor
+                deferred.append(node)
+        return deferred
+
+
+def _by_last_part(plan: CyclicPlan, problem: _Problem) -> list[int]:
+    """Units in the order in which their last parts are updated."""
+    order: dict[int, None] = {}
+    for part, _ in plan.update_order:
+        unit = problem.parts[part].unit
+        order.pop(unit, None)
+        order[unit] = None
+    return list(order)

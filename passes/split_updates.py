@@ -1,0 +1,120 @@
+"""One update per bucket, so that each can run as soon as its own bucket has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program, Source, Update
+from commfuse_fx.passes.update_parameters import emit_update, gradients_of, update_nodes
+
+
+@dataclass(frozen=True)
+class SplitUpdates:
+    """Bitwise neutral: the rules are elementwise. Gradients that nobody reduces share one update.
+
+    `across_steps` False: all updates run together at the end of the step, and one is as good as many.
+    """
+
+    across_steps: bool = True
+    name: str = "split_updates"
+    requires: tuple[str, ...] = ("flat",)
+    ensures: tuple[str, ...] = ("split",)
+
+    def __call__(self, program: Program) -> bool:
+        if not self.across_steps or not program.updates:
+            return False
+        work = [_Old(program, owner) for owner in range(len(program.updates))]
+        if all(len(old.by_bucket()) == 1 for old in work):
+            return False
+        for old in work:
+            old.erase()
+        program.updates = []
+        for old in work:
+            for positions in old.by_bucket():
+                old.emit(positions)
+        return True
+
+
+class _Old:
+    """One update as it was, taken apart."""
+
+    def __init__(self, program: Program, owner: int) -> None:
+        self.program = program
+        self.owner = owner
+        self.update = program.updates[owner]
+        self.nodes = update_nodes(program, owner)
+        self.grads = gradients_of(program, owner)
+        self.params = [self._param(i) for i in range(len(self.update.segments))]
+        assert program.optimizer is not None
+        self.flags = dict(program.optimizer.groups[self.update.group].flags)
+
+    def _param(self, position: int) -> fx.Node:
+        segment = self.update.segments[position]
+        name = segment.members[0][0]
+        found = (
+            self.program.placeholder("flat", name, self.owner)
+            if segment.is_flat
+            else self.program.placeholder("parameter", name)
+        )
+        assert found is not None
+        return found
+
+    def by_bucket(self) -> list[list[int]]:
+        """Positions in the update's lists, grouped by the collective that brings their gradients."""
+        groups: dict[fx.Node | None, list[int]] = {}
+        for position, grad in enumerate(self.grads):
+            groups.setdefault(_wait_behind(grad), []).append(position)
+        return list(groups.values())
+
+    def erase(self) -> None:
+        """Take the update's own nodes and inputs out of the graph; parameters and gradients stay."""
+        program = self.program
+        kept = dict.fromkeys(self.grads)
+        for node in reversed(self.nodes):
+            program.names.release(info(node).name)
+            if node not in kept and not node.users:
+                program.graph.erase_node(node)
+        for node, source in list(program.sources.items()):
+            if source.owner == self.owner and source.kind in ("state", "hyper"):
+                program.names.release(info(node).name)
+                program.remove_source(node)
+                program.graph.erase_node(node)
+
+    def emit(self, positions: Sequence[int]) -> None:
+        program = self.program
+        number = len(program.updates)
+        segments = [self.update.segments[i] for i in positions]
+        for i in positions:
+            if self.update.segments[i].is_flat:
+                name = self.update.segments[i].members[0][0]
+                program.add_source(self.params[i], Source("flat", name, number))
+        update = Update(self.update.rule, self.update.group, segments)
+        params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
+        self._rename(grads, number)
+        emit_update(Builder(program), update, self.flags, params, grads)
+
+
+    def _rename(self, grads: Sequence[fx.Node], number: int) -> None:
+        """Views and casts of gradients that were made for the update carry its number."""
+        old, new = f"update.{self.owner}/", f"update.{number}/"
+        mine = dict.fromkeys(self.nodes)
+        for grad in grads:
+            for node in (grad, *grad.all_input_nodes):
+                if node in mine:
+                    info(node).name = self.program.names.reserve(new + info(node).name.removeprefix(old))
+
+
+def _wait_behind(grad: fx.Node) -> fx.Node | None:
+    node = grad
+    while not is_wait(node):
+        if not is_view(node) and node.target is not aten._to_copy.default:
+            return None
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,221 @@
+"""Communication that runs on into the next step: the same numbers as the plain order, whoever looks at them and when."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from tests.distributed.harness import Ranks
+
+pytestmark = pytest.mark.dist
+
+OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
+ACROSS = cf.ScheduleConfig(across_steps=True)
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+}
+
+
+class Net(nn.Module):
+    """Wide enough that buckets differ, with BatchNorm: its statistics change in their own step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96, bias=False)  # the normalisation would cancel it
+        self.norm = nn.BatchNorm1d(96)
+        self.blocks = nn.ModuleList([nn.Linear(96, 96) for _ in range(4)])
+        self.head = nn.Linear(96, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+
+def slow_cluster() -> cf.ClusterSpec:
+    """So slow a network that every bucket is worth deferring."""
+    level = cf.Level(name="tcp", alpha=1e-5, bandwidth=2e7)
+    device = cf.Device(
+        name="cpu", flops={"f32": 5e9, "f64": 5e9}, memory_bandwidth=1e10, memory_bytes=2**34, op_overhead=5e-6
+    )
+    return cf.ClusterSpec(name="slow", device=device, levels=(level,))
+
+
+def batches(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [
+        (torch.randn(8, 16, dtype=torch.float64, generator=generator), torch.randint(0, 4, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def make(schedule: Any, fusion: Any, optimizer: str = "adamw") -> tuple[nn.Module, Any, cf.CompiledStep]:
+    torch.manual_seed(0)
+    model = Net().double()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    step = cf.compile(
+        model, fusion, loss_fn=nn.functional.cross_entropy, optimizer=made, schedule=schedule, cluster=slow_cluster()
+    )
+    return model, made, step
+
+
+def values(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        found.update({f"{index}.{name}": torch.as_tensor(value).clone() for name, value in state.items()})
+    return found
+
+
+def is_deferred(step: cf.CompiledStep) -> bool:
+    return step._running is not None and step._running.tail.is_pending
+
+
+def train(schedule: Any, fusion: Any, optimizer: str) -> tuple[dict[str, torch.Tensor], list[float], bool]:
+    model, made, step = make(schedule, fusion, optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+    losses = []
+    deferred = False
+    for x, y in batches(cf.get_rank(), 6):
+        made.zero_grad()
+        losses.append(float(step(x, y)))
+        deferred = deferred or is_deferred(step)
+        scheduler.step()  # the update that is still to come uses the rate of its own step
+    return values(model, made), losses, deferred
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("fusion", [OPTIMAL, None], ids=["optimal", "auto"])
+def test_equals_the_plain_order_bitwise(ranks: Ranks, size: int, optimizer: str, fusion: Any):
+    plain = ranks.values(train, "overlap", fusion, optimizer, size=size)
+    across = ranks.values(train, ACROSS, fusion, optimizer, size=size)
+    for (want, want_losses, _), (have, losses, deferred) in zip(plain, across, strict=True):
+        assert deferred
+        assert have.keys() == want.keys()
+        for name in want:
+            if size == 2 and fusion is None:
+                assert torch.equal(have[name], want[name]), name
+            torch.testing.assert_close(have[name], want[name], rtol=1e-9, atol=1e-11, msg=name)
+        assert losses == pytest.approx(want_losses, rel=1e-9)
+
+
+READS: dict[str, Any] = {
+    "a parameter": lambda model, optimizer: model.blocks[0].weight.sum(),
+    "state_dict": lambda model, optimizer: {k: v.clone() for k, v in model.state_dict().items()},
+    "optimizer state": lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"].sum(),
+    "a copy": lambda model, optimizer: copy.deepcopy(model),
+    "saving": lambda model, optimizer: torch.save(model.state_dict(), io.BytesIO()),
+    "saving parameters": lambda model, optimizer: torch.save(list(model.parameters()), io.BytesIO()),
+    "an eager forward": lambda model, optimizer: model(torch.ones(2, 16, dtype=torch.float64)),
+    "printing": lambda model, optimizer: repr(model.head.bias),
+    "numpy": lambda model, optimizer: model.head.bias.detach().numpy().copy(),
+    "writing": lambda model, optimizer: model.head.bias.data.mul_(1.0),
+}
+
+
+def train_reading(how: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Parameters after 4 steps: with a read after each step that finishes it, and without any read."""
+    results = []
+    finished = True
+    for reads in (True, False):
+        model, made, step = make(ACROSS, OPTIMAL)
+        model.eval() if how == "an eager forward" else None
+        model.train()
+        for x, y in batches(cf.get_rank(), 4):
+            step(x, y)
+            if reads:
+                assert is_deferred(step)
+                if how == "an eager forward":
+                    model.eval()
+                READS[how](model, made)
+                model.train()
+                finished = finished and not is_deferred(step)
+                assert all(type(param) is nn.Parameter for param in model.parameters())
+        results.append(values(model, made))
+    return results[0], results[1], finished
+
+
+@pytest.mark.parametrize("how", list(READS))
+def test_reading_waits_for_the_tail(ranks: Ranks, how: str):
+    for with_reads, without, finished in ranks.values(train_reading, how):
+        assert finished
+        assert all(torch.equal(with_reads[name], without[name]) for name in without)
+
+
+def looks_that_cost_nothing() -> list[bool]:
+    model, made, step = make(ACROSS, OPTIMAL)
+    pending = []
+    for x, y in batches(cf.get_rank(), 3):
+        made.zero_grad(set_to_none=True)
+        step(x, y)
+        made.zero_grad(set_to_none=False)
+        assert sum(param.numel() for param in model.parameters()) > 0
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        pending.append(is_deferred(step))
+    step.synchronize()
+    return pending
+
+
+def test_zero_grad_and_shapes_do_not_wait(ranks: Ranks):
+    assert ranks.values(looks_that_cost_nothing) == [[True] * 3] * 2
+
+
+def change_of_shape_and_mode() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    results = []
+    for schedule in (ACROSS, "overlap"):
+        model, made, step = make(schedule, OPTIMAL)
+        for rows in (8, 8, 4, 8):
+            x, y = batches(cf.get_rank(), 1)[0]
+            step(x[:rows], y[:rows])
+        model.eval()
+        step(x, y)
+        model.train()
+        step(x, y)
+        results.append(values(model, made))
+    return results[0], results[1]
+
+
+def test_other_shapes_and_evaluation_finish_the_tail_first(ranks: Ranks):
+    for have, want in ranks.values(change_of_shape_and_mode):
+        for name in want:
+            torch.testing.assert_close(have[name], want[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def failing_step() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, made, step = make(ACROSS, OPTIMAL)
+    data = batches(cf.get_rank(), 3)
+    step(*data[0])
+    step(*data[1])
+    bad = data[2][1].clone()
+    bad[0] = 17  # no such class
+    message = ""
+    try:
+        step(data[2][0], bad)
+    except (IndexError, RuntimeError) as error:
+        message = type(error).__name__
+    after = values(model, made)
+    other, optimizer, plain = make(ACROSS, OPTIMAL)
+    plain(*data[0])
+    plain(*data[1])
+    want = values(other, optimizer)
+    step(*data[2])  # goes on from there
+    return message, after, want
+
+
+def test_a_step_that_fails_leaves_the_one_before_complete(ranks: Ranks):
+    for message, after, want in ranks.values(failing_step):
+        assert message
+        for name in want:
+            if "running" not in name and "num_batches" not in name:
+                assert torch.equal(after[name], want[name]), name
