@@ -141,24 +141,25 @@ class Network:
 
     def inside(self, rank: int) -> Command:
         """What to put before a command so that it runs on the network as `rank`."""
-        return [_path("ip"), "netns", "exec", self.layout.namespace(rank)]
+        return [tool_path("ip"), "netns", "exec", self.layout.namespace(rank)]
 
     def close(self) -> None:
         """Remove whatever is there; never raises."""
         for command in teardown_commands(self.layout):
-            subprocess.run([_path(command[0]), *command[1:]], capture_output=True, check=False)
+            subprocess.run([tool_path(command[0]), *command[1:]], capture_output=True, check=False)
 
 
 def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def _path(tool: str) -> str:
+def tool_path(tool: str) -> str:
+    """Where a tool lies; `ip` and `tc` are often outside of PATH."""
     return shutil.which(tool, path=SEARCH) or tool
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run([_path(command[0]), *command[1:]], capture_output=True, text=True, check=False)
+    done = subprocess.run([tool_path(command[0]), *command[1:]], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise Unavailable(f"`{' '.join(command)}` failed: {message}")

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from torch import nn
 import commfuse_fx as cf
 from benchmarks.chart import Span, blocked_and_sent, spans_of_events
 from benchmarks.modes import MODES, prepare, simulate
+from benchmarks.netns import tool_path
 from benchmarks.peers import PEERS
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -63,13 +65,17 @@ class Variant:
 
 @dataclass
 class Result:
-    """Of one rank; per block: `seconds` and sent `wire_bytes` per step. `skipped`: variant -> why."""
+    """Of one rank; per block: `seconds` and sent `wire_bytes` per step. `skipped`: variant -> why.
+
+    `predicted`: simulated seconds per step.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     wire_bytes: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     simulated: dict[str, list[Span]] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -89,6 +95,7 @@ def run(task: Task) -> None:
     # The first block warms up: lazily made state, buckets rebuilt after a first step, a slow start of TCP.
     measure(variants, 1, task, Result())
     measure(variants, task.rounds, task, result)
+    predict(variants, task, cluster, result)
     if task.timeline:
         record_timelines(variants, task, cluster, result)
     Path(task.out).write_text(json.dumps(asdict(result)))
@@ -118,6 +125,14 @@ def measure(variants: Mapping[str, Variant], rounds: int, task: Task, result: Re
             _note_progress(task)
 
 
+def predict(variants: Mapping[str, Variant], task: Task, cluster: Any, result: Result) -> None:
+    """What the simulator says of every mode of this project, with the figures that were measured before."""
+    args, kwargs = WORKLOADS[task.workload].batch(dist.get_rank())
+    for name, variant in variants.items():
+        if variant.compiled is not None and cluster is not None:
+            result.predicted[name] = variant.compiled.lower(*args, **kwargs).simulate(cluster).step_seconds
+
+
 def record_timelines(variants: Mapping[str, Variant], task: Task, cluster: Any, result: Result) -> None:
     """One step of every mode of this project, measured and simulated, as spans in seconds from the step's begin."""
     args, kwargs = WORKLOADS[task.workload].batch(dist.get_rank())
@@ -141,9 +156,18 @@ def record_timelines(variants: Mapping[str, Variant], task: Task, cluster: Any, 
 
 
 def sent_bytes(interface: str | None) -> int | None:
-    """What the interface has sent since it exists, with all headers; large sends count one header per 64 KiB."""
+    """What the interface has sent since it got its rate, as the rate limiter counts it: every packet's headers.
+
+    Without a limiter the interface's own counter, which counts one header per large send of up to 64 KiB.
+    """
     if interface is None:
         return None
+    shown = subprocess.run(
+        [tool_path("tc"), "-s", "-j", "qdisc", "show", "dev", interface], capture_output=True, text=True, check=True
+    )
+    for qdisc in json.loads(shown.stdout):
+        if qdisc["kind"] == "tbf":
+            return int(qdisc["bytes"])
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 

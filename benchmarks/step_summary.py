@@ -54,11 +54,13 @@ def row(
     wire_bytes: float | None,
     rate: float | None,
     unlimited: float | None,
+    simulated: float | None = None,
 ) -> dict[str, Any]:
     """The figures of one variant at one rate; seconds and bytes are per step.
 
     times: variant -> seconds per step, one for each block, interleaved with those of the others. wire_bytes: what
-    the busiest rank sends. unlimited: median seconds of this variant without a rate. Unknown figures are None.
+    the busiest rank sends. unlimited: median seconds of this variant without a rate. simulated: what was predicted.
+    Unknown figures are None.
     """
     low, middle, high = quartiles(times[name])
     if rate is None:
@@ -76,7 +78,15 @@ def row(
         "ratio_to_limit": None if limit is None else middle / limit,
         "ratio_to_ddp": against[1] if against else None,
         "ratio_to_ddp_quartiles": [against[0], against[2]] if against else None,
+        "simulated_seconds": simulated,
+        "ratio_simulated": None if simulated is None else simulated / middle,
     }
+
+
+def errors(ratios: Iterable[float | None]) -> dict[str, Any] | None:
+    """Of simulated over measured: how far they are off, as the median and the worst of |ratio - 1|; None of nothing."""
+    off = [abs(ratio - 1) for ratio in ratios if ratio is not None]
+    return {"cells": len(off), "median": statistics.median(off), "worst": max(off)} if off else None
 
 
 def means_over_limited(rows: Iterable[tuple[str, float | None, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -5,9 +5,8 @@ workload at one rate take turns in the same processes, in blocks of consecutive 
 only the unlimited rate is measured, over loopback.
 
 The limit of a variant at a rate is the longer of its step without a rate (measured in the same run) and the
-seconds that its bytes take at the rate. Bytes are those of the interface's counter, which counts the headers of a
-large send once, about 4% less than its packets carry. A link that has been idle takes 1 MB at once: small models
-can be faster than their bytes at the rate.
+seconds that its bytes take at the rate. Bytes are those that the rate limiter counts, with the headers of every
+packet. A link that has been idle takes 1 MB at once: small models can be faster than their bytes at the rate.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ from benchmarks.modes import MODES
 from benchmarks.netns import Network, Unavailable
 from benchmarks.peers import PEERS
 from benchmarks.step_rank import Result, Task, run
-from benchmarks.step_summary import means_over_limited, row, slowest
+from benchmarks.step_summary import errors, means_over_limited, row, slowest
 from benchmarks.workloads import WORKLOADS
 
 VARIANTS = (*PEERS, *MODES)
 UNLIMITED = "unlimited"
 HEADER = (
     f"{'workload':10} {'Gbit/s':>9} {'variant':24} {'ms/step':>9} {'(quartiles)':>17} "
-    f"{'/ DDP':>7} {'wire MB':>8} {'wire ms':>8} {'limit ms':>9} {'/ limit':>8}"
+    f"{'/ DDP':>7} {'wire MB':>8} {'wire ms':>8} {'limit ms':>9} {'/ limit':>8} "
+    f"{'sim ms':>8} {'sim/ms':>7}"
 )
 
 
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="NAME")
     made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
     made.add_argument("--rounds", type=at_least(1), default=6, help="timed blocks of each variant (default 6)")
-    made.add_argument("--block", type=at_least(1), default=5, help="consecutive steps of a block (default 5)")
+    made.add_argument("--block", type=at_least(1), default=10, help="consecutive steps of a block (default 10)")
     made.add_argument(
         "--timeout", type=seconds, default=300.0, help="seconds without a finished block that end a run (default 300)"
     )
@@ -183,7 +183,7 @@ class Benchmark:
         sent = slowest([result.wire_bytes for result in results])
         for name in times:
             nbytes = statistics.median(sent[name]) if name in sent else None
-            figures = row(name, times, nbytes, each, unlimited.get(name))
+            figures = row(name, times, nbytes, each, unlimited.get(name), results[0].predicted.get(name))
             if each is None:
                 unlimited[name] = figures["seconds"]
             self.report["rows"].append({"workload": workload, "rate_gbit": each, "variant": name, **figures})
@@ -230,6 +230,12 @@ class Benchmark:
         say(f"drawn {path}")
 
     def _print_means(self) -> None:
+        off = errors([each["ratio_simulated"] for each in self.report["rows"]])
+        self.report["simulation_error"] = off
+        if off is not None:
+            print(
+                f"simulated against measured, {off['cells']} cells: {off['median']:.1%} off, {off['worst']:.1%} at most"
+            )
         rows = [(each["variant"], each["rate_gbit"], each) for each in self.report["rows"]]
         means = self.report["means_over_limited_rates"] = means_over_limited(rows)
         for name, mean in means.items():
@@ -279,7 +285,8 @@ def table_line(workload: str, each: float | None, name: str, figures: Mapping[st
         f"{workload:10} {label(each):>9} {name:24} {figures['seconds'] * 1e3:9.1f} {f'({low:.1f}-{high:.1f})':>17} "
         f"{number(figures['ratio_to_ddp'], 3):>7} {number(figures['wire_bytes'], 2, 1e-6):>8} "
         f"{number(figures['wire_seconds'], 1, 1e3):>8} {number(figures['limit_seconds'], 1, 1e3):>9} "
-        f"{number(figures['ratio_to_limit'], 3):>8}"
+        f"{number(figures['ratio_to_limit'], 3):>8} {number(figures['simulated_seconds'], 1, 1e3):>8} "
+        f"{number(figures['ratio_simulated'], 3):>7}"
     )
 
 

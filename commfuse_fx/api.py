@@ -51,7 +51,12 @@ def compile(
     optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step.
         None: a call adds the synchronised gradients to `param.grad`.
     comm_fusion: `{"openstate": bool, "allreduce" | "allgather" | "reducescatter": {"mode", "config"}}`,
-        modes "auto" (64 MiB), "size" (MiB) and, for allreduce, "index" (ascending cuts).
+        modes "auto" (64 MiB), "size" (MiB), "optimal" (by predicted step time) and, for allreduce, "index"
+        (ascending cuts).
+    schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
+    cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a file.
+        Where something is planned by cost (mode "optimal", a ScheduleConfig) and None is given: 10 Gbit/s between
+        CPU ranks, nodes of 8 H100 for a model on CUDA.
     mesh: a DeviceMesh or a tuple of sizes; None is one axis over the world.
     device_num, global_rank: compile for this rank of a virtual world; `lower` works, calls do not.
 

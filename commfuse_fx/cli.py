@@ -10,9 +10,12 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,7 +144,8 @@ def _seconds(text: str) -> float:
 
 def _calibrate(options: argparse.Namespace) -> int:
     started_here = not is_distributed()
-    init()
+    with _interruptible():
+        init()
     if dist.get_world_size() < 2:
         if started_here:
             dist.destroy_process_group()
@@ -160,6 +164,19 @@ def _calibrate(options: argparse.Namespace) -> int:
     if started_here:
         dist.destroy_process_group()
     return DONE
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process at once (130 to a shell): while torch waits for other ranks, Python is not asked."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _print_report(found: Calibration, options: argparse.Namespace) -> None:

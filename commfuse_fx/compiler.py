@@ -16,8 +16,7 @@ from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
@@ -45,7 +44,7 @@ def build_pipeline(
 ) -> PassPipeline:
     """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts."""
     group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
-    costs = cost_model(config) if config.plans_by_cost else None
+    costs = cost_model(config.cluster) if config.plans_by_cost else None
     passes: list[Pass] = [
         Simplify(),
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
@@ -69,15 +68,6 @@ def build_pipeline(
     passes.append(KeepGradients())
     passes.append(Reinplace())
     return PassPipeline(tuple(passes))
-
-
-def cost_model(config: CompileConfig) -> CostModel:
-    """What plans are priced with: the configuration's cluster or profile."""
-    costs = config.cluster
-    assert costs is not None, "a plan by cost needs a cluster"
-    if isinstance(costs, ClusterSpec):
-        return CostModel(costs)
-    return CostModel(costs.cluster, costs.node_seconds)
 
 
 @dataclass

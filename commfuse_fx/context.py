@@ -44,8 +44,7 @@ def set_auto_parallel_context(**settings: Any) -> None:
     removes such cuts. None for `device_num` or `global_rank` unsets it.
 
     Raises ConfigKeyError for an unknown name, ConfigTypeError or ConfigValueError for a value that `compile`
-    would not take. A valid value that is not available yet is kept, and `compile` reports it; only the fusion
-    mode "optimal" is refused here, with NotAvailableError.
+    would not take. A valid value that is not available yet is kept, and `compile` reports it.
     """
     for name in settings:
         _check_name(name)

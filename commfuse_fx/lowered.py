@@ -14,7 +14,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from commfuse_fx.errors import NotAvailableError
+from commfuse_fx.cost.simulate import Simulation, simulate
+from commfuse_fx.cost.source import Costs, cost_model, costs_label, priced_for, resolve_costs
 from commfuse_fx.inspect.explain import Explanation, explain
 from commfuse_fx.inspect.network import to_networkx
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
@@ -142,12 +143,32 @@ class Lowered:
         """
         return to_networkx(self._program)
 
-    def explain(self) -> Explanation:
-        """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced."""
-        return explain(self._program)
+    def explain(self, cluster: Any = None) -> Explanation:
+        """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced; and for each
+        collective how much of it is hidden on a cluster, and why the rest is not.
 
-    def simulate(self, cluster: Any = None) -> Any:
-        raise NotAvailableError("Lowered.simulate() is not available yet: measure the step itself for now")
+        cluster: as for `simulate`.
+        """
+        costs = self._costs(cluster)
+        return explain(self._program, cost_model(costs), costs_label(costs))
+
+    def simulate(self, cluster: Any = None) -> Simulation:
+        """Predict the step on a cluster: times in seconds, exposed communication, peak memory in bytes, a lower bound.
+
+        cluster: what `compile` takes as `cluster=`. None: the one that the step was compiled for, else 10 Gbit/s
+            between CPU ranks, or nodes of 8 H100 for a model on CUDA.
+
+        Raises ConfigTypeError, ConfigKeyError or ConfigValueError for a bad cluster, one with too few ranks, or a
+        profile of another step.
+        """
+        return simulate(self._program, cost_model(self._costs(cluster)))
+
+    def _costs(self, cluster: Any) -> Costs:
+        program = self._program
+        given = program.config.cluster if cluster is None else resolve_costs(cluster)
+        specs = {name: param.spec for name, param in program.params.items()}
+        device = next((spec.device for spec in specs.values()), "cpu").split(":")[0]
+        return priced_for(given, device, program.mesh, specs)
 
     def dump(self, directory: str | Path) -> Path:
         """Write `rank<r>/` under `directory`: index.json, one text per stage, the final graph as text and JSON.

@@ -16,9 +16,8 @@ from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.profile import model_fingerprint
-from commfuse_fx.cost.source import default_cluster
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_step
+from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
 from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.text import canonical_text
@@ -109,6 +108,28 @@ class CompiledStep:
         self.synchronize()
         compiled = self.planner.read(self.planner.take_apart(args, kwargs))
         return Lowered(compiled.program, self.rank, compiled.records, compiled.replay)
+
+    def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
+        """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.
+
+        args, kwargs: those of a call. rounds: how often the step is run; parameters, buffers and optimizer state are
+        afterwards what they were. cluster: what collectives cost (`commfuse calibrate` measures that); None: the
+        step's own cluster. The result is what `compile` takes as `cluster=`. Call it on all ranks together.
+
+        Raises VirtualWorldError in a virtual world, and what a call raises.
+        """
+        if self.virtual:
+            raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
+        self.synchronize()
+        call = self.planner.take_apart(args, kwargs)
+        executor = self._executor(self.planner.plan(call), call)
+        given = self.config.cluster if cluster is None else resolve_costs(cluster)
+        if isinstance(given, StepProfile):
+            given = given.cluster
+        params = dict(self.model.named_parameters())
+        device = next((param.device.type for param in params.values()), "cpu")
+        given = default_cluster(device, self.mesh.world) if given is None else given
+        return profile_step(executor, dict(call.leaves), given, rounds, model_fingerprint(params))
 
     @contextmanager
     def record_communication(self) -> Iterator[Timeline]:
@@ -275,15 +296,9 @@ def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfi
     """The configuration with the cluster that its plans need, and that the cluster was checked against."""
     if not config.plans_by_cost:
         return config
-    costs = config.cluster
-    if costs is None:
-        device = next((param.device.type for param in model.parameters()), "cpu")
-        costs = default_cluster(device, mesh.world)
-    if not isinstance(costs, ClusterSpec):
-        costs.check(mesh.world, model_fingerprint(dict(model.named_parameters())))
-    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
-    cluster.check_ranks(range(mesh.world) if mesh.devices is None else mesh.devices)
-    return replace(config, cluster=costs)
+    params = dict(model.named_parameters())
+    device = next((param.device.type for param in params.values()), "cpu")
+    return replace(config, cluster=priced_for(config.cluster, device, mesh, params))
 
 
 def _mesh_of(config: CompileConfig) -> Mesh:

@@ -10,18 +10,21 @@ Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "By
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from torch import fx
 
 from commfuse_fx.cost.cuts import PIECES, CyclicMember, CyclicPlan, choose_piece
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import wait_of
-from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
+
+_STRETCHES = (inf, 4 * 2**20, PIECES[0])
+"""Bytes from which a stretch of a bucket that is complete may be sent before the rest; tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,18 @@ def _units(program: Program) -> list[_Unit]:
     roots = Roots(program.graph, program.aliases())
     owner_nodes: dict[str, list[fx.Node]] = {}
     for node in program.graph.nodes:
-        name = info(node).name
-        if node.op == "call_function" and name.startswith("update."):
-            owner_nodes.setdefault(name.split("/", 1)[0], []).append(node)
+        if node.op == "call_function" and info(node).phase == "update":
+            owner_nodes.setdefault(info(node).name.split("/", 1)[0], []).append(node)
+    readers = _first_readers(program, roots)
     found: list[_Unit] = []
     for start in program.collectives():
         nodes = _descendants(start, owner_nodes) if info(start).writes else None
-        anchor = _first_reader(program, roots, nodes) if nodes else None
-        if nodes and anchor is not None:
-            found.append(_Unit(start, nodes, anchor))
+        if not nodes:
+            continue
+        changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
+        reader = min((readers[root] for root in changed if root in readers), default=None)
+        if reader is not None and info(reader).phase in ("forward", "backward"):
+            found.append(_Unit(start, nodes, reader))
     return found
 
 
@@ -78,8 +84,8 @@ def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple
         node = pending.pop()
         if node in found:
             continue
-        if node.op == "output":
-            return None
+        if node.op == "output" or is_opaque(node):
+            return None  # nobody knows what an opaque node changes, nor who reads that first
         found[node] = None
         pending.extend(node.users)
         if info(node).phase == "update":
@@ -92,16 +98,14 @@ def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple
     return tuple(sorted(found))
 
 
-def _first_reader(program: Program, roots: Roots, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
-    if not changed:
-        return None
+def _first_readers(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:
+    """For each block of memory the first node that works on it; views do not."""
+    found: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        if node.op != "call_function" or is_view(node):
-            continue
-        if any(roots[value] in changed for value in node.all_input_nodes):
-            return node if info(node).phase in ("forward", "backward") else None
-    return None
+        if node.op == "call_function" and not is_view(node):
+            for value in node.all_input_nodes:
+                found.setdefault(roots[value], node)
+    return found
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,13 @@ class _Problem:
         ]
         self.position = {node: i for i, node in enumerate(self.body)}
         self.seconds = [costs.compute_seconds(node) for node in self.body]
-        self.parts = [part for i, unit in enumerate(units) for part in self._parts(i, unit)]
-        self.turn = min((self.position[part.ready] for part in self.parts), default=len(self.body))
+        self.update_seconds = [sum(costs.compute_seconds(node) for node in unit.nodes) for unit in units]
+        self.parts: list[_Part] = []
 
-    def _parts(self, number: int, unit: _Unit) -> list[_Part]:
-        """A bucket that fills up over a long time is taken apart into stretches that are complete earlier."""
-        smallest = PIECES[0] // tensor_spec(unit.start).itemsize
+    def _parts(self, number: int, unit: _Unit, nbytes: float) -> list[_Part]:
+        """A bucket that fills up over a long time is taken apart into stretches, complete earlier, of at least so many
+        bytes."""
+        smallest = nbytes / tensor_spec(unit.start).itemsize
         entries = sorted(info(unit.start).writes, key=lambda entry: entry[1].begin)
         parts: list[_Part] = []
         begin, ready = 0, entries[0][0]
@@ -147,28 +152,49 @@ class _Problem:
         return parts
 
     def solve(self) -> CyclicPlan:
-        """Send order, and the place of every part's update, by earliest need first."""
+        """Send order, and the place of every part's update, by earliest need first.
+
+        `parts`, which the plan refers to, are the buckets as they are, or stretches of them: what ends first.
+        """
+        found: list[tuple[CyclicPlan, list[_Part]]] = []
+        for nbytes in _STRETCHES:
+            parts = [part for i, unit in enumerate(self.units) for part in self._parts(i, unit, nbytes)]
+            if not found or len(parts) != len(found[-1][1]):
+                self.parts = parts
+                found.append((self._plan(), parts))
+        plan, self.parts = min(found, key=lambda each: each[0].period)
+        return plan
+
+    def _plan(self) -> CyclicPlan:
         biggest = max((unit.start for unit in self.units), key=lambda start: tensor_spec(start).nbytes)
         cost = self.costs.cost_of(biggest, mesh=self.mesh)
         nbytes = tensor_spec(biggest).nbytes
+        self.turn = min(self.position[part.ready] for part in self.parts)
         forward, needs = self._forward()
         backward, readies = self._backward()
+        last = {part.unit: i for i, part in sorted(enumerate(self.parts), key=lambda each: readies[each[1].ready])}
         members = [
-            CyclicMember(self._bytes(part), readies[part.ready], needs[part.unit], self._update_seconds(part))
-            for part in self.parts
+            CyclicMember(
+                self._bytes(part),
+                readies[part.ready],
+                needs[part.unit],
+                # A bucket is updated as a whole.
+                self.update_seconds[part.unit] if last[part.unit] == i else 0.0,
+            )
+            for i, part in enumerate(self.parts)
         ]
-        choice = choose_piece(
-            forward, backward, members, cost.latency, cost.transfer / nbytes, cost.host / nbytes, merges=()
+        message = self.costs.cluster.device.collective_overhead
+        prices = (cost.latency, cost.transfer / nbytes, cost.host / nbytes, message)
+        choice = choose_piece(forward, backward, members, *prices, merges=())
+        part_of = [part for (part,) in choice.groups]  # the plan counts parts in order of readiness
+        return replace(
+            choice.plan,
+            order=tuple((part_of[i], begin, end) for i, begin, end in choice.plan.order),
+            update_order=tuple((part_of[i], block) for i, block in choice.plan.update_order),
         )
-        return choice.plan
 
     def _bytes(self, part: _Part) -> int:
         return part.stretch.size * tensor_spec(self.units[part.unit].start).itemsize
-
-    def _update_seconds(self, part: _Part) -> float:
-        unit = self.units[part.unit]
-        whole = sum(self.costs.compute_seconds(node) for node in unit.nodes)
-        return whole * self._bytes(part) / tensor_spec(unit.start).nbytes
 
     def _forward(self) -> tuple[list[float], list[int]]:
         """Seconds of the blocks that end where parameters are needed, and for each unit the block that needs it."""

@@ -97,8 +97,10 @@ class FlattenStorage:
         replace_all(program, results)
         for result in results:
             erase_upwards(program, result)
+        nodes = update_nodes(program)
+        states = _states(program)
         for owner, runs in flat.items():
-            _use_flat_parameters(Builder(program), owner, runs)
+            _use_flat_parameters(Builder(program), owner, runs, nodes[owner], states[owner])
         remove_dead_nodes(program)
         return True
 
@@ -121,8 +123,9 @@ def _role(start: fx.Node) -> str:
 def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
     """Reduced gradient -> (update, position in its lists), for parameters whose memory can be moved."""
     places: dict[fx.Node, tuple[int, int]] = {}
+    nodes = update_nodes(program)
     for owner, update in enumerate(program.updates):
-        grads = gradients_of(program, owner)
+        grads = gradients_of(nodes[owner])
         for position, segment in enumerate(update.segments):
             name = segment.members[0][0]
             if not program.params[name].movable:
@@ -283,13 +286,26 @@ def _source(member: _Member) -> fx.Node:
     return value
 
 
-def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.Node]]) -> None:
-    """Replace the entries of each run in the update's lists by one: flat parameters and flat gradients."""
+def _states(program: Program) -> list[list[fx.Node]]:
+    """For each update the inputs that hold its state."""
+    found: list[list[fx.Node]] = [[] for _ in program.updates]
+    for node, source in program.sources.items():
+        if source.kind == "state":
+            found[source.owner].append(node)
+    return found
+
+
+def _use_flat_parameters(
+    build: Builder, owner: int, runs: list[tuple[_Run, fx.Node]], nodes: list[fx.Node], states: list[fx.Node]
+) -> None:
+    """Replace the entries of each run in an update's lists by one: flat parameters and flat gradients.
+
+    nodes, states: those of the update.
+    """
     program = build.program
     update = program.updates[owner]
     count = len(update.segments)
-    nodes = update_nodes(program, owner)
-    casts = [node.target is aten._to_copy.default for node in gradients_of(program, owner)]
+    casts = [node.target is aten._to_copy.default for node in gradients_of(nodes)]
     segments: dict[int, Segment] = {}
     params: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}
@@ -324,10 +340,9 @@ def _use_flat_parameters(build: Builder, owner: int, runs: list[tuple[_Run, fx.N
         details = info(node)
         if isinstance(details.spec, tuple) and len(details.spec) == count:
             details.spec = tuple(shorten(details.spec, {i: tensor_spec(p) for i, p in params.items()}))
-    for source_node, source in program.sources.items():
-        if source.kind == "state" and source.owner == owner:
-            details = info(source_node)
-            assert isinstance(details.spec, tuple)
-            is_step = source.name in ("steps", "step")
-            instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
-            details.spec = tuple(shorten(details.spec, instead))
+    for state in states:
+        details = info(state)
+        assert isinstance(details.spec, tuple)
+        is_step = program.sources[state].name in ("steps", "step")
+        instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
+        details.spec = tuple(shorten(details.spec, instead))

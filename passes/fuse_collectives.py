@@ -151,7 +151,17 @@ def _direct_dependences(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[list
         for value in node.all_input_nodes:
             bits |= nearest[value]
         if node in index:
-            direct[index[node]] = [i for i in range(bits.bit_length()) if bits >> i & 1] if bits else []
+            direct[index[node]] = _ones(bits)
             bits = 1 << index[node]
         nearest[node] = bits
     return direct
+
+
+def _ones(bits: int) -> list[int]:
+    """The places of the bits that are set, ascending."""
+    found: list[int] = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found

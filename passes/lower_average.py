@@ -12,7 +12,7 @@ from commfuse_fx.ir.collectives import group_of, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.simplify import replace as replace_node
+from commfuse_fx.passes.simplify import replace_all
 
 # Fused updates divide gradients by `grad_scale` while they read them: no pass over memory of its own.
 _SCALES = (
@@ -39,9 +39,7 @@ class LowerAverage:
             node.args = tuple("sum" if arg == "avg" else arg for arg in node.args)
         build = Builder(program)
         scaled = _scale_in_updates(build, waits)
-        for wait, size in waits.items():
-            if wait not in scaled:
-                _divide(build, wait, size)
+        _divide(build, {wait: size for wait, size in waits.items() if wait not in scaled})
         return bool(averages)
 
 
@@ -50,13 +48,15 @@ def _is_average(node: fx.Node) -> bool:
     return collective is not None and collective.reduce_op == "avg"
 
 
-def _divide(build: Builder, wait: fx.Node, size: int) -> None:
-    spec = tensor_spec(wait)
-    with build.after(wait):
-        name = f"{info(wait).name}/mean"
-        mean = build.call(aten.div.Scalar, (wait, size), spec=spec, like=info(wait), name=name)
-    replace_node(build.program, wait, mean)
-    mean.args = (wait, size)
+def _divide(build: Builder, waits: dict[fx.Node, int]) -> None:
+    means: dict[fx.Node, fx.Node] = {}
+    for wait, size in waits.items():
+        with build.after(wait):
+            name = f"{info(wait).name}/mean"
+            means[wait] = build.call(aten.div.Scalar, (wait, size), spec=info(wait).spec, like=info(wait), name=name)
+    replace_all(build.program, means)
+    for wait, mean in means.items():
+        mean.args = (wait, waits[wait])
 
 
 def _scale_in_updates(build: Builder, waits: dict[fx.Node, int]) -> dict[fx.Node, None]:

@@ -38,33 +38,38 @@ class Overlap:
         return order != before
 
 
-def start_late(program: Program, costs: CostModel, lead: float) -> bool:
+def can_start_late(program: Program) -> bool:
+    """Whether there are collectives that allocate memory."""
+    return any(is_start(node) and node.target not in _IN_PLACE for node in program.graph.nodes)
+
+
+def start_late(program: Program, costs: CostModel, lead: float, dependence: Dependence) -> None:
     """Start collectives that allocate memory later: `lead` times the step's compute time ahead of their waits.
 
-    They keep their order. What is computed only to be sent, such as a concatenation, moves along. Returns whether
-    there are any.
+    They keep their order. What is computed only to be sent, such as a concatenation, moves along. `dependence` is
+    that of the program.
     """
     nodes = list(program.graph.nodes)
-    starts = [node for node in nodes if is_start(node) and node.target not in _IN_PLACE]
-    if not starts:
-        return False
     place = {node: i for i, node in enumerate(nodes)}
     clock = list(accumulate((costs.compute_seconds(node) for node in nodes), initial=0.0))
     position: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(nodes)}
-    before = Dependence(program.graph, program.aliases()).direct
+    before = dict(dependence.direct)
     order = [node for node in nodes if is_start(node)]
     latest = 0.0
     for previous, start in zip([None, *order], order, strict=False):
         if start.target not in _IN_PLACE:
             begin = clock[place[wait_of(start)]] - lead * clock[-1]
-            position[start] = max(position[start], float(bisect_left(clock, begin)))
+            late = float(bisect_left(clock, begin))
+            if late > position[start]:
+                position[start] = late
+                reason = f"it starts at most {lead:.0%} of the step's compute ahead of its wait: its memory must fit"
+                program.note("memory cap", info(start).name, reason)
         latest = position[start] = max(latest, position[start])
         for node in _only_for(start):
             position[node] = max(position[node], position[start])
         if previous is not None:
             before[start] = [*before[start], previous]
     stable_sort(program.graph, position, before)
-    return True
 
 
 def _only_for(start: fx.Node) -> list[fx.Node]:
@@ -91,7 +96,7 @@ class _Order:
     def __init__(self, program: Program) -> None:
         self.nodes = list(program.graph.nodes)
         self.dependence = Dependence(program.graph, program.aliases())
-        self.missing: dict[fx.Node, int] = {}
+        self.missing: dict[fx.Node, int] = {}  # start -> how many of the nodes it needs have not been emitted
         self.starts_after: dict[fx.Node, list[fx.Node]] = {}
         self.emitted: dict[fx.Node, None] = {}
         self.lazy = self._lazy_nodes()
@@ -108,8 +113,8 @@ class _Order:
         for node in self.nodes:
             if is_wait(node):
                 lazy[node] = None
-            elif node.op == "call_function" and node.all_input_nodes and _is_pure(node):
-                if all(value in lazy for value in node.all_input_nodes):
+            elif node.op == "call_function" and (inputs := node.all_input_nodes):
+                if all(value in lazy for value in inputs) and _is_pure(node):
                     lazy[node] = None
         return lazy
 
@@ -119,9 +124,9 @@ class _Order:
         for node in self.nodes[:-1]:
             if info(node).phase == "update" and node.op == "call_function":
                 late.append(node)
-            elif node not in self.lazy and not is_start(node):
+            elif node not in self.lazy and node not in self.missing:
                 self._emit(node)
-        for start in [node for node in self.emitted if is_start(node)]:
+        for start in [node for node in self.emitted if node in self.missing]:
             self._emit(wait_of(start))
         for node in late:
             self._emit(node)
@@ -132,17 +137,18 @@ class _Order:
     def _emit(self, node: fx.Node) -> None:
         """Emit a node after whatever it still needs; iterative, since chains of lazy nodes can be long."""
         pending = [node]
+        emitted, direct = self.emitted, self.dependence.direct
         while pending:
             current = pending[-1]
-            if current in self.emitted:
+            if current in emitted:
                 pending.pop()
                 continue
-            needed = [other for other in self.dependence.direct[current] if other not in self.emitted]
+            needed = [other for other in direct[current] if other not in emitted]
             if needed:
                 pending.extend(reversed(needed))
                 continue
             pending.pop()
-            self.emitted[current] = None
+            emitted[current] = None
             for start in self.starts_after.get(current, ()):
                 self.missing[start] -= 1
                 if self.missing[start] == 0:

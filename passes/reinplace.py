@@ -46,42 +46,45 @@ class Reinplace:
     ensures: tuple[str, ...] = ()
 
     def __call__(self, program: Program) -> bool:
-        roots = Roots(program.graph, program.aliases())
-        last_use: dict[fx.Node, int] = {}
-        position: dict[fx.Node, int] = {}
-        for i, node in enumerate(program.graph.nodes):
-            position[node] = i
-            for value in node.all_input_nodes:
-                last_use[roots[value]] = i
-            if is_wait(node) and (sent := memory_on_wire(node)) is not None:
-                last_use[roots[sent]] = i
-        modified = False
-        # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
-        merged: dict[fx.Node, fx.Node] = {}
+        return reinplace(program, Roots(program.graph, program.aliases()))
 
-        def root_of(node: fx.Node) -> fx.Node:
-            root = roots[node]
-            while root in merged:
-                root = merged[root]
-            return root
 
-        for node in program.graph.nodes:
-            target = _IN_PLACE.get(node.target) if node.op == "call_function" else None
-            if target is None or not isinstance(node.args[0], fx.Node):
-                continue
-            operand = node.args[0]
-            root = root_of(operand)
-            if last_use[root] > position[node] or not _may_overwrite(node, operand, root):
-                continue
-            if any(root_of(other) is root for other in node.all_input_nodes if other is not operand):
-                continue
-            node.target = target
-            own = root_of(node)
-            if own is not root:
-                merged[own] = root
-                last_use[root] = max(last_use.get(root, 0), last_use.get(own, 0))
-            modified = True
-        return modified
+def reinplace(program: Program, roots: Roots) -> bool:
+    """The pass, for a caller that knows the program's roots. Returns whether anything changed."""
+    last_use: dict[fx.Node, int] = {}
+    candidates: list[tuple[int, fx.Node]] = []
+    for i, node in enumerate(program.graph.nodes):
+        for value in node.all_input_nodes:
+            last_use[roots[value]] = i
+        if is_wait(node) and (sent := memory_on_wire(node)) is not None:
+            last_use[roots[sent]] = i
+        if node.op == "call_function" and node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
+            candidates.append((i, node))
+    modified = False
+    # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
+    merged: dict[fx.Node, fx.Node] = {}
+
+    def root_of(node: fx.Node) -> fx.Node:
+        root = roots[node]
+        while root in merged:
+            root = merged[root]
+        return root
+
+    for position, node in candidates:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        root = root_of(operand)
+        if last_use[root] > position or not _may_overwrite(node, operand, root):
+            continue
+        if any(root_of(other) is root for other in node.all_input_nodes if other is not operand):
+            continue
+        node.target = _IN_PLACE[node.target]
+        own = root_of(node)
+        if own is not root:
+            merged[own] = root
+            last_use[root] = max(last_use.get(root, 0), last_use.get(own, 0))
+        modified = True
+    return modified
 
 
 def _may_overwrite(node: fx.Node, operand: fx.Node, root: fx.Node) -> bool:

@@ -54,7 +54,8 @@ def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> No
 
     for user in dict.fromkeys(user for node in replacements for user in node.users):
         user.args = fx.node.map_arg(user.args, final)
-        user.kwargs = fx.node.map_arg(user.kwargs, final)
+        if user.kwargs:
+            user.kwargs = fx.node.map_arg(user.kwargs, final)
     program.loss = final(program.loss)
     if program.grads:
         program.grads = {name: final(grad) for name, grad in program.grads.items()}

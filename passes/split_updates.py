@@ -30,11 +30,16 @@ class SplitUpdates:
     def __call__(self, program: Program) -> bool:
         if not self.across_steps or not program.updates:
             return False
-        work = [_Old(program, owner) for owner in range(len(program.updates))]
+        nodes = update_nodes(program)
+        work = [_Old(program, owner, nodes[owner]) for owner in range(len(program.updates))]
         if all(len(old.by_bucket()) == 1 for old in work):
             return False
+        inputs: list[list[fx.Node]] = [[] for _ in work]
+        for node, source in program.sources.items():
+            if source.kind in ("state", "hyper"):
+                inputs[source.owner].append(node)
         for old in work:
-            old.erase()
+            old.erase(inputs[old.owner])
         program.updates = []
         for old in work:
             for positions in old.by_bucket():
@@ -45,15 +50,16 @@ class SplitUpdates:
 class _Old:
     """One update as it was, taken apart."""
 
-    def __init__(self, program: Program, owner: int) -> None:
+    def __init__(self, program: Program, owner: int, nodes: list[fx.Node]) -> None:
         self.program = program
         self.owner = owner
         self.update = program.updates[owner]
-        self.nodes = update_nodes(program, owner)
-        self.grads = gradients_of(program, owner)
+        self.nodes = nodes
+        self.grads = gradients_of(nodes)
         self.params = [self._param(i) for i in range(len(self.update.segments))]
         assert program.optimizer is not None
         self.flags = dict(program.optimizer.groups[self.update.group].flags)
+        self._mine = dict.fromkeys(nodes)
 
     def _param(self, position: int) -> fx.Node:
         segment = self.update.segments[position]
@@ -73,19 +79,18 @@ class _Old:
             groups.setdefault(_wait_behind(grad), []).append(position)
         return list(groups.values())
 
-    def erase(self) -> None:
-        """Take the update's own nodes and inputs out of the graph; parameters and gradients stay."""
+    def erase(self, inputs: Sequence[fx.Node]) -> None:
+        """Take the update's own nodes and `inputs` out of the graph; parameters and gradients stay."""
         program = self.program
         kept = dict.fromkeys(self.grads)
         for node in reversed(self.nodes):
             program.names.release(info(node).name)
             if node not in kept and not node.users:
                 program.graph.erase_node(node)
-        for node, source in list(program.sources.items()):
-            if source.owner == self.owner and source.kind in ("state", "hyper"):
-                program.names.release(info(node).name)
-                program.remove_source(node)
-                program.graph.erase_node(node)
+        for node in inputs:
+            program.names.release(info(node).name)
+            program.remove_source(node)
+            program.graph.erase_node(node)
 
     def emit(self, positions: Sequence[int]) -> None:
         program = self.program
@@ -100,14 +105,12 @@ class _Old:
         self._rename(grads, number)
         emit_update(Builder(program), update, self.flags, params, grads)
 
-
     def _rename(self, grads: Sequence[fx.Node], number: int) -> None:
         """Views and casts of gradients that were made for the update carry its number."""
         old, new = f"update.{self.owner}/", f"update.{number}/"
-        mine = dict.fromkeys(self.nodes)
         for grad in grads:
             for node in (grad, *grad.all_input_nodes):
-                if node in mine:
+                if node in self._mine:
                     info(node).name = self.program.names.reserve(new + info(node).name.removeprefix(old))
 
 

@@ -18,6 +18,27 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 EXACT = 1e-10
 
+OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
+ACROSS = cf.ScheduleConfig(across_steps=True)
+
+
+def cluster(name: str, alpha: float, bandwidth: float) -> cf.ClusterSpec:
+    """A network of one level (seconds, bytes per second) between slow cores."""
+    device = cf.Device(
+        name="core", flops={"f64": 1e9, "f32": 2e9}, memory_bandwidth=1e10, memory_bytes=2**34, op_overhead=5e-6
+    )
+    return cf.ClusterSpec(name=name, device=device, levels=(cf.Level(name="net", alpha=alpha, bandwidth=bandwidth),))
+
+
+SLOW = cluster("slow", 1e-5, 2e7)
+"""Small models have several buckets here, and nearly all their time goes into communication."""
+FAST = cluster("fast", 2e-5, 1e10)
+"""Here a message costs its latency, and next to nothing else."""
+
+# Options of `make_world`.
+ACROSS_STEPS: dict[str, Any] = {"comm_fusion": OPTIMAL, "cluster": SLOW, "schedule": ACROSS}
+APART_ACROSS_STEPS: dict[str, Any] = {**ACROSS_STEPS, "comm_fusion": {"openstate": False}}
+
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     # Not Adam for models in general: it turns rounding noise in gradients that are zero in theory into whole steps.

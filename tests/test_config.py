@@ -10,10 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
-from commfuse_fx import errors
+from commfuse_fx import compile, errors
 from commfuse_fx.config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
 from commfuse_fx.context import reset_auto_parallel_context, set_auto_parallel_context
+from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
+from commfuse_fx.cost.presets import preset
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint
 from commfuse_fx.errors import (
     CommFuseError,
     ConfigKeyError,
@@ -48,6 +52,14 @@ def auto(config: Any) -> dict[str, Any]:
 
 def optimal(config: Any) -> dict[str, Any]:
     return {"mode": "optimal", "config": config}
+
+
+CLUSTER = ClusterSpec(
+    name="two",
+    device=Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=2**30, op_overhead=1e-6),
+    levels=(Level(name="net", alpha=1e-5, bandwidth=1e9),),
+    ranks=2,
+)
 
 
 def raises_naming(error: type[Exception], *parts: str):
@@ -134,6 +146,7 @@ def test_fusion_holds_no_reference_to_the_users_lists():
         (KindFusion("size", 1), MIB, None),
         (KindFusion("size", 32), 32 * MIB, None),
         (KindFusion("index", (20, 35)), None, (20, 35)),
+        (KindFusion("optimal", "gloo-1gbit"), None, None),
     ],
 )
 def test_threshold_and_cuts(fusion, threshold, cuts):
@@ -253,10 +266,16 @@ CONFIG_ERRORS = [
         for kind in ("allgather", "reducescatter")
         for config in ([20, 35], None, [])
     ),
+    # optimal
     *(
-        (NotAvailableError, {kind: optimal(config)}, f'comm_fusion["{kind}"]["mode"]', None, '"size"')
+        (ConfigTypeError, {kind: optimal(config)}, f'comm_fusion["{kind}"]["config"]', config, "the name of a preset")
         for kind in KINDS
-        for config in (None, "cluster.json")
+        for config in (32, True, [20, 35], {}, 1.5)
+    ),
+    *(
+        (ConfigValueError, {kind: optimal(config)}, f'comm_fusion["{kind}"]["config"]', config, "no preset; use one of")
+        for kind in KINDS
+        for config in ("best", "", "H100")
     ),
 ]  # fmt: skip
 
@@ -271,9 +290,37 @@ def test_fusion_refuses(error, given, where, value, fix, openstate):
         FusionConfig.parse(given)
 
 
-def test_optimal_says_what_to_use_instead():
-    with raises_naming(NotAvailableError, "is not available yet", '"auto", "size", "index"'):
-        FusionConfig.parse({"allreduce": {"mode": "optimal", "config": None}})
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimal_takes_a_cluster_or_none(kind, tmp_path):
+    CLUSTER.save(tmp_path / "cluster.json")
+    for config in (None, CLUSTER, "gloo-1gbit", "h100-ib-4", str(tmp_path / "cluster.json"), tmp_path / "cluster.json"):
+        fusion = FusionConfig.parse({kind: optimal(config)})
+        assert fusion.as_dict()[kind] == optimal(config)
+        assert fusion.is_optimal and fusion.optimal_cluster == config
+        assert not FusionConfig.parse({kind: optimal(config), "openstate": False}).is_optimal
+    assert not FusionConfig().is_optimal and FusionConfig().optimal_cluster is None
+    assert KindFusion("optimal").threshold_bytes is None and KindFusion("optimal").cuts is None
+
+
+FILES = {
+    "missing": (None, "does not exist"),
+    "not json": ("clusters", "is not JSON"),
+    "another kind": ('{"schema": 1, "kind": "strategy"}', "kind is 'strategy'"),
+    "a cluster with a key too many": ('{"schema": 1, "kind": "cluster", "speed": 1}', "key"),
+}
+
+
+@pytest.mark.parametrize("content", FILES)
+@pytest.mark.parametrize("given", ["cluster", "config"])
+def test_files_that_are_refused(content, given, tmp_path):
+    text, part = FILES[content]
+    path = tmp_path / "given.json"
+    if text is not None:
+        path.write_text(text)
+    options = {"cluster": str(path)} if given == "cluster" else {"comm_fusion": {"allreduce": optimal(str(path))}}
+    with pytest.raises((ConfigValueError, ConfigKeyError), match="given.json") as caught:
+        CompileConfig.resolve(options)
+    assert part in str(caught.value)
 
 
 IN_ORDER_OF_CHECKS = [
@@ -498,7 +545,6 @@ def test_option_is_refused(error, given, parts):
         ("exchange_factors", "always", "'never'"),
         ("gradient_compression", object, "None"),
         ("pipeline_stages", 2, "1"),
-        ("cluster", "h100", "None"),
         ("parallel_optimizer_config", {"gradient_accumulation_shard": True}, "None"),
         ("parallel_optimizer_config", {}, "None"),
         ("strategy_ckpt_load_file", "./strategy.json", "None"),
@@ -526,16 +572,96 @@ def test_invalid_comes_before_not_available():
 @pytest.mark.parametrize(
     ("error", "given", "part"),
     [
-        (NotAvailableError, {"memory_limit": 1 << 30}, "memory_limit=1073741824"),
-        (NotAvailableError, {"across_steps": True}, "across_steps=True"),
         (ConfigTypeError, {"memory_limit": "1GiB"}, "memory_limit is '1GiB'"),
+        (ConfigTypeError, {"memory_limit": True}, "memory_limit is True"),
+        (ConfigTypeError, {"memory_limit": 2.0**30}, "memory_limit is 1073741824.0"),
         (ConfigValueError, {"memory_limit": 0}, "memory_limit is 0"),
+        (ConfigValueError, {"memory_limit": -1}, "memory_limit is -1"),
         (ConfigTypeError, {"across_steps": 1}, "across_steps is 1"),
+        (ConfigTypeError, {"across_steps": None}, "across_steps is None"),
+        (ConfigTypeError, {"across_steps": "yes"}, "across_steps is 'yes'"),
     ],
 )
 def test_schedule_config_refuses(error, given, part):
     with raises_naming(error, f"ScheduleConfig.{part}"):
         ScheduleConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "across", "by_cost"),
+    [
+        ({}, None, False, False),
+        ({"schedule": ScheduleConfig()}, None, False, False),
+        ({"schedule": ScheduleConfig(memory_limit=5)}, 5, False, True),
+        ({"schedule": ScheduleConfig(across_steps=True)}, None, True, True),
+        ({"cluster": "gloo-1gbit"}, None, False, True),
+        ({"cluster": "gloo-1gbit", "schedule": "none"}, None, False, False),
+        ({"comm_fusion": {"allgather": {"mode": "optimal", "config": None}}, "schedule": "none"}, None, False, True),
+        ({"comm_fusion": {"allgather": {"mode": "optimal", "config": None}, "openstate": False}}, None, False, False),
+    ],
+)
+def test_what_makes_a_plan_by_cost(given, limit, across, by_cost):
+    config = CompileConfig.resolve(given)
+    assert (config.memory_limit, config.across_steps, config.plans_by_cost) == (limit, across, by_cost)
+
+
+# --- cluster
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "part"),
+    [
+        (ConfigValueError, "h100", "which is no preset; use one of"),
+        (ConfigValueError, "h100-ib-1", "n in 2..512"),
+        (ConfigTypeError, 8, "the name of a preset, or a path"),
+        (ConfigTypeError, {"name": "x"}, "the name of a preset, or a path"),
+        (ConfigTypeError, True, "the name of a preset, or a path"),
+    ],
+)
+def test_cluster_refuses(error, value, part):
+    with raises_naming(error, f"cluster is {value!r}", part):
+        CompileConfig.resolve({"cluster": value})
+
+
+def test_cluster_resolves_to_what_it_stands_for(tmp_path):
+    profile = StepProfile(cluster=CLUSTER, world=2, model="0" * 64, node_seconds={"a": 1.0})
+    CLUSTER.save(tmp_path / "cluster.json")
+    profile.save(tmp_path / "profile.json")
+    for given, want in [
+        (CLUSTER, CLUSTER),
+        ("gloo-1gbit", preset("gloo-1gbit")),
+        (tmp_path / "cluster.json", CLUSTER),
+        (profile, profile),
+        (str(tmp_path / "profile.json"), profile),
+    ]:
+        assert CompileConfig.resolve({"cluster": given}).cluster == want
+    inside = {"cluster": "gloo-1gbit", "comm_fusion": {"allgather": optimal(CLUSTER)}}
+    assert CompileConfig.resolve(inside).cluster == CLUSTER
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cluster": CLUSTER},
+        {"comm_fusion": {"allreduce": optimal(CLUSTER)}},
+        {"comm_fusion": {"reducescatter": optimal(CLUSTER)}, "schedule": "none"},
+    ],
+    ids=["cluster", "optimal", "optimal without schedule"],
+)
+def test_a_cluster_with_fewer_ranks_than_the_world_is_refused(options):
+    with raises_naming(ConfigValueError, "rank 3, but cluster two has 2 ranks", "give a larger cluster"):
+        compile(nn.Linear(2, 2), device_num=4, **options)
+    compile(nn.Linear(2, 2), device_num=2, **options)
+
+
+def test_a_profile_of_another_world_or_model_is_refused():
+    model = nn.Linear(2, 2)
+    mine = model_fingerprint(dict(model.named_parameters()))
+    for world, fingerprint in ((4, mine), (2, "0" * 64)):
+        profile = StepProfile(cluster=CLUSTER, world=world, model=fingerprint, node_seconds={"a": 1.0})
+        with raises_naming(ConfigValueError, "profile for another world or model", "measure this step"):
+            compile(model, device_num=2, cluster=profile)
+    compile(model, device_num=2, cluster=StepProfile(cluster=CLUSTER, world=2, model=mine, node_seconds={"a": 1.0}))
 
 
 # --- header

@@ -37,6 +37,10 @@ def index(config):
     return {"mode": "index", "config": config}
 
 
+def optimal(config):
+    return {"mode": "optimal", "config": config}
+
+
 DEFAULTS = {
     "device_num": 0,
     "global_rank": 0,
@@ -225,7 +229,8 @@ def test_what_get_returns_can_be_set_again():
         (ConfigTypeError, {"comm_fusion": "auto"}, ["comm_fusion is 'auto'"]),
         (ConfigKeyError, {"comm_fusion": {"allreduce": {}}}, ['comm_fusion["allreduce"]', '"mode"']),
         (ConfigValueError, {"comm_fusion": {"allgather": size(0)}}, ['["allgather"]["config"] is 0']),
-        (NotAvailableError, {"comm_fusion": {"allgather": {"mode": "optimal", "config": None}}}, ["optimal"]),
+        (ConfigValueError, {"comm_fusion": {"allgather": optimal("best")}}, ['["config"] is \'best\'', "no preset"]),
+        (ConfigTypeError, {"comm_fusion": {"allreduce": optimal(64)}}, ['["allreduce"]["config"] is 64']),
         (ConfigTypeError, {"all_reduce_fusion_config": (20, 35)}, ["all_reduce_fusion_config is (20, 35)"]),
         (ConfigTypeError, {"all_reduce_fusion_config": [True]}, ["all_reduce_fusion_config is [True]"]),
         (ConfigValueError, {"all_reduce_fusion_config": []}, ["all_reduce_fusion_config is []"]),
@@ -276,3 +281,27 @@ def test_what_is_not_available_is_kept_here_and_refused_at_compile(settings, par
         CompileConfig.resolve({})
     CompileConfig.resolve({"enable_parallel_optimizer": False, "parallel_mode": "data_parallel",
                            "pipeline_stages": 1, "search_mode": "dynamic_programming"})  # fmt: skip
+
+
+def test_optimal_fusion_is_kept_merged_and_used():
+    set_auto_parallel_context(comm_fusion={"allreduce": optimal(None), "allgather": size(7)})
+    set_auto_parallel_context(comm_fusion={"reducescatter": optimal("gloo-1gbit")})
+    want = {"openstate": True, "allreduce": optimal(None), "allgather": size(7), "reducescatter": optimal("gloo-1gbit")}
+    assert get_auto_parallel_context("comm_fusion") == want
+    assert get_auto_parallel_context("all_reduce_fusion_config") is None
+    config = CompileConfig.resolve({})
+    assert config.plans_by_cost
+    assert config.comm_fusion.as_dict() == want
+    assert config.cluster.name == "gloo-1gbit"
+    assert not CompileConfig.resolve({"comm_fusion": {}}).plans_by_cost
+    set_auto_parallel_context(comm_fusion=None)
+    assert get_auto_parallel_context("comm_fusion") == ALL_AUTO
+
+
+def test_cuts_replace_optimal_fusion_and_not_in_the_same_call():
+    set_auto_parallel_context(comm_fusion={"allreduce": optimal(None)})
+    with pytest.raises(ConfigValueError, match="give one of the two"):
+        set_auto_parallel_context(comm_fusion={"allreduce": optimal(None)}, all_reduce_fusion_config=[3])
+    assert get_auto_parallel_context("comm_fusion")["allreduce"] == optimal(None)
+    set_auto_parallel_context(all_reduce_fusion_config=[3])
+    assert get_auto_parallel_context("comm_fusion")["allreduce"] == index([3])

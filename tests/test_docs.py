@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run, the excerpts of dumps are real, and links lead somewhere."""
+"""The Python blocks of README.md and docs/ run, what they are said to print is real, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
 WITH_EXCERPT = [page for page in PAGES if "```text" in page.read_text()]
+WITH_OUTPUT = [page for page in PAGES if "```output" in page.read_text()]
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,19 @@ def test_excerpts_are_what_the_tool_prints(page: Path) -> None:
         missing = [line for line in lines if line not in real]
         assert not missing, f"{page.name} quotes lines that the tool does not print: {missing}"
         assert [line for line in real if line in lines] == lines, "the excerpt is not in the order of the text"
+
+
+@pytest.mark.parametrize("page", WITH_OUTPUT, ids=lambda page: page.name)
+def test_output_is_what_the_blocks_print(page: Path) -> None:
+    real = run(page)[1].splitlines()
+    for number, output in blocks(page, "output"):
+        lines = output.splitlines()
+        missing = [line for line in lines if line not in real]
+        assert lines and not missing, f"{page.name}:{number}: the page's blocks do not print {missing}"
+        rest = iter(real)
+        assert all(line in rest for line in lines), (
+            f"{page.name}:{number}: the lines are not in the order of the output"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.ir.verify import verify
 
 MIB = 2**20
 
@@ -203,3 +204,76 @@ def test_no_collectives_on_one_device_or_stand_alone() -> None:
     model = Parameters(*f32(1, 1))
     assert buckets(model, device_num=1) == []
     assert buckets(model, parallel_mode="stand_alone") == []
+
+
+# Mode "optimal".
+
+OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
+
+
+def network(alpha: float, bandwidth: float) -> cf.ClusterSpec:
+    device = cf.Device(
+        name="core", flops={"f32": 1e12, "f64": 1e12}, memory_bandwidth=1e9, memory_bytes=2**40, op_overhead=1e-6
+    )
+    return cf.ClusterSpec(name="net", device=device, levels=(cf.Level(name="net", alpha=alpha, bandwidth=bandwidth),))
+
+
+def test_optimal_merges_all_where_messages_cost_only_their_latency() -> None:
+    model = Parameters(*f32(1, 1, 1, 1))
+    assert buckets(model, OPTIMAL, cluster=network(1.0, 1e12)) == [["3", "2", "1", "0"]]
+
+
+def test_optimal_sends_early_where_latency_is_nothing() -> None:
+    model = Parameters(*f32(1, 1, 1, 1))
+    found = buckets(model, OPTIMAL, cluster=network(0.0, 1e8))
+    assert found[0] == ["3"]  # is on the wire while the next one is computed
+    assert [name for members in found for name in members] == ["3", "2", "1", "0"]
+
+
+def test_optimal_keeps_dtypes_apart_and_explicit_ids() -> None:
+    sizes = [(MIB // 8, torch.float32), (MIB // 8, torch.float64)] * 3
+    model = Parameters(*sizes)
+    for number, fusion_id in {0: 0, 2: 9, 4: 9}.items():
+        model.p[number].comm_fusion = fusion_id  # type: ignore[attr-defined]
+    found = buckets(model, OPTIMAL, cluster=network(1.0, 1e12))
+    assert sorted(found) == [["0"], ["4", "2"], ["5", "3", "1"]]
+
+
+def test_optimal_with_the_switch_off_merges_nothing() -> None:
+    model = Parameters(*f32(1, 1))
+    assert buckets(model, {**OPTIMAL, "openstate": False}, cluster=network(1.0, 1e12)) == [["1"], ["0"]]
+
+
+def test_the_cluster_of_the_mode_goes_before_that_of_the_call() -> None:
+    model = Parameters(*f32(1, 1, 1, 1))
+    given = {"allreduce": {"mode": "optimal", "config": network(1.0, 1e12)}}
+    assert len(buckets(model, given, cluster=network(0.0, 1e8))) == 1
+
+
+def test_optimal_leaves_what_depends_on_each_other_apart() -> None:
+    step = cf.compile(Chains().eval(), OPTIMAL, device_num=2, cluster=network(1.0, 1e12))
+    lowered = step.lower(torch.ones(3))
+    sizes = [len(each.members) for each in lowered.collectives]
+    assert sum(sizes) == 4
+    assert 2 <= len(sizes) <= 3
+    verify(lowered.program, "optimal fusion")
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(("alpha", "count"), [(1.0, 1), (0.0, 2)])
+def test_optimal_gathers_and_scatters(kind: str, alpha: float, count: int) -> None:
+    """Used one after the other: together where a message costs its latency, else each in time for its own use."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            op = getattr(cf.ops, kind)
+            first, second = op(x), op(y)
+            z = first.sum()
+            for _ in range(20):
+                z = torch.sin(z)
+            return z + second.sum()
+
+    fusion = {kind.replace("_", ""): {"mode": "optimal", "config": None}}
+    step = cf.compile(Model().eval(), fusion, device_num=2, cluster=network(alpha, 1e6))
+    found = step.lower(torch.ones(64, 3), torch.ones(64, 5)).collectives
+    assert [each.kind for each in found] == [kind] * count

@@ -11,8 +11,28 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from tests.models import CASES, CONV, DIGITS, MLP, MLP_CASE, SHARED, TIED, WIDE, Case, shards
+from tests.models import (
+    CASES,
+    CONTRASTIVE,
+    CONV,
+    DIGITS,
+    GPT2,
+    MLP,
+    MLP_CASE,
+    PARTLY,
+    SHARED,
+    TIED,
+    WIDE,
+    Case,
+    shards,
+)
 from tests.oracle import (
+    ACROSS,
+    ACROSS_STEPS,
+    APART_ACROSS_STEPS,
+    FAST,
+    OPTIMAL,
+    SLOW,
     MakeOptimizer,
     MakeScheduler,
     assert_same,
@@ -34,6 +54,19 @@ FUSIONS: dict[str, Any] = {
     "index": {"allreduce": {"mode": "index", "config": [2, 5]}},
     "ids": None,
 }
+
+# Plans by cost: fusion, and the options of the schedule.
+COSTED: dict[str, dict[str, Any]] = {
+    "optimal-slow": {"comm_fusion": OPTIMAL, "cluster": SLOW},
+    "optimal-fast": {"comm_fusion": OPTIMAL, "cluster": FAST},
+    "optimal-slow-across": ACROSS_STEPS,
+    "optimal-fast-across": {**ACROSS_STEPS, "cluster": FAST},
+    "auto-across": {**ACROSS_STEPS, "comm_fusion": None},
+    "off-across": APART_ACROSS_STEPS,
+}
+# One step after another, and communication that runs on into the next step.
+PLANS: dict[str, dict[str, Any]] = {"plain": {}, "across": ACROSS_STEPS, "apart-across": APART_ACROSS_STEPS}
+each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -59,6 +92,54 @@ def test_parameters_after_three_steps(case: Case, world: int, fusion: str) -> No
     assert_same(train_world(make_world(case, model, world, sgd, FUSIONS[fusion]), batches), want)
 
 
+@each_case
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("plan", COSTED)
+def test_parameters_with_plans_by_cost(case: Case, world: int, plan: str) -> None:
+    model, batches = case.model(), case.batches(3)
+    want = train_reference(case, model, batches, world, sgd)
+    assert_same(train_world(make_world(case, model, world, sgd, **COSTED[plan]), batches), want)
+
+
+@pytest.mark.parametrize("case", [DIGITS, CONV, CONTRASTIVE, PARTLY], ids=lambda case: case.name)
+@pytest.mark.parametrize("plan", ["optimal-slow", "optimal-slow-across"])
+def test_plans_by_cost_on_one_rank(case: Case, plan: str) -> None:
+    model, batches = case.model(), case.batches(3)
+    want = train_reference(case, model, batches, 1, sgd)
+    world = make_world(case, model, 1, sgd, **COSTED[plan])
+    assert_same(train_world(world, batches), want)
+    assert not world.is_pending
+
+
+@pytest.mark.parametrize("fusion", ["size", "index", "ids"])
+@pytest.mark.parametrize("case", [WIDE, TIED, GPT2], ids=lambda case: case.name)
+def test_every_fusion_across_steps(case: Case, fusion: str) -> None:
+    model, batches = case.model(), case.batches(3)
+    mark_ids(model, fusion)
+    want = train_reference(case, model, batches, 2, sgd)
+    world = make_world(case, model, 2, sgd, FUSIONS[fusion], cluster=SLOW, schedule=ACROSS)
+    for batch in batches:
+        world(shards(batch, 2))
+        assert world.is_pending
+    assert_same(world.models, want)
+
+
+@pytest.mark.parametrize("case", [WIDE, CONV, GPT2], ids=lambda case: case.name)
+@pytest.mark.parametrize("fusion", [None, OFF, OPTIMAL], ids=["auto", "off", "optimal"])
+def test_the_schedule_changes_no_gradient(case: Case, fusion: Any) -> None:
+    """Losses of later steps show the parameters of earlier ones, bit by bit but for the rounding of updates."""
+    batches = case.batches(4)
+    plain, across = (
+        make_world(case, case.model(), 4, sgd, fusion, cluster=SLOW, schedule=schedule) for schedule in ("none", ACROSS)
+    )
+    for batch in batches:
+        parts = shards(batch, 4)
+        for mine, other in zip(across(parts), plain(parts), strict=True):
+            torch.testing.assert_close(mine.loss, other.loss, rtol=1e-13, atol=0)
+    assert across.is_pending and not plain.is_pending
+    assert_same(across.models, plain.models, tolerance=1e-13)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if "bert" not in case.name], ids=lambda case: case.name)
 def test_gradients(case: Case) -> None:
     model, batches = case.model(), case.batches(1)
@@ -73,6 +154,14 @@ def test_gradients_with_every_fusion(case: Case, fusion: str) -> None:
     mark_ids(model, fusion)
     want = train_reference(case, model, batches, 2)
     assert_same(train_world(make_world(case, model, 2, None, FUSIONS[fusion]), batches), want, gradients=True)
+
+
+@pytest.mark.parametrize("case", [DIGITS, WIDE, CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
+@pytest.mark.parametrize("plan", ["optimal-slow", "optimal-fast", "optimal-slow-across"])
+def test_gradients_with_plans_by_cost(case: Case, plan: str) -> None:
+    model, batches = case.model(), case.batches(2)
+    want = train_reference(case, model, batches, 2)
+    assert_same(train_world(make_world(case, model, 2, **COSTED[plan]), batches), want, gradients=True)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +220,24 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
 }
 
 
+OPTIMIZER_PLANS = ["fused", "unfused", "across", "apart-across"]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("fusion", [None, OFF], ids=["fused", "unfused"])
-def test_every_optimizer(name: str, fusion: Any) -> None:
+@pytest.mark.parametrize("plan", [{}, {"comm_fusion": OFF}, ACROSS_STEPS, APART_ACROSS_STEPS], ids=OPTIMIZER_PLANS)
+def test_every_optimizer(name: str, plan: dict[str, Any]) -> None:
     make_optimizer, make_scheduler = OPTIMIZERS[name]
     model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
     want = train_reference(MLP_CASE, model, batches, 2, make_optimizer, make_scheduler)
-    world = make_world(MLP_CASE, model, 2, make_optimizer, fusion)
-    assert_same(train_world(world, batches, make_scheduler), want)
+    world = make_world(MLP_CASE, model, 2, make_optimizer, **plan)
+    models = train_world(world, batches, make_scheduler)
+    # A scheduler that sets the learning rate reads nothing of the updates, so they are still to come.
+    assert world.is_pending == ("schedule" in plan and "opaque" not in name)
+    assert_same(models, want)
 
 
-def test_optimizer_state_after_training() -> None:
+@each_plan
+def test_optimizer_state_after_training(plan: dict[str, Any]) -> None:
     model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
     reference = copy.deepcopy(model)
     optimizer = _adamw_in_groups(reference)
@@ -150,7 +246,7 @@ def test_optimizer_state_after_training() -> None:
         for param, grad in eager_gradients(MLP_CASE, reference, batch).items():
             reference.get_parameter(param).grad = grad
         optimizer.step()
-    world = make_world(MLP_CASE, model, 2, _adamw_in_groups)
+    world = make_world(MLP_CASE, model, 2, _adamw_in_groups, **plan)
     train_world(world, batches)
     want = optimizer.state_dict()["state"]
     for mine in world.optimizers:
@@ -160,11 +256,12 @@ def test_optimizer_state_after_training() -> None:
             assert_same_tensors(have[number], state, 1e-10)
 
 
-def test_a_world_of_three_and_a_mesh() -> None:
+@each_plan
+def test_a_world_of_three_and_a_mesh(plan: dict[str, Any]) -> None:
     model, batches = DIGITS.model(), DIGITS.batches(2, rows=12)
     want = train_reference(DIGITS, model, batches, 1, sgd)
-    assert_same(train_world(make_world(DIGITS, copy.deepcopy(model), 3, sgd), batches), want * 3)
-    assert_same(train_world(make_world(DIGITS, model, 4, sgd, mesh=(2, 2)), batches), want * 4)
+    assert_same(train_world(make_world(DIGITS, copy.deepcopy(model), 3, sgd, **plan), batches), want * 3)
+    assert_same(train_world(make_world(DIGITS, model, 4, sgd, mesh=(2, 2), **plan), batches), want * 4)
 
 
 @each_case
@@ -199,16 +296,18 @@ def test_fusion_and_parameters_on_two_ranks(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [DIGITS, CONV, TIED], ids=lambda case: case.name)
 @pytest.mark.parametrize("make_optimizer", [sgd, _by_class(torch.optim.AdamW, lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
-def test_float32(case: Case, make_optimizer: MakeOptimizer) -> None:
+@each_plan
+def test_float32(case: Case, make_optimizer: MakeOptimizer, plan: dict[str, Any]) -> None:
     """1e-5: rounding of 3 steps at 2**-24, with a few hundred summands per gradient."""
     model, batches = case.model(torch.float32), case.batches(3, dtype=torch.float32)
     want = train_reference(case, model, batches, 4, make_optimizer)
-    assert_same(train_world(make_world(case, model, 4, make_optimizer), batches), want, tolerance=1e-5)
+    assert_same(train_world(make_world(case, model, 4, make_optimizer, **plan), batches), want, tolerance=1e-5)
 
 
-def test_all_ranks_end_with_the_same_bits() -> None:
+@each_plan
+def test_all_ranks_end_with_the_same_bits(plan: dict[str, Any]) -> None:
     models = train_world(
-        make_world(MLP_CASE, MLP_CASE.model(torch.float32), 4, sgd), MLP_CASE.batches(3, dtype=torch.float32)
+        make_world(MLP_CASE, MLP_CASE.model(torch.float32), 4, sgd, **plan), MLP_CASE.batches(3, dtype=torch.float32)
     )
     for other in models[1:]:
         assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), other.parameters(), strict=True))
@@ -244,17 +343,19 @@ def test_low_precision_gradients(fp32: bool, fusion: Any) -> None:
 
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-dampening-maximize", "adamw-groups-schedule", "adagrad"])
-def test_low_precision_training(name: str, fp32: bool) -> None:
+@each_plan
+def test_low_precision_training(name: str, fp32: bool, plan: dict[str, Any]) -> None:
     """bfloat16 has 8 bits: after each of three updates parameters of size 1/2 may be a step of 2**-9 away."""
     model, batches = BF16.model(torch.bfloat16), BF16.batches(3, dtype=torch.bfloat16)
     make_optimizer, make_scheduler = OPTIMIZERS[name]
     want = train_reference(BF16, model, batches, 2, make_optimizer, make_scheduler)
-    world = make_world(BF16, model, 2, make_optimizer, gradient_fp32_sync=fp32)
+    world = make_world(BF16, model, 2, make_optimizer, gradient_fp32_sync=fp32, **plan)
     assert_same(train_world(world, batches, make_scheduler), want, tolerance=6e-3)
 
 
 @pytest.mark.parametrize("whole_step", [True, False], ids=["whole_step", "gradients"])
-def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool) -> None:
+@each_plan
+def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool, plan: dict[str, Any]) -> None:
     model, (batch,) = MLP_CASE.model(), MLP_CASE.batches(1)
     own = [name for name, _ in model.named_parameters()][1:4]
     for name in own:
@@ -266,7 +367,7 @@ def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool) -> No
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
         want = [{name: before[name] - 0.5 * grads[name] for name in grads} for grads in want]
     optimizer = _by_class(torch.optim.SGD, lr=0.5) if whole_step else None
-    world = make_world(MLP_CASE, model, 2, optimizer, parallel_mode="hybrid_parallel")
+    world = make_world(MLP_CASE, model, 2, optimizer, parallel_mode="hybrid_parallel", **plan)
     for mine, wanted in zip(train_world(world, [batch]), want, strict=True):
         assert_same_tensors(tensors_of(mine, gradients=not whole_step), wanted, 1e-10)
 
@@ -281,10 +382,11 @@ def test_stand_alone_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_full_batch(world: int) -> None:
+@each_plan
+def test_full_batch(world: int, plan: dict[str, Any]) -> None:
     model, batches = DIGITS.model(), DIGITS.batches(2)
     want = train_reference(DIGITS, model, batches, world, sgd)
-    ranks = make_world(DIGITS, model, world, sgd, full_batch=True)
+    ranks = make_world(DIGITS, model, world, sgd, full_batch=True, **plan)
     for batch in batches:
         ranks([batch] * world)
     assert_same(ranks.models, want)
@@ -331,13 +433,13 @@ class TransposedWeight(nn.Module):
 
 
 @pytest.mark.parametrize("make_optimizer", [None, sgd], ids=["gradients", "whole_step"])
-def test_column_major_parameters(make_optimizer: MakeOptimizer | None) -> None:
+@each_plan
+def test_column_major_parameters(make_optimizer: MakeOptimizer | None, plan: dict[str, Any]) -> None:
     case = Case("transposed", TransposedWeight, MLP_CASE.batch)
     model, batches = case.model(), case.batches(2)
     want = train_reference(case, model, batches, 2, make_optimizer)
-    assert_same(
-        train_world(make_world(case, model, 2, make_optimizer), batches), want, gradients=make_optimizer is None
-    )
+    world = make_world(case, model, 2, make_optimizer, **plan)
+    assert_same(train_world(world, batches), want, gradients=make_optimizer is None)
 
 
 class InPlaceAfterSending(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from commfuse_fx.lockstep import LockstepWorld
-from tests.models import CONTRASTIVE, DIGITS, GPT2, Case, shards
-from tests.oracle import eager_gradients, make_world
+from tests.models import CONTRASTIVE, DIGITS, GPT2, WIDE, Case, shards
+from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, eager_gradients, make_world, sgd
 from tests.test_user_collectives import lockstep, make, one_device
 
 OFF = {"openstate": False}
@@ -50,6 +50,34 @@ def test_gradient_reduction(case: Case, comm_fusion: Any, count: int, world: int
     want = eager_gradients(case, model, batch)
     ranks = make_world(case, model, world, None, comm_fusion)
     assert assert_every_collective_matters(ranks, shards(batch, world), want) == count
+
+
+@pytest.mark.parametrize(("case", "least"), [(DIGITS, 2), (CONTRASTIVE, 5), (GPT2, 3)], ids=["digits", "user", "gpt2"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradient_reduction_with_optimal_fusion(case: Case, least: int, world: int) -> None:
+    model, (batch,) = case.model(), case.batches(1)
+    want = eager_gradients(case, model, batch)
+    ranks = make_world(case, model, world, None, OPTIMAL, cluster=SLOW)
+    assert assert_every_collective_matters(ranks, shards(batch, world), want) >= least
+
+
+@pytest.mark.parametrize("plan", [ACROSS_STEPS, APART_ACROSS_STEPS], ids=["optimal", "unfused"])
+@pytest.mark.parametrize("case", [DIGITS, WIDE, GPT2, CONTRASTIVE], ids=lambda case: case.name)
+def test_a_reduction_that_the_next_step_waits_for(case: Case, plan: dict[str, Any]) -> None:
+    """Dropped in the second of three steps: what the third one leaves in the parameters shows it."""
+    batches = case.batches(3)
+    names = make_world(case, case.model(), 2, sgd, **plan).collectives(shards(batches[0], 2)[0])
+    chosen = dict.fromkeys([names[0], names[len(names) // 2], names[-1]])
+    results: dict[str | None, list[torch.Tensor]] = {}
+    for name in (None, *chosen):
+        ranks = make_world(case, case.model(), 2, sgd, **plan)
+        for number, batch in enumerate(batches):
+            ranks(shards(batch, 2), drop=() if name is None or number != 1 else (name,))
+            assert ranks.is_pending
+        results[name] = [param.detach().clone() for each in ranks.models for param in each.parameters()]
+    for name in chosen:
+        same = [torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(results[name], results[None], strict=True)]
+        assert not all(same), f"dropping {name} went unnoticed"
 
 
 @pytest.mark.parametrize("comm_fusion", [None, OFF], ids=["fused", "unfused"])

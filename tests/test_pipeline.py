@@ -15,11 +15,13 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx.compiler import build_pipeline
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.across_steps import AcrossSteps
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.pipeline import PassPipeline
 
@@ -34,10 +36,12 @@ def lower(**options: object) -> cf.Lowered:
 
 
 def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
-    pipeline = build_pipeline(CompileConfig.resolve({}), Mesh.of_sizes((2,)))
-    names = [each.name for each in pipeline.passes]
-    assert sorted(names) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
-    for each in pipeline.passes:
+    configs = [CompileConfig.resolve(given) for given in ({}, {"cluster": "gloo-1gbit"})]
+    plain, by_cost = (build_pipeline(config, Mesh.of_sizes((2,))).passes for config in configs)
+    passes = {each.name: each for each in (*plain, *by_cost, AcrossSteps(cost_model(configs[1].cluster)))}
+    assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
+    assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]
+    for each in passes.values():
         assert dataclasses.is_dataclass(each)
         assert type(each).__dataclass_params__.frozen  # type: ignore[attr-defined]
         module = importlib.import_module(f"commfuse_fx.passes.{each.name}")
@@ -50,9 +54,18 @@ def test_an_order_without_a_required_fact_is_refused() -> None:
         PassPipeline((Overlap(),))
 
 
-def test_modified_is_honest() -> None:
+OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
+ACROSS = cf.ScheduleConfig(across_steps=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cluster": "gloo-1gbit"}, {"comm_fusion": OPTIMAL}, {"comm_fusion": OPTIMAL, "schedule": ACROSS}],
+    ids=["plain", "cluster", "optimal", "across"],
+)
+def test_modified_is_honest(options: dict[str, object]) -> None:
     """A pass that says it changed nothing left the text as it was, and one that changed it says so."""
-    stages = list(lower().stages.values())
+    stages = list(lower(**options).stages.values())
     for before, after in pairwise(stages):
         assert after.modified == (before.text() != after.text()), after.name
 
@@ -235,5 +248,3 @@ def test_what_is_planned_says_so() -> None:
     lowered = lower()
     with pytest.raises(cf.NotAvailableError, match="not available yet"):
         cf.diff(lowered, lowered)
-    with pytest.raises(cf.NotAvailableError, match="not available yet"):
-        lowered.simulate("h100")

@@ -37,6 +37,9 @@ SLOW = 1.0
 
 PIPELINED_BYTES = 4 << 20
 
+MESSAGES, MESSAGE_BYTES = 32, 1024
+"""How many messages, and how small, show what a message costs besides its bytes."""
+
 WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
 """What each kind counts in a fit: gradients are all_reduced."""
 
@@ -45,8 +48,10 @@ WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
 class LevelReport:
     """How well one level's figures describe what was measured.
 
-    groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second, the higher one of
-    `fitted_bandwidth` (single collectives) and `pipelined_bandwidth` (several in flight). median_error, max_error:
+    groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second that the level carries
+    on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
+    would give, which end before buffers and the allowances of a network are used up). overhead: seconds of compute that
+    a message costs besides its bytes. median_error, max_error:
     |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
     """
 
@@ -55,8 +60,8 @@ class LevelReport:
     alpha: float
     bandwidth: float
     fitted_bandwidth: float
-    pipelined_bandwidth: float
     host_seconds_per_byte: float
+    overhead: float
     median_error: float
     max_error: float
     kind_errors: Mapping[str, float]
@@ -95,8 +100,9 @@ class Report:
             lines += [
                 f"level {level.name}: {' and '.join(str(len(group)) for group in level.groups)} ranks",
                 f"  alpha {level.alpha * 1e6:.1f} us, bandwidth {level.bandwidth / 1e9:.3f} GB/s (one collective at "
-                f"a time {level.fitted_bandwidth / 1e9:.3f}, several in flight {level.pipelined_bandwidth / 1e9:.3f})",
-                f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte",
+                f"a time: {level.fitted_bandwidth / 1e9:.3f})",
+                f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte, "
+                f"{level.overhead * 1e6:.1f} us per message",
                 f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
                 f"over {len(level.samples)} samples; median of {kinds}",
             ]
@@ -132,6 +138,7 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
         levels = [_measure_level(planned, where, level_share) for planned in plan]
         with _shown("measuring the device"):
             figures = _slowest_figures(_probe(where, device_share))
+        figures["collective_overhead"] = max(level.overhead for level in levels)
     backend = dist.group.WORLD._get_backend(where).name()  # type: ignore[union-attr]
     world = dist.get_world_size()
     source = f"measured by commfuse calibrate: {world} ranks, {backend}, torch {torch.__version__}"
@@ -251,6 +258,7 @@ class _Measured:
     samples: tuple[Sample, ...] = ()
     pipelined: Sample | None = None
     contention: float = 0.0
+    overhead: float = 0.0
 
 
 def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
@@ -275,8 +283,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         samples.extend(_slowest(column) for column in zip(*(each.samples for each in found), strict=True))
         pipelined.append(_slowest([each.pipelined for each in found if each.pipelined is not None]))
     single = fit(samples)
-    in_flight = min(sample.wire_bytes / sample.seconds for sample in pipelined)
-    final = fit(samples, in_flight) if in_flight > single.bandwidth else single
+    final = fit(samples, min(sample.wire_bytes / sample.seconds for sample in pipelined))
     by_kind: dict[str, list[float]] = {}
     for sample, error in zip(samples, final.errors, strict=True):
         by_kind.setdefault(sample.kind, []).append(error)
@@ -286,8 +293,8 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         alpha=final.alpha,
         bandwidth=final.bandwidth,
         fitted_bandwidth=single.bandwidth,
-        pipelined_bandwidth=in_flight,
         host_seconds_per_byte=max(each.contention for each in everybody),
+        overhead=max(each.overhead for each in everybody),
         median_error=final.median_error,
         max_error=final.max_error,
         kind_errors={kind: median(errors) for kind, errors in by_kind.items()},
@@ -355,8 +362,8 @@ def _measure_group(group: _Group, name: str, seconds: float) -> _Measured:
     with _shown(f"several collectives of level {name} at once"):
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
     with _shown(f"compute beside collectives of level {name}"):
-        contention = _contention(group, nbytes, alone, 0.25 * seconds)
-    return _Measured(tuple(samples), pipelined, contention)
+        contention, overhead = _contention(group, nbytes, alone, 0.25 * seconds)
+    return _Measured(tuple(samples), pipelined, contention, overhead)
 
 
 def _ladder(group: _Group, seconds: float) -> list[Sample]:
@@ -384,31 +391,46 @@ def _ladder(group: _Group, seconds: float) -> list[Sample]:
 
 
 def _in_flight(group: _Group, nbytes: int, alone: float, seconds: float) -> Sample:
-    """One of several all_reduces that are handed over at once, as a training step does."""
-    count = min(max(int(seconds / 4 / alone), 2), 8)
-    blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(count)]
+    """One of many all_reduces that are handed over at once, as a training step does, once the network is busy.
 
-    def call() -> None:
-        for work in [group.all_reduce(block) for block in blocks]:
-            work.wait()
+    What the later ones of a long row take: the first ones find buffers empty and allowances unspent (a token bucket
+    lets a burst pass at full speed).
+    """
+    count = min(max(int(seconds / 9 / alone), 2), 8)
+    blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(2 * count)]
 
-    call()
-    each = median(group.timed(call) for _ in range(3)) / count
-    return Sample("all_reduce", group.size, nbytes, each)
+    def row(length: int) -> float:
+        def call() -> None:
+            for work in [group.all_reduce(block) for block in blocks[:length]]:
+                work.wait()
+
+        return group.agreed(group.timed(call))
+
+    row(2 * count)
+    short = median(row(count) for _ in range(3))
+    long = median(row(2 * count) for _ in range(3))
+    return Sample("all_reduce", group.size, nbytes, max(long - short, long / 4) / count)
 
 
-def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> float:
-    """Seconds of compute that one byte on the wire takes away from this rank's CPU."""
+def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float]:
+    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does."""
     if group.device.type != "cpu":
-        return 0.0
-    a, b, c = (torch.zeros(256, 256) for _ in range(3))
+        return 0.0, 0.0
+    small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
+    each = _lost(group, small, seconds / 12) / MESSAGES
     count = min(max(int(seconds / 8 / alone), 2), 16)
-    blocks = [torch.zeros(nbytes // 4) for _ in range(count)]
+    large = [torch.zeros(nbytes // 4) for _ in range(count)]
     wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
+    return max(_lost(group, large, seconds / 12) - count * each, 0.0) / wire_bytes, each
+
+
+def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> float:
+    """Seconds of matrix products that these all_reduces take away while they are on their way."""
+    a, b, c = (torch.zeros(256, 256) for _ in range(3))
     torch.mm(a, b, out=c)
     found = []
     for _ in range(3):
-        undisturbed = _seconds_of_product(group, a, b, c, seconds / 12)
+        undisturbed = _seconds_of_product(group, a, b, c, seconds)
         group.agreed(0.0)  # start together
         start = perf_counter()
         works = [group.all_reduce(block) for block in blocks]
@@ -416,10 +438,9 @@ def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> flo
         while not all(work.is_completed() for work in works):
             torch.mm(a, b, out=c)
             done += 1
-        lost = perf_counter() - start - done * undisturbed
         for work in works:
             work.wait()
-        found.append(max(lost, 0.0) / wire_bytes)
+        found.append(max(perf_counter() - start - done * undisturbed, 0.0))
     return median(found)
 
 

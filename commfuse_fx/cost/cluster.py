@@ -46,6 +46,8 @@ class Device:
 
     flops: FLOP per second that large matrix products reach, by dtype name ("f64", "f32", "bf16", "f16", ...).
     memory_bandwidth: bytes per second. memory_bytes: capacity. op_overhead: seconds that any op takes at least.
+    collective_overhead: seconds of compute that each message costs besides its bytes: to hand it over, to wake the
+        backend's threads on the core that computes, and to wait for it.
     source: where the figures come from.
 
     The fields are checked by the ClusterSpec that the device is put into.
@@ -56,6 +58,7 @@ class Device:
     memory_bandwidth: float
     memory_bytes: int
     op_overhead: float
+    collective_overhead: float = 0.0
     source: str = ""
 
 
@@ -269,6 +272,7 @@ def _checked_device(device: object) -> Device:
         memory_bandwidth=check_number(device.memory_bandwidth, "device.memory_bandwidth", positive=True),
         memory_bytes=check_int(device.memory_bytes, "device.memory_bytes", 1),
         op_overhead=check_number(device.op_overhead, "device.op_overhead"),
+        collective_overhead=check_number(device.collective_overhead, "device.collective_overhead"),
         source=check_text(device.source, "device.source", empty=True),
     )
 
@@ -344,7 +348,7 @@ def _from_body(body: Mapping[str, Any], where: str) -> ClusterSpec:
 
 _KEYS: Mapping[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Level: (("name", "alpha", "bandwidth"), ("domains", "host_seconds_per_byte", "source")),
-    Device: (("name", "flops", "memory_bandwidth", "memory_bytes", "op_overhead"), ("source",)),
+    Device: (("name", "flops", "memory_bandwidth", "memory_bytes", "op_overhead"), ("collective_overhead", "source")),
 }
 """Required and optional keys in a document."""
 

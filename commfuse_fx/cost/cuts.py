@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
@@ -79,8 +79,9 @@ def optimal_cuts(
     busy_until: float = 0.0,
     max_bytes: float | None = None,
     forced: Sequence[Forced] = (),
+    also: Sequence[tuple[float, float]] = (),
 ) -> Cuts:
-    """The cuts of a sequence of collectives into buckets whose last one ends first. O(n).
+    """The cuts of a sequence of collectives into buckets whose last one ends first. O(n), with `also` for each line.
 
     ready: seconds, rising: when each member may be sent; a bucket may be when its last member may.
     sizes: bytes per member. alpha, beta: a bucket of M bytes takes alpha + beta * M seconds.
@@ -88,6 +89,8 @@ def optimal_cuts(
     max_bytes: no bucket is larger, except that one larger member (or forced range) stands alone.
     forced: ranges that are one bucket already. What is pre-merged out of the order of readiness is passed as one
         member that is ready when its last part is.
+    also: more (alpha, beta); a bucket takes what the cheapest of all lines says, as where a library picks one of
+        several algorithms by size.
 
     With prefix sizes S and f(0) = busy_until,
 
@@ -96,21 +99,26 @@ def optimal_cuts(
     (the recurrence behind MG-WFBP, Shi et al. 2019, there solved by a greedy rule). f and r rise, so the i with
     f(i) <= r(j) are a prefix, in which the cost falls with i: the last is best. Those with f(i) > r(j) cost
     f(i) - beta * S(i) and a constant: the minimum of a sliding window, kept in a monotone queue. Both bounds on i
-    (max_bytes and `alone` forbid i below some rising limit) only move up.
+    (max_bytes and `alone` forbid i below some rising limit) only move up. The minimum over several lines is the minimum
+    of what each of them gives for j, so that every line has a queue of its own.
 
     Buckets of neighbours in this order are enough: with no other limits, any partition sent in any order has, as its
     finish, the maximum over buckets of (its readiness + cost of itself and of all later ones); sent in the order of
     readiness, and each member moved to the first bucket that is ready no sooner than it, no term grows. (With
-    `max_bytes` or `alone` the result is the best among buckets of neighbours; the best among all is bin packing.)
+    `max_bytes` or `alone` the result is the best among buckets of neighbours; the best among all is bin packing. So it
+    is with several lines, where a byte may cost more in a small bucket than in a large one.)
 
     Among cuts that finish at the same time (within `EQUAL`) those with the fewest buckets, and of these the one whose
-    later buckets are the largest: going back from the end, each bucket takes all it can. Raises ConfigTypeError or
+    later buckets are the largest: going back from the end, each bucket takes all it can. With several lines, buckets
+    that follow each other are joined, from the end on, wherever that delays nothing. Raises ConfigTypeError or
     ConfigValueError for what is no finite number of at least 0, falling `ready`, or forced ranges that overlap.
     """
     _check_each("ready", ready)
     _check_each("sizes", sizes)
     for name, value in (("alpha", alpha), ("beta", beta), ("busy_until", busy_until)):
         _check(name, value)
+    for index, pair in enumerate(also):
+        _check_each(f"also[{index}]", pair)
     if max_bytes is not None:
         _check("max_bytes", max_bytes)
     _check_same_length("ready", ready, "sizes", sizes)
@@ -122,13 +130,20 @@ def optimal_cuts(
     units = _units(ready, sizes, max_bytes, forced)
     total = list(accumulate((unit.size for unit in units), initial=0.0))
     lowest = _lowest_begins(units, total, max_bytes)
-    best = _best_finish(units, total, lowest, alpha, beta, busy_until)
-    buckets: list[tuple[int, int]] = []
+    lines = tuple(dict.fromkeys([(alpha, beta), *also]))
+    best, begins = _best_finish(units, total, lowest, lines, busy_until)
+    if len(lines) == 1:
+        ranges = _fewest(units, total, lowest, alpha, beta, best)
+    else:
+        ranges = _without_needless(units, total, lowest, lines, busy_until, _walk_back(begins))
     finish = busy_until
-    for first, last in _fewest(units, total, lowest, alpha, beta, best):
-        finish = max(finish, units[last - 1].ready) + alpha + beta * (total[last] - total[first])
-        buckets.append((units[first].begin, units[last - 1].end))
-    return Cuts(finish, tuple(buckets))
+    for first, last in ranges:
+        finish = max(finish, units[last - 1].ready) + _cheapest(lines, total[last] - total[first])
+    return Cuts(finish, tuple((units[first].begin, units[last - 1].end) for first, last in ranges))
+
+
+def _cheapest(lines: Sequence[tuple[float, float]], nbytes: float) -> float:
+    return min(alpha + beta * nbytes for alpha, beta in lines)
 
 
 def _units(
@@ -170,27 +185,74 @@ def _lowest_begins(units: Sequence[_Unit], total: Sequence[float], max_bytes: fl
 
 
 def _best_finish(
-    units: Sequence[_Unit], total: Sequence[float], lowest: Sequence[int], alpha: float, beta: float, busy_until: float
-) -> float:
+    units: Sequence[_Unit],
+    total: Sequence[float],
+    lowest: Sequence[int],
+    lines: Sequence[tuple[float, float]],
+    busy_until: float,
+) -> tuple[float, list[int]]:
+    """The first finish of all units, and for each end j where the last bucket of the best cuts of [0, j) begins."""
     finish = [busy_until]
-    waiting: deque[tuple[int, float]] = deque()  # i and finish(i) - beta * total(i): both rise from left to right
+    begins = [0]
+    # By line: i and finish(i) - beta * total(i), which both rise from left to right.
+    waiting: list[deque[tuple[int, float]]] = [deque() for _ in lines]
     idle = 0  # finish(i) <= ready of the current unit for i < idle: the stream stands still before the bucket
     for end, unit in enumerate(units, start=1):
-        key = finish[end - 1] - beta * total[end - 1]
-        while waiting and waiting[-1][1] >= key:
-            waiting.pop()
-        waiting.append((end - 1, key))
         while idle < end and finish[idle] <= unit.ready:
             idle += 1
-        while waiting and waiting[0][0] < max(idle, lowest[end]):
-            waiting.popleft()
-        best = inf
-        if waiting:
-            best = waiting[0][1] + alpha + beta * total[end]
+        best, begin = inf, end - 1
         if idle - 1 >= lowest[end]:
-            best = min(best, unit.ready + alpha + beta * (total[end] - total[idle - 1]))
+            best = unit.ready + _cheapest(lines, total[end] - total[idle - 1])
+            begin = idle - 1
+        for (alpha, beta), queue in zip(lines, waiting, strict=True):
+            key = finish[end - 1] - beta * total[end - 1]
+            while queue and queue[-1][1] >= key:
+                queue.pop()
+            queue.append((end - 1, key))
+            while queue and queue[0][0] < max(idle, lowest[end]):
+                queue.popleft()
+            if queue and queue[0][1] + alpha + beta * total[end] < best:
+                best, begin = queue[0][1] + alpha + beta * total[end], queue[0][0]
         finish.append(best)
-    return finish[-1]
+        begins.append(begin)
+    return finish[-1], begins
+
+
+def _walk_back(begins: Sequence[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    end = len(begins) - 1
+    while end > 0:
+        ranges.append((begins[end], end))
+        end = begins[end]
+    return ranges[::-1]
+
+
+def _without_needless(
+    units: Sequence[_Unit],
+    total: Sequence[float],
+    lowest: Sequence[int],
+    lines: Sequence[tuple[float, float]],
+    busy_until: float,
+    ranges: Sequence[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """The cuts with neighbours joined, from the end on, wherever all is sent in time nevertheless."""
+    finish = [busy_until]
+    for first, last in ranges:
+        finish.append(max(finish[-1], units[last - 1].ready) + _cheapest(lines, total[last] - total[first]))
+    kept: list[tuple[int, int]] = []
+    latest = finish[-1] * (1 + EQUAL)  # when the bucket in hand must have been sent
+    for index in range(len(ranges) - 1, -1, -1):
+        first, last = ranges[index]
+        if kept and lowest[kept[-1][1]] <= first:
+            end = kept[-1][1]
+            joined = max(finish[index], units[end - 1].ready) + _cheapest(lines, total[end] - total[first])
+            if joined <= latest:
+                kept[-1] = (first, end)
+                continue
+        if kept:
+            latest -= _cheapest(lines, total[kept[-1][1]] - total[kept[-1][0]])
+        kept.append((first, last))
+    return kept[::-1]
 
 
 def _fewest(
@@ -745,13 +807,14 @@ def cyclic_plan(
     beta: float,
     piece: int | None,
     host: float = 0.0,
+    message: float = 0.0,
 ) -> CyclicPlan:
     """Send order and places of the updates for a loop in which transfers may run on into the next step's forward.
 
     forward, backward: seconds per block, in order. members: what is sent. alpha, beta: a message of b bytes takes
     alpha + beta * b seconds. piece: bytes at whose multiples a transfer may give way to a more urgent one, None for
     never. host: seconds of compute that moving one byte takes; compute runs slower by that much while the message is
-    on its way (and a message takes at least host * b).
+    on its way (and a message takes at least host * b). message: seconds of compute that handing over one message takes.
 
     Whenever the stream is free, the piece goes that the next forward needs first, ties by readiness (earliest
     deadline first: Horn 1974, Liu & Layland 1973; for training: P3, Jayarajan et al. 2019, and ByteScheduler, Peng
@@ -767,9 +830,10 @@ def cyclic_plan(
     forward. O(n log n) for n pieces. Raises ConfigTypeError or ConfigValueError for bad numbers or block indices.
     """
     _check_cyclic(forward, backward, members, alpha, beta, host)
+    _check("message", message)
     if piece is not None and (not isinstance(piece, int) or piece <= 0):
         raise ConfigValueError(f"piece is {piece!r}; pass a positive number of bytes, or None")
-    loop = _Loop(forward, backward, members, alpha, beta, host)
+    loop = _Loop(forward, backward, members, alpha, beta, host, message)
     whole = [(index, 0, member.nbytes) for index, member in enumerate(members)]
     plans = [loop.plan(sorted(whole, key=lambda one: members[one[0]].ready)), loop.plan(loop.earliest_first(whole))]
     if piece is not None:
@@ -790,6 +854,7 @@ def choose_piece(
     alpha: float,
     beta: float,
     host: float = 0.0,
+    message: float = 0.0,
     *,
     pieces: Sequence[int] = PIECES,
     merges: Sequence[int] = PIECES,
@@ -816,7 +881,8 @@ def choose_piece(
         merged = [_merge([members[index] for index in group]) for group in groups]
         largest = max((member.nbytes for member in merged), default=0)
         for piece in (None, *sorted((size for size in pieces if size < largest), reverse=True)):
-            choices.append(PieceChoice(piece, groups, cyclic_plan(forward, backward, merged, alpha, beta, piece, host)))
+            plan = cyclic_plan(forward, backward, merged, alpha, beta, piece, host, message)
+            choices.append(PieceChoice(piece, groups, plan))
     best = _fastest([choice.plan for choice in choices])
     return next(choice for choice in choices if choice.plan is best)
 
@@ -875,6 +941,7 @@ class _Loop:
     alpha: float
     beta: float
     host: float
+    message: float = 0.0
 
     def earliest_first(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """The pieces in the order in which earliest need first sends them."""
@@ -890,10 +957,19 @@ class _Loop:
     def plan(self, order: Sequence[tuple[int, int, int]]) -> CyclicPlan:
         """The round with this order, in which a piece is issued only after all before it."""
         issue = list(accumulate((self.members[member].ready for member, _, _ in order), max))
-        sent, now = self._send(list(zip(issue, order, strict=True)))
+        sent, now = self._with_messages(issue)._send(list(zip(issue, order, strict=True)))
         messages = [message for _, message in sent]
         updates, period = self._forward(messages, now)
         return CyclicPlan(tuple(order), tuple(issue), tuple(updates), period)
+
+    def _with_messages(self, issue: Sequence[int]) -> _Loop:
+        """The loop in which each block also hands over what is issued after it."""
+        if not self.message:
+            return self
+        backward = list(self.backward)
+        for block in issue:
+            backward[block] += self.message
+        return replace(self, backward=backward)
 
     def _send(self, ranked: Sequence[tuple[int, tuple[int, int, int]]]) -> tuple[list[tuple[int, _Message]], float]:
         """The backward: (rank, message) in send order, and when its last block ends.

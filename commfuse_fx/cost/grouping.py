@@ -1,23 +1,38 @@
-"""Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers for `cost.cuts`."""
+"""Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers for `cost.cuts`.
+
+`cost.cuts` is exact about what it knows: readiness, sizes, lines. What it leaves out, such as the core that a backend
+shares with the step, the engine knows; so several cuts are played on it, and the one that ends first is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx
 
 from commfuse_fx.cost.collectives import CollectiveCost
-from commfuse_fx.cost.cuts import CyclicMember, Item, choose_piece, optimal_cuts, optimal_plan
+from commfuse_fx.cost.cuts import EQUAL, PIECES, CyclicMember, Item, choose_piece, optimal_cuts, optimal_plan
+from commfuse_fx.cost.engine import Engine
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_wait, wait_of
+from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import Program
 
 MOST_MEMBERS = 512
 """Above this many collectives of one key, neighbours are merged until so many are left, before the search begins."""
+
+THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
+"""Bytes at which neighbours are cut for comparison with the optimal cuts."""
+
+MOST_MOVES = 256
+"""How many cuts are played at most to move the boundaries between buckets."""
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Buckets of neighbours: [begin, end) of collectives in order of readiness."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +48,9 @@ def group_collectives(
 ) -> Grouping:
     """The cut of each key's collectives (starts, in graph order) that minimises the predicted step time.
 
-    Collectives that are waited for at the end of the step are cut optimally under alpha + beta * m (`optimal_cuts`);
-    those whose consumers stand in between by `optimal_plan`; with `across_steps`, gradients by `choose_piece`.
+    Collectives that are waited for at the end of the step are cut optimally under the prices of all algorithms
+    (`optimal_cuts`), compared with cuts by size, and adjusted where the engine sees that as faster; those whose
+    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `choose_piece`.
     """
     graph = _Graph(program, costs)
     number: dict[fx.Node, int] = {}
@@ -65,7 +81,8 @@ class _Graph:
         self.costs = costs
         self.nodes = list(program.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
-        self.seconds = [costs.compute_seconds(node) for node in self.nodes]
+        # Starts are what is to be merged: what handing them over costs depends on how many are left.
+        self.seconds = [0.0 if is_start(node) else costs.compute_seconds(node) for node in self.nodes]
         self.clock = list(accumulate(self.seconds, initial=0.0))
 
     def groups(self, starts: list[fx.Node], across_steps: bool) -> tuple[list[list[fx.Node]], str]:
@@ -73,18 +90,32 @@ class _Graph:
         last_ready = self.place[starts[-1]]
         at_end = all(need >= last_ready and self._is_late(need) for need in needs)
         sizes = [_details(start).nbytes for start in starts]
-        alpha, beta, _ = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
-        if at_end and across_steps and self.program.updates:
-            found = self._across(starts)
+        if not at_end:
+            alpha, beta, _ = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
+            return self._between(starts, needs, sizes, alpha, beta)
+        if across_steps and self.program.updates:
+            found = self._across(starts, sizes)
             if found is not None:
                 return found
-        if at_end:
-            ready = [self.clock[self.place[start]] for start in starts]
-            cuts = optimal_cuts(ready, sizes, alpha, beta)
-            end = ready[-1]
-            text = f"the last one arrives {_ms(cuts.finish - end)} after the last gradient, by the cost model"
-            return [starts[begin:end] for begin, end in cuts.buckets], text
-        return self._between(starts, needs, sizes, alpha, beta)
+        played = _Played(self, starts, sizes)
+        cuts = played.best(self._cuts(starts, sizes))
+        late = played.seconds(cuts) - self.clock[last_ready]
+        text = f"the last one arrives {_ms(late)} after the last gradient, by the cost model"
+        return [starts[begin:end] for begin, end in cuts], text
+
+    def _cuts(self, starts: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Ranges]:
+        """The cuts that are optimal for all prices together, for the price of one size, and cuts by size."""
+        ready = [self.clock[self.place[start]] for start in starts]
+        total = sum(sizes)
+        ladder = sorted({*THRESHOLDS, *sizes, total, max(total // 8, 1)})
+        lines = list(dict.fromkeys(line(self.costs, starts[0], self.program, size)[:2] for size in ladder if size))
+        yield optimal_cuts(ready, sizes, *lines[0], also=lines[1:]).buckets
+        alpha, beta, _ = line(self.costs, starts[0], self.program, max(total // 8, 1))
+        yield optimal_cuts(ready, sizes, alpha, beta).buckets
+        for threshold in THRESHOLDS:
+            yield _cut_by_size(sizes, threshold)
+        yield ((0, len(sizes)),)
+        yield tuple((i, i + 1) for i in range(len(sizes)))
 
     def _is_late(self, place: int) -> bool:
         node = self.nodes[place]
@@ -121,8 +152,44 @@ class _Graph:
         buckets = sorted((sorted(bucket) for bucket in plan.buckets), key=lambda bucket: bucket[-1])
         return [[starts[i] for i in bucket] for bucket in buckets], "fewest and earliest for their consumers"
 
-    def _across(self, starts: list[fx.Node]) -> tuple[list[list[fx.Node]], str] | None:
-        """Gradients that the next step waits for: send order and buckets by the need of its forward."""
+    def _across(self, starts: list[fx.Node], sizes: list[int]) -> tuple[list[list[fx.Node]], str] | None:
+        """Gradients that the next step waits for: send order and buckets by the need of its forward.
+
+        Each further bucket is one more update. Where a step that waits for all at its end is no slower, its cuts.
+        """
+        loop = self._loop(starts, sizes)
+        if loop is None:
+            return None
+        members, forward, backward = loop
+        coarse = _coarse(members)
+        merged = [_joined([members[i] for i in group]) for group in coarse]
+        alpha, beta, host = line(self.costs, starts[0], self.program, max(sum(sizes) // 16, 1))
+        message = self.costs.cluster.device.collective_overhead
+        each = self._update_overhead()
+        choice = choose_piece(forward, backward, merged, alpha, beta, host, message + each)
+        across = [[i for part in group for i in coarse[part]] for group in choice.groups]
+        # What the schedule sends: stretches of buckets, as they are complete.
+        parts = [_joined([members[i] for i in part]) for group in across for part in _parts(group, sizes)]
+        largest = max(sum(sizes[i] for i in group) for group in across)
+        prices = line(self.costs, starts[0], self.program, largest)
+        sent = choose_piece(forward, backward, parts, *prices, message, merges=())
+        period = max(choice.plan.period, sent.plan.period + (len(across) - 1) * each)
+        played = _Played(self, starts, sizes, each)
+        cuts = played.best(self._cuts(starts, sizes))
+        in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]]
+        if in_step <= period * (1 + EQUAL):
+            groups = [starts[begin:end] for begin, end in cuts]
+            return (
+                groups,
+                f"a step takes {_ms(in_step)} with all communication waited for at its end, by the cost model",
+            )
+        reason = f"a step takes {_ms(period)} with communication across steps, by the cost model"
+        return [[starts[i] for i in group] for group in across], reason
+
+    def _loop(
+        self, starts: list[fx.Node], sizes: list[int]
+    ) -> tuple[list[CyclicMember], list[float], list[float]] | None:
+        """The step as a loop for `cost.cuts`: members, and seconds of the blocks of forward and backward."""
         uses = [self._first_parameter_use(start) for start in starts]
         first_ready = self.place[starts[0]]
         if any(use is None for use in uses):
@@ -133,21 +200,19 @@ class _Graph:
         block = {cut: i for i, cut in enumerate(cuts)}
         places = [self.place[start] for start in starts]
         backward = [self.clock[e] - self.clock[b] for b, e in zip([first_ready, *places], places, strict=False)]
-        last = places[-1]
         update = sum(s for node, s in zip(self.nodes, self.seconds, strict=True) if info(node).phase == "update")
-        rest = self.clock[-1] - self.clock[last] - update
-        sizes = [_details(start).nbytes for start in starts]
+        rest = self.clock[-1] - self.clock[places[-1]] - update
         total = sum(sizes)
         members = [
             CyclicMember(size, i, block[need], update * size / total)
             for i, (size, need) in enumerate(zip(sizes, wanted, strict=True))
         ]
-        coarse = _coarse(members)
-        alpha, beta, host = line(self.costs, starts[0], self.program, max(total // 16, 1))
-        merged = [_joined([members[i] for i in group]) for group in coarse]
-        choice = choose_piece(forward, [*backward, max(rest, 0.0)], merged, alpha, beta, host)
-        groups = [[starts[i] for part in group for i in coarse[part]] for group in choice.groups]
-        return groups, f"a step takes {_ms(choice.plan.period)} with communication across steps, by the cost model"
+        return members, forward, [*backward, max(rest, 0.0)]
+
+    def _update_overhead(self) -> float:
+        """Seconds that an update takes at least, whatever its size."""
+        ops = [n for n, s in zip(self.nodes, self.seconds, strict=True) if s and info(n).phase == "update"]
+        return len(ops) * self.costs.cluster.device.op_overhead
 
     def _first_parameter_use(self, start: fx.Node) -> int | None:
         found: int | None = None
@@ -158,6 +223,78 @@ class _Graph:
             use = self._first_use(param)
             found = use if found is None else min(found, use)
         return found
+
+
+class _Played:
+    """Plays cuts of some collectives on the engine, with the step's compute up to the last of them.
+
+    each: seconds of compute that every bucket but the first adds.
+    """
+
+    def __init__(self, graph: _Graph, starts: Sequence[fx.Node], sizes: Sequence[int], each: float = 0.0) -> None:
+        self.graph = graph
+        self.start = starts[0]
+        self.sizes = sizes
+        self.each = each
+        ready = [graph.clock[graph.place[start]] for start in starts]
+        self.gaps = [after - before for before, after in zip([0.0, *ready], ready, strict=False)]
+        self.known: dict[Ranges, float] = {}
+
+    def best(self, candidates: Iterable[Ranges]) -> Ranges:
+        """The cuts that end first, the first of those with the fewest buckets among equals; then boundaries are moved
+        as long as that helps."""
+        found = tuple(dict.fromkeys(candidates))
+        limit = min(map(self.seconds, found)) * (1 + EQUAL)
+        cuts = min((each for each in found if self.seconds(each) <= limit), key=len)
+        tried = 0
+        while True:
+            for moved in _moved(cuts):
+                if tried == MOST_MOVES:
+                    return cuts
+                tried += 1
+                if self.seconds(moved) < self.seconds(cuts) * (1 - EQUAL):
+                    cuts = moved
+                    break
+            else:
+                return cuts
+
+    def seconds(self, cuts: Ranges) -> float:
+        """From the begin of the step to when all has arrived."""
+        if cuts not in self.known:
+            self.known[cuts] = self._play(cuts)
+        return self.known[cuts]
+
+    def _play(self, cuts: Ranges) -> float:
+        engine = Engine()
+        for begin, end in cuts:
+            for gap in self.gaps[begin:end]:
+                engine.run(gap)
+            nbytes = sum(self.sizes[begin:end])
+            engine.run(self.graph.costs.cluster.device.collective_overhead)
+            engine.issue(self.graph.costs.transfer_of(self.start, nbytes, mesh=self.graph.program.mesh))
+        return engine.drain() + (len(cuts) - 1) * self.each
+
+
+def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
+    """Neighbours together until they have so many bytes."""
+    edges = [0]
+    filled = 0
+    for i, size in enumerate(sizes, start=1):
+        filled += size
+        if filled >= threshold or i == len(sizes):
+            edges.append(i)
+            filled = 0
+    return tuple(pairwise(edges))
+
+
+def _moved(cuts: Ranges) -> Iterator[Ranges]:
+    """The cuts with one boundary elsewhere or left out, from the last one on."""
+    for i in range(len(cuts) - 1, 0, -1):
+        (first, edge), (_, last) = cuts[i - 1], cuts[i]
+        yield (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
+        for distance in (1, -1, 4, -4):
+            if first < edge + distance < last:
+                yield (*cuts[: i - 1], (first, edge + distance), (edge + distance, last), *cuts[i + 1 :])
 
 
 def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
@@ -174,6 +311,12 @@ def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
         groups[-1].append(i)
         size += member.nbytes
     return groups
+
+
+def _parts(group: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The collectives of one bucket, in order of readiness, in parts of at least the smallest piece."""
+    for begin, end in _cut_by_size([sizes[i] for i in group], PIECES[0]):
+        yield group[begin:end]
 
 
 def _joined(parts: Sequence[CyclicMember]) -> CyclicMember:

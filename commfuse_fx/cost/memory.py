@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -28,68 +30,104 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     its last use, what a collective sends or receives at least to its wait, and what a node of the following step
     uses to that node: such memory may be there twice, for this step and for the one before.
     """
-    aliases = program.aliases()
-    roots = roots or Roots(program.graph, aliases)
-    order = execution_order(program)
-    position = {node: i for i, node in enumerate(order)}
-    always = sum(bytes_of(info(node).spec) for node in order if _is_given(node) and node not in aliases)
-    change = [0] * (len(order) + 1)
-    for first, until, later, size in _lifetimes(order, position, roots):
-        change[first] += size
-        if later < 0:
-            change[until + 1] -= size
-        else:  # over the end of the step, and on to `later` in the next one
-            change[0] += size
-            change[later + 1] -= size
-    always += sum(bytes_of(info(node).spec) for node in order if info(node).kept)
-    live = always
-    profile = [0] * len(order)
-    for i, delta in enumerate(change[:-1]):
-        live += delta
-        profile[i] = live
-    return [profile[position[node]] for node in program.graph.nodes]
+    return Memory(program, roots).profile()
 
 
 def peak_memory(program: Program, roots: Roots | None = None) -> int:
     """Bytes that the step has allocated at most."""
-    return max(memory_profile(program, roots))
+    return Memory(program, roots).peak()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifetime:
+    """first, last: positions; later: the last one in the following step, or -1; nbytes: of what lives so long."""
+
+    first: int
+    last: int
+    later: int
+    nbytes: int
+
+
+class Memory:
+    """The bytes that a step has allocated over its nodes, as in `memory_profile`, when some of it is no longer kept."""
+
+    def __init__(self, program: Program, roots: Roots | None = None) -> None:
+        self.program = program
+        aliases = program.aliases()
+        roots = roots or Roots(program.graph, aliases)
+        self._order = execution_order(program)
+        self._position = {node: i for i, node in enumerate(self._order)}
+        self._lifetimes = _lifetimes(self._order, self._position, roots)
+        self._always = sum(bytes_of(info(node).spec) for node in self._order if _is_given(node) and node not in aliases)
+        self._always += sum(bytes_of(info(node).spec) for node in self._order if info(node).kept)
+        self._change = [0] * (len(self._order) + 1)
+        for root, lifetime in self._lifetimes.items():
+            if not info(root).kept:
+                self._add(lifetime)
+
+    def let_go(self, node: fx.Node) -> None:
+        """Memory of this node was kept between steps, and no longer is."""
+        info(node).kept = False
+        self._always -= bytes_of(info(node).spec)
+        if node in self._lifetimes:
+            self._add(self._lifetimes[node])
+
+    def peak(self) -> int:
+        """Bytes that the step has allocated at most."""
+        return self._always + max(accumulate(self._change[:-1]))
+
+    def profile(self) -> list[int]:
+        """Bytes that the step has allocated while each node runs, in graph order."""
+        live = list(accumulate(self._change[:-1], initial=self._always))[1:]
+        return [live[self._position[node]] for node in self.program.graph.nodes]
+
+    def _add(self, lifetime: _Lifetime) -> None:
+        change, size = self._change, lifetime.nbytes
+        change[lifetime.first] += size
+        if lifetime.later < 0:
+            change[lifetime.last + 1] -= size
+        else:  # over the end of the step, and on to `later` in the next one
+            change[0] += size
+            change[lifetime.later + 1] -= size
 
 
 def _is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots) -> list[tuple[int, int, int, int]]:
-    """(first position, last one, last one in the following step or -1, bytes) of all memory the step allocates."""
-    twins = _twins(order, roots)
+def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots) -> dict[fx.Node, _Lifetime]:
+    """Of all memory that the step allocates or keeps, by the node that makes it."""
+    parts = [node for node in order if _is_part(node, roots)]
+    twins = _twins(parts)
     last: dict[fx.Node, int] = {}
     later: dict[fx.Node, int] = {}
 
     for at, node in enumerate(order):
-        used = [roots[node], *map(roots.__getitem__, node.all_input_nodes)]
+        used = [roots[node], *[roots[value] for value in node.all_input_nodes]]
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
             used.append(roots[sent])
         deferred = is_deferred(node)
         for root in used:
-            root = twins.get(root, root)
+            if root in twins:
+                root = twins[root]
             if deferred and not is_deferred(root):
                 later[root] = at
             else:
                 last[root] = at
     taken: dict[fx.Node, int] = {}
-    for part in order:
-        if _is_part(part, roots) and part not in twins:
+    for part in parts:
+        if part not in twins:
             maker = _maker(part)
             taken[maker] = taken.get(maker, 0) + bytes_of(info(part).spec)
-    found: list[tuple[int, int, int, int]] = []
+    found: dict[fx.Node, _Lifetime] = {}
     for root in order:
-        if root.op != "call_function" or roots[root] is not root or root in twins or info(root).kept:
+        if root.op != "call_function" or roots[root] is not root or root in twins:
             continue
         # An op that yields several tensors makes them all; each then lives as long as somebody needs it.
         maker = _maker(root) if _is_part(root, roots) else root
         size = bytes_of(info(root).spec) - taken.get(root, 0)
         until = max(last.get(maker, -1), last.get(root, -1))
-        found.append((position[maker], until, max(later.get(maker, -1), later.get(root, -1)), size))
+        found[root] = _Lifetime(position[maker], until, max(later.get(maker, -1), later.get(root, -1)), size)
     return found
 
 
@@ -104,13 +142,12 @@ def _maker(part: fx.Node) -> fx.Node:
     return maker
 
 
-def _twins(order: list[fx.Node], roots: Roots) -> dict[fx.Node, fx.Node]:
+def _twins(parts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Parts that take the same result as an earlier one, and that one."""
     first: dict[tuple[fx.Node, object], fx.Node] = {}
     twins: dict[fx.Node, fx.Node] = {}
-    for node in order:
-        if _is_part(node, roots):
-            kept = first.setdefault((_maker(node), node.args[1]), node)
-            if kept is not node:
-                twins[node] = kept
+    for node in parts:
+        kept = first.setdefault((_maker(node), node.args[1]), node)
+        if kept is not node:
+            twins[node] = kept
     return twins

@@ -14,6 +14,7 @@ from commfuse_fx.cost.collectives import CollectiveCost, collective_cost
 from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.roofline import roofline_seconds
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
@@ -68,16 +69,19 @@ class CostModel:
                 raise ConfigValueError(f"node_seconds[{key!r}]={seconds!r}: give seconds, finite and not below 0")
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """Seconds that a node keeps the compute stream busy for, with nothing on the wire."""
+        """Seconds that a node keeps the compute stream busy for, with nothing on the wire; a start: to hand it over."""
+        if is_start(node):
+            return self.cluster.device.collective_overhead
         measured = self.node_seconds
         if measured and node.op == "call_function":
+            if info(node).phase == "update":
+                # Before its own name: how much an update works on changes with fusion.
+                each = measured.get(PER_ELEMENT + op_label(node.target))
+                if each is not None:
+                    return self.cluster.device.op_overhead + each * update_elements(node)
             seconds = measured.get(profile_key(node))
             if seconds is not None:
                 return seconds
-            if info(node).phase == "update":
-                each = measured.get(PER_ELEMENT + op_label(node.target))
-                if each is not None:
-                    return each * update_elements(node)
         return roofline_seconds(node, self.cluster.device)
 
     def cost_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh, rank: int = 0) -> CollectiveCost:
@@ -98,8 +102,31 @@ class CostModel:
         assert details is not None
         return Transfer(details.group, cost.latency, cost.transfer, cost.host, cost.links)
 
+    def remembering(self) -> RememberingModel:
+        """The same prices, for asking again and again about one graph."""
+        return RememberingModel(self.cluster, self.node_seconds)
+
     def _group(self, mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
         key = (mesh, group, rank)
         if key not in self._ranks:
             self._ranks[key] = mesh.ranks(group, rank)
         return self._ranks[key]
+
+
+@dataclass(frozen=True)
+class RememberingModel(CostModel):
+    """Works out each node's price once. For a graph whose nodes are moved, but keep their arguments.
+
+    A node is priced anew where it calls another op, or where its memory is no longer kept between steps.
+    """
+
+    _seconds: dict[fx.Node, tuple[Any, bool, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        target, kept = node.target, info(node).kept
+        known = self._seconds.get(node)
+        if known is None or known[0] is not target or known[1] is not kept:
+            known = self._seconds[node] = (target, kept, super().compute_seconds(node))
+        return known[2]

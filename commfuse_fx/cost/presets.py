@@ -27,9 +27,11 @@ _CPU_CORE = Device(
     memory_bandwidth=10e9,
     memory_bytes=8 << 30,
     op_overhead=4e-6,
+    collective_overhead=8e-5,
     source=(
         "estimate: a 3 GHz core with two 256-bit FMA units (96 GFLOP/s of f32 at peak) that reaches 60 % of it, its "
-        "share of the memory channels, half-precision types converted on the way, an eager PyTorch op"
+        "share of the memory channels, half-precision types converted on the way, an eager PyTorch op, Gloo's threads "
+        "being woken for a message"
     ),
 )
 
@@ -39,16 +41,19 @@ _H100 = Device(
     memory_bandwidth=3.0e12,
     memory_bytes=80 * 10**9,
     op_overhead=5e-6,
+    collective_overhead=5e-6,
     source=(
         "NVIDIA H100 datasheet: 67 TFLOP/s f64 (tensor cores) and f32, 989 TFLOP/s bf16 and f16 without sparsity, "
-        "3.35 TB/s, 80 GB; estimate: large products reach 70 % and streams 90 % of these, an eager kernel takes 5 us"
+        "3.35 TB/s, 80 GB; estimate: large products reach 70 % and streams 90 % of these, "
+        "an eager kernel, or the launch of a collective, takes 5 us"
     ),
 )
 
 _A100_COMPUTE = {"f64": 15.6e12, "f32": 15.6e12, "bf16": 250e12, "f16": 250e12}
 _A100_SOURCE = (
     "NVIDIA A100 datasheet: 19.5 TFLOP/s f64 (tensor cores) and f32, 312 TFLOP/s bf16 and f16 without sparsity, "
-    "{} TB/s, 80 GB; estimate: large products reach 80 % and streams 90 % of these, an eager kernel takes 5 us"
+    "{} TB/s, 80 GB; estimate: large products reach 80 % and streams 90 % of these, "
+    "an eager kernel, or the launch of a collective, takes 5 us"
 )
 
 _A100 = Device(
@@ -57,6 +62,7 @@ _A100 = Device(
     memory_bandwidth=1.84e12,
     memory_bytes=80 * 10**9,
     op_overhead=5e-6,
+    collective_overhead=5e-6,
     source=_A100_SOURCE.format("2.039"),
 )
 
@@ -66,6 +72,7 @@ _A100_PCIE = Device(
     memory_bandwidth=1.74e12,
     memory_bytes=80 * 10**9,
     op_overhead=5e-6,
+    collective_overhead=5e-6,
     source=_A100_SOURCE.format("1.935"),
 )
 

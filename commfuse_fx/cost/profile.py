@@ -27,7 +27,7 @@ from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.files import check_keys, check_number, check_object, check_text
 from commfuse_fx.cost.model import PER_ELEMENT, profile_key, update_elements
 from commfuse_fx.cost.presets import resolve_cluster
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, dtype_name, info
@@ -137,8 +137,14 @@ def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, S
 
     value: what `resolve_cluster` takes, a StepProfile, or the path of a file with one. Raises like `resolve_cluster`.
     """
-    if isinstance(value, (str, os.PathLike)) and str(value).endswith(".json"):
-        value = files.load_document(value)
+    is_path = isinstance(value, os.PathLike) or (
+        isinstance(value, str) and (value.endswith(".json") or os.sep in value)
+    )
+    if is_path:
+        try:
+            value = files.load_document(value)  # type: ignore[arg-type]
+        except (ConfigTypeError, ConfigKeyError, ConfigValueError) as error:
+            raise type(error)(f"{where}: {error.args[0]}") from None
     if isinstance(value, StepProfile):
         return value.cluster, value
     return resolve_cluster(value, where), None
@@ -151,12 +157,13 @@ def model_fingerprint(params: Mapping[str, torch.Tensor | TensorSpec]) -> str:
 
 
 def profile_step(
-    executor: Executor, inputs: Mapping[str, torch.Tensor], cluster: ClusterSpec, rounds: int, fingerprint: str
+    executor: Executor, inputs: Mapping[str, torch.Tensor], cluster: ClusterSpec, rounds: int, model_fingerprint: str
 ) -> StepProfile:
     """Measure a step on all ranks, which must call this together. The profile is the same on all of them.
 
     executor: bound to its storage, of a step that no rank is in. inputs: as for `Executor.run`. cluster: what
-    collectives cost. fingerprint: `model_fingerprint` of the parameters. Each value is the median over the ranks.
+    collectives cost. model_fingerprint: what the function of that name gives for the parameters. Each value is the
+    median over the ranks.
     Leaves parameters, buffers, optimizer state and random number generators as they were.
     """
     together = is_distributed() and executor.program.mesh.world > 1
@@ -169,7 +176,7 @@ def profile_step(
     return StepProfile(
         cluster=cluster,
         world=executor.program.mesh.world,
-        model=fingerprint,
+        model=model_fingerprint,
         node_seconds=seconds,
         torch=torch.__version__,
         device=cluster.device.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from torch import fx
@@ -45,6 +46,7 @@ class Reasons:
         self.position = {node: i for i, node in enumerate(played.order)}
         self.waits = {node.args[0]: node for node in played.order if is_wait(node)}
         self.legs = self._legs()
+        self.streams = self._streams()
         self.later = self._independent_later()
 
     def of(self, start: fx.Node) -> str:
@@ -83,16 +85,25 @@ class Reasons:
                 legs[handle] = _Leg(start, *self.played.engine.times(handle))
         return legs
 
+    def _streams(self) -> dict[str, list[_Leg]]:
+        """The legs of each stream in the order in which they were on the wire."""
+        streams: dict[str, list[_Leg]] = {}
+        for leg in self.legs.values():
+            streams.setdefault(_stream(leg.start), []).append(leg)
+        return {name: sorted(legs, key=lambda leg: (leg.end, leg.begin)) for name, legs in streams.items()}
+
     def _queued_behind(self, start: fx.Node, flown: Flown) -> dict[fx.Node, float]:
         """Seconds for which the last piece of a collective stood behind each other one of its stream."""
         mine = self.legs[flown.handles[-1]]
-        stream = _stream(start)
+        stream = self.streams[_stream(start)]
         found: dict[fx.Node, float] = {}
-        for leg in self.legs.values():
-            if leg.start is not start and _stream(leg.start) == stream:
+        # One after another: those that ended before it was issued stand first, those that began after it last.
+        for leg in stream[bisect_right(stream, mine.issued, key=lambda leg: leg.end) :]:
+            if leg.begin >= mine.begin:
+                break
+            if leg.start is not start:
                 overlap = min(leg.end, mine.begin) - max(leg.begin, mine.issued)
-                if overlap > 0:
-                    found[leg.start] = found.get(leg.start, 0.0) + overlap
+                found[leg.start] = found.get(leg.start, 0.0) + overlap
         return found
 
     def _producer(self, start: fx.Node) -> fx.Node:

@@ -42,13 +42,28 @@ class Flown:
     wait_left: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Act:
+    """What a node does in a round: compute, wait for a collective, send; or none of these.
+
+    seconds: None where it computes nothing. deferred: it belongs to the step before.
+    """
+
+    node: fx.Node
+    deferred: bool
+    seconds: float | None
+    waited: fx.Node | None
+    pieces: tuple[Piece, ...]
+
+
 @dataclass
 class Played:
     """What was played, and what happened in the last round, in seconds since the first.
 
     order: the nodes as executed. seconds: of each node that computes. pieces: what goes onto the wire right
     after a node. began, ended: the last round. computed: (node, begin, end). flown: each collective that was waited
-    for, in the order of waits; where nodes are deferred it may have started in the round before.
+    for, in the order of waits; where nodes are deferred it may have started in the round before. deferred: nodes run
+    in the following step.
     """
 
     order: list[fx.Node]
@@ -59,10 +74,7 @@ class Played:
     ended: float = 0.0
     computed: list[tuple[fx.Node, float, float]] = field(default_factory=list)
     flown: dict[fx.Node, Flown] = field(default_factory=dict)
-
-    @property
-    def deferred(self) -> bool:
-        return any(is_deferred(node) for node in self.order)
+    deferred: bool = False
 
 
 def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[fx.Node, list[Piece]]:
@@ -94,28 +106,42 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
         raise ConfigValueError(f"steps={steps!r}: play at least 1 step")
     order = execution_order(program)
     pieces = pieces_of(program, order, model)
-    waits: dict[fx.Node, fx.Node] = {node: node.args[0] for node in order if is_wait(node)}  # type: ignore[misc]
-    seconds: dict[fx.Node, float] = {}
-    for node in order:
-        if node.op == "call_function" and node not in waits and not is_start(node):
-            cost = model.compute_seconds(node)
-            if cost:
-                seconds[node] = cost
-    played = Played(order, seconds, pieces, Engine())
+    played = Played(order, {}, pieces, Engine(), deferred=any(is_deferred(node) for node in order))
+    acts = _acts(played, model)
     if not played.deferred:
         for number in range(steps or 1):
-            _Round(played, waits, {}, number).run(order)
+            _Round(played, {}, number).run(acts)
             played.ended = played.engine.drain()
         return played
     on_wire: dict[tuple[fx.Node, int], Flown] = {}
-    _Round(played, waits, on_wire, 0).run([node for node in order if not is_deferred(node)])
+    _Round(played, on_wire, 0).run([act for act in acts if not act.deferred])
     left = played.engine.outstanding()
     for number in range(1, max(steps or DEFERRED_ROUNDS, MOST_ROUNDS)):
-        _Round(played, waits, on_wire, number).run(order)
+        _Round(played, on_wire, number).run(acts)
         before, left = left, played.engine.outstanding()
         if number + 1 >= (steps or DEFERRED_ROUNDS) and _alike(before, left):
             break
     return played
+
+
+def _acts(played: Played, model: CostModel) -> list[_Act]:
+    """Of the nodes that do anything, in order; their seconds are noted in `played`."""
+    acts: list[_Act] = []
+    for node in played.order:
+        if node.op != "call_function":
+            continue
+        seconds: float | None = None
+        waited: fx.Node | None = None
+        if is_wait(node):
+            waited = node.args[0]  # type: ignore[assignment]
+        else:
+            seconds = model.compute_seconds(node) or None
+            if seconds is not None:
+                played.seconds[node] = seconds
+        pieces = tuple(played.pieces.get(node, ()))
+        if seconds is not None or waited is not None or pieces:
+            acts.append(_Act(node, played.deferred and is_deferred(node), seconds, waited, pieces))
+    return acts
 
 
 def _alike(one: dict[str, float], other: dict[str, float]) -> bool:
@@ -123,35 +149,28 @@ def _alike(one: dict[str, float], other: dict[str, float]) -> bool:
 
 
 class _Round:
-    def __init__(
-        self, played: Played, waits: dict[fx.Node, fx.Node], on_wire: dict[tuple[fx.Node, int], Flown], number: int
-    ) -> None:
+    def __init__(self, played: Played, on_wire: dict[tuple[fx.Node, int], Flown], number: int) -> None:
         self.played = played
-        self.waits = waits
         self.on_wire = on_wire
         self.number = number
 
-    def run(self, order: list[fx.Node]) -> None:
-        played, waits = self.played, self.waits
-        engine, seconds, pieces = played.engine, played.seconds, played.pieces
+    def run(self, acts: list[_Act]) -> None:
+        played, engine = self.played, self.played.engine
         played.began = engine.now
         computed = played.computed = []
         played.flown = {}
-        for node in order:
-            cost = seconds.get(node)
-            if cost is not None:
-                computed.append((node, *engine.run(cost)))
-            elif node in waits:
-                self._wait(node)
-            if node in pieces:
-                for piece in pieces[node]:
-                    key = (piece.start, self._step_of(node))
-                    self.on_wire.setdefault(key, Flown()).handles.append(engine.issue(piece.transfer))
+        for act in acts:
+            if act.seconds is not None:
+                computed.append((act.node, *engine.run(act.seconds)))
+            elif act.waited is not None:
+                self._wait(act.node, act.waited, self._step_of(act))
+            for piece in act.pieces:
+                key = (piece.start, self._step_of(act))
+                self.on_wire.setdefault(key, Flown()).handles.append(engine.issue(piece.transfer))
         played.ended = engine.now
 
-    def _wait(self, node: fx.Node) -> None:
-        start = self.waits[node]
-        flown = self.on_wire.pop((start, self._step_of(node)), None)
+    def _wait(self, node: fx.Node, start: fx.Node, step: int) -> None:
+        flown = self.on_wire.pop((start, step), None)
         if flown is None:
             raise VerificationError(
                 f"{info(node).name} waits for {info(start).name} before that has been started: a collective that "
@@ -163,6 +182,6 @@ class _Round:
         flown.wait_left = self.played.engine.now
         self.played.flown[start] = flown
 
-    def _step_of(self, node: fx.Node) -> int:
-        """The step that a node belongs to: this round's, or the one before."""
-        return self.number - is_deferred(node)
+    def _step_of(self, act: _Act) -> int:
+        """The step that an act belongs to: this round's, or the one before."""
+        return self.number - act.deferred

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.presets import preset
 
 if TYPE_CHECKING:
+    import torch
+
+    from commfuse_fx.cost.model import CostModel
     from commfuse_fx.cost.profile import StepProfile
+    from commfuse_fx.ir.mesh import Mesh
+    from commfuse_fx.ir.meta import TensorSpec
 
 Costs = Union[ClusterSpec, "StepProfile"]
 
@@ -24,6 +30,31 @@ def resolve_costs(value: Any, where: str = "cluster") -> Costs:
 
     cluster, measured = profile.resolve_costs(value, where)
     return cluster if measured is None else measured
+
+
+def priced_for(costs: Costs | None, device: str, mesh: Mesh, params: Mapping[str, torch.Tensor | TensorSpec]) -> Costs:
+    """What a step over this mesh is priced with: what was given, checked against it, or the default for the device.
+
+    Raises ConfigValueError for a profile of another world or model, or a cluster without some of the ranks.
+    """
+    from commfuse_fx.cost.profile import model_fingerprint
+
+    if costs is None:
+        costs = default_cluster(device, mesh.world)
+    if not isinstance(costs, ClusterSpec):
+        costs.check(mesh.world, model_fingerprint(params))
+    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
+    cluster.check_ranks(range(mesh.world) if mesh.devices is None else mesh.devices)
+    return costs
+
+
+def cost_model(costs: Costs) -> CostModel:
+    """Prices for compute nodes and collectives."""
+    from commfuse_fx.cost.model import CostModel
+
+    if isinstance(costs, ClusterSpec):
+        return CostModel(costs)
+    return CostModel(costs.cluster, costs.node_seconds)
 
 
 def default_cluster(device: str, world: int) -> ClusterSpec:

@@ -1,4 +1,4 @@
-"""Why the graph is as it is, for people."""
+"""Why the graph is as it is, and why communication is not hidden, for people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.simulate import Simulation, simulate
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
@@ -18,7 +20,9 @@ class CollectiveReport:
     """One collective: where it is started and waited for (positions in the graph), and what lies between.
 
     `compute_between`: number of compute nodes that run while it, or a first piece of it, is on the wire.
-    `pieces`: into how many messages a large bucket is cut.
+    `pieces`: into how many messages a large bucket is cut. `next_step`: it is waited for in the following step, before
+    the node of that name. `hidden`, `exposed`: predicted seconds in flight behind compute, and seconds that the step
+    stands still for it; `reason`: why the exposed part is not hidden, "" where nothing is exposed.
     """
 
     name: str
@@ -27,24 +31,41 @@ class CollectiveReport:
     waited_at: int
     compute_between: int
     pieces: int = 1
+    next_step: str = ""
+    hidden: float = 0.0
+    exposed: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """`simulation` is the prediction that hidden and exposed times come from; `cluster` says for what."""
+
     collectives: tuple[CollectiveReport, ...]
     flat_updates: tuple[str, ...]
     notes: tuple[Note, ...]
+    simulation: Simulation
+    cluster: str
 
     def text(self) -> str:
         """A report in plain lines."""
-        lines = [f"{len(self.collectives)} collective(s)"]
+        step = self.simulation
+        lines = [
+            f"predicted step: {_ms(step.step_seconds)} on {self.cluster}, {step.gap:.1%} above its lower bound of "
+            f"{_ms(step.bound_seconds)} ({step.bound_by}); exposed communication {_ms(step.exposed_seconds)}, "
+            f"peak memory {step.peak_memory / 2**20:.1f} MiB",
+            f"{len(self.collectives)} collective(s)",
+        ]
         for each in self.collectives:
             lines.append(f"  {each.name}: {each.description}")
             pieces = f", in {each.pieces} pieces" if each.pieces > 1 else ""
+            place = f"before {each.next_step} of the next step" if each.next_step else f"at node {each.waited_at}"
             lines.append(
-                f"    issued at node {each.issued_at}{pieces}, waited for at node {each.waited_at}, "
+                f"    issued at node {each.issued_at}{pieces}, waited for {place}, "
                 f"{each.compute_between} compute node(s) in between"
             )
+            why = f": {each.reason}" if each.reason else ""
+            lines.append(f"    {_ms(each.hidden)} hidden, {_ms(each.exposed)} exposed{why}")
         if self.flat_updates:
             lines.append("flat storage (updated as one tensor)")
             lines.extend(f"  {line}" for line in self.flat_updates)
@@ -59,7 +80,14 @@ def _computes(node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).collective is None and not is_wait(node) and not is_view(node)
 
 
-def explain(program: Program) -> Explanation:
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def explain(program: Program, costs: CostModel, label: str) -> Explanation:
+    """Simulate the program with these costs, which `label` describes, and gather all that passes have noted."""
+    simulation = simulate(program, costs)
+    simulated = {each.name: each for each in simulation.collectives}
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     sends: dict[fx.Node, list[fx.Node]] = {}
@@ -73,14 +101,38 @@ def explain(program: Program) -> Explanation:
         wait = min((user for user in start.users), key=position.__getitem__)
         ahead = sends.get(start, [])
         issued = min([position[start], *(position[node] for node in ahead)])
-        compute = sum(1 for n in nodes[issued + 1 : position[wait]] if _computes(n))
+        compute = _computes_between(nodes, issued, wait, position)
+        anchor = info(wait).next_step
+        predicted = simulated[info(start).name]
         text = f"{details.kind} {collective_text(details, program.mesh.size(details.group))}"
         pieces = len(ahead) + max(len(info(start).rest), 1)
-        reports.append(CollectiveReport(info(start).name, text, issued, position[wait], compute, pieces))
+        reports.append(
+            CollectiveReport(
+                info(start).name,
+                text,
+                issued,
+                position[wait],
+                compute,
+                pieces,
+                "" if anchor is None else info(anchor).name,
+                predicted.hidden,
+                predicted.exposed,
+                predicted.reason,
+            )
+        )
     flat = [
         f"update.{owner}: {', '.join(name for name, _ in segment.members)} ({segment.numel} elements)"
         for owner, update in enumerate(program.updates)
         for segment in update.segments
         if segment.is_flat
     ]
-    return Explanation(tuple(reports), tuple(flat), tuple(program.notes))
+    return Explanation(tuple(reports), tuple(flat), tuple(program.notes), simulation, label)
+
+
+def _computes_between(nodes: list[fx.Node], issued: int, wait: fx.Node, position: dict[fx.Node, int]) -> int:
+    anchor = info(wait).next_step
+    if anchor is None:
+        return sum(1 for node in nodes[issued + 1 : position[wait]] if _computes(node))
+    # Over the end of the step, to the place in the next one.
+    own = [n for i, n in enumerate(nodes) if info(n).next_step is None and (i > issued or i < position[anchor])]
+    return sum(1 for node in own if _computes(node))

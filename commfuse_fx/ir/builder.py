@@ -34,7 +34,11 @@ class Builder:
         **fields: Any,
     ) -> fx.Node:
         """A call at the graph's current insertion point (see `after` and `before`)."""
-        node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
+        # fx looks through all that it is given along with the op for symbolic numbers, of which there are none here.
+        node = self.graph.call_function(target)
+        node.args = tuple(args)
+        if kwargs:
+            node.kwargs = dict(kwargs)
         return set_info(node, like.derive(spec, name=self.program.names.reserve(name), **fields))
 
     def after(self, node: fx.Node) -> Any:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import WAIT, is_wait, memory_on_wire
+from commfuse_fx.ir.collectives import WAIT, memory_on_wire
 
 _IN_FLIGHT_RNG = object()
 
@@ -57,11 +58,14 @@ def is_view(node: fx.Node) -> bool:
 
 def is_opaque(node: fx.Node) -> bool:
     """A Python function whose effects nobody knows: nothing moves across it."""
+    return node.op == "call_function" and _is_opaque_op(node.target)
+
+
+def _is_opaque_op(target: Any) -> bool:
     return (
-        node.op == "call_function"
-        and not hasattr(node.target, "_schema")
-        and getattr(node.target, "__module__", "") not in ("_operator", "operator", "math")
-        and not getattr(node.target, "commfuse_pure", False)
+        not hasattr(target, "_schema")
+        and getattr(target, "__module__", "") not in ("_operator", "operator", "math")
+        and not getattr(target, "commfuse_pure", False)
     )
 
 
@@ -82,31 +86,57 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an op says of all nodes that call it. Looked up once per node: hashing an op is slow."""
+
+    view: bool
+    aliases: bool
+    writes: bool
+    random: bool
+    opaque: bool
+
+
+_NO_CALL = _Traits(view=False, aliases=False, writes=False, random=False, opaque=False)
+
+
+@cache
+def _traits_of(target: Any) -> _Traits:
+    writes = bool(_written_arguments(target))
+    aliases = _alias_of_returns(target)
+    return _Traits(
+        view=target is operator.getitem or (aliases and not writes),
+        aliases=aliases,
+        writes=writes,
+        random=draws_random_numbers(target),
+        opaque=_is_opaque_op(target),
+    )
+
+
 class Roots:
     """The memory that each node refers to. `aliases` maps placeholders onto the placeholder whose memory they share."""
 
     def __init__(self, graph: fx.Graph, aliases: Mapping[fx.Node, fx.Node] | None = None) -> None:
         self._root: dict[fx.Node, fx.Node] = {}
+        aliases = aliases or {}
         for node in graph.nodes:
-            self._root[node] = self._find(node, aliases or {})
+            self._root[node] = self._find(node) if node.op == "call_function" else aliases.get(node, node)
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
         return self._root[node]
 
-    def _find(self, node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        if node in aliases:
-            return aliases[node]
-        if node.op != "call_function" or not node.all_input_nodes:
-            return node
+    def _find(self, node: fx.Node) -> fx.Node:
         if node.target is operator.getitem:
             source = node.args[0]
-            assert isinstance(source, fx.Node)
+            if not isinstance(source, fx.Node):
+                return node
             # An op with several results makes them separately; a view with several parts does not.
             return self._root[source] if self._root[source] is not source or source.op == "placeholder" else node
         if node.target is WAIT:
             return self._root[node.args[0]]  # type: ignore[index]
-        if _alias_of_returns(node.target):
-            written = written_nodes(node)
+        traits = _traits_of(node.target)
+        if traits.aliases and node.all_input_nodes:
+            written = written_nodes(node) if traits.writes else ()
             return self._root[written[0] if written else node.all_input_nodes[0]]
         return node
 
@@ -117,28 +147,35 @@ class Dependence:
     def __init__(self, graph: fx.Graph, aliases: Mapping[fx.Node, fx.Node] | None = None) -> None:
         self.roots = Roots(graph, aliases)
         self.direct: dict[fx.Node, list[fx.Node]] = {}
-        writers: dict[Any, list[fx.Node]] = {}
+        roots = self.roots
+        writer: dict[Any, fx.Node] = {}  # the last one
         readers: dict[Any, list[fx.Node]] = {}
         barrier: fx.Node | None = None
         since_barrier: list[fx.Node] = []
         for node in graph.nodes:
-            before: dict[fx.Node, None] = dict.fromkeys(node.all_input_nodes)
-            written = dict.fromkeys(self.roots[arg] for arg in written_nodes(node))
-            if draws_random_numbers(node.target):
-                written[_IN_FLIGHT_RNG] = None  # type: ignore[index]
+            inputs = node.all_input_nodes
+            traits = _traits_of(node.target) if node.op == "call_function" else _NO_CALL
+            before: dict[fx.Node, None] = dict.fromkeys(inputs)
+            written: dict[Any, None] = {}
+            if traits.writes:
+                written = dict.fromkeys([roots[arg] for arg in written_nodes(node)])
+            if traits.random:
+                written[_IN_FLIGHT_RNG] = None
             read: dict[Any, None] = {}
-            if not is_view(node):
-                read = dict.fromkeys(self.roots[arg] for arg in node.all_input_nodes)
-            if is_wait(node) and (sent := memory_on_wire(node)) is not None:
-                read[self.roots[sent]] = None
+            if not traits.view:
+                read = dict.fromkeys([roots[arg] for arg in inputs])
+            if node.target is WAIT and (sent := memory_on_wire(node)) is not None:
+                read[roots[sent]] = None
             for root in read:
-                before.update(dict.fromkeys(writers.get(root, ())))
+                if root in writer:
+                    before[writer[root]] = None
             for root in written:
-                before.update(dict.fromkeys(writers.get(root, ())))
+                if root in writer:
+                    before[writer[root]] = None
                 before.update(dict.fromkeys(readers.get(root, ())))
             if barrier is not None:
                 before[barrier] = None
-            if is_opaque(node):
+            if traits.opaque:
                 before.update(dict.fromkeys(since_barrier))
                 barrier, since_barrier = node, []
             elif node.op == "call_function":
@@ -146,7 +183,7 @@ class Dependence:
             before.pop(node, None)
             self.direct[node] = list(before)
             for root in written:
-                writers[root] = [node]
+                writer[root] = node
                 readers[root] = []
             for root in read:
                 if root not in written:

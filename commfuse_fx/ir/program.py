@@ -143,11 +143,15 @@ class Program:
         """Placeholders that share memory with another one: members of flat storage, views of step counts."""
         shared: dict[fx.Node, fx.Node] = {}
         by_source = self._by_source
+        segments = {
+            (owner, segment.members[0][0]): segment
+            for owner, update in enumerate(self.updates)
+            for segment in update.segments
+            if segment.is_flat
+        }
         for source, node in by_source.items():
             if source.kind == "flat":
-                update = self.updates[source.owner]
-                segment = next(each for each in update.segments if each.members[0][0] == source.name)
-                for name, _ in segment.members:
+                for name, _ in segments[source.owner, source.name].members:
                     shared[by_source[Source("parameter", name)]] = node
             if source.kind == "state" and source.name == "step":
                 shared[node] = by_source[Source("state", "steps", source.owner)]
@@ -156,12 +160,11 @@ class Program:
     @property
     def last_input(self) -> fx.Node:
         """The last placeholder; new ones are inserted after it."""
-        last: fx.Node | None = None
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                break
-            last = node
-        assert last is not None, "a training step has inputs"
+        assert self.sources, "a training step has inputs"
+        # Inputs stand side by side at the begin of the graph; what became one last stands at their end, or near it.
+        last = next(reversed(self.sources))
+        while last.next.op == "placeholder":
+            last = last.next
         return last
 
     @property

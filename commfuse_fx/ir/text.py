@@ -9,7 +9,7 @@ from torch import fx
 
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import PHASE_TAG, op_name
-from commfuse_fx.ir.program import Program, Segment
+from commfuse_fx.ir.program import Program
 
 SCHEMA = 1
 
@@ -74,6 +74,11 @@ class _Writer:
     def __init__(self, program: Program, activations: bool) -> None:
         self.program = program
         self.activations = activations
+        self.segments = {
+            (owner, segment.members[0][0]): segment
+            for owner, update in enumerate(program.updates)
+            for segment in update.segments
+        }
 
     def line(self, node: fx.Node) -> str:
         details = info(node)
@@ -114,8 +119,8 @@ class _Writer:
         return text
 
     def _segment(self, owner: int, name: str) -> str:
-        segment: Segment = next(s for s in self.program.updates[owner].segments if s.members[0][0] == name)
-        return f"[{', '.join(f'{member}@{offset}' for member, offset in segment.members)}]"
+        members = self.segments[owner, name].members
+        return f"[{', '.join(f'{member}@{offset}' for member, offset in members)}]"
 
     def _spec(self, details: NodeInfo) -> str:
         if self.activations or details.collective is not None or details.phase == "update":

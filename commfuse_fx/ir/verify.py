@@ -8,8 +8,8 @@ from torch import fx
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
-from commfuse_fx.ir.dependence import Dependence, is_view, written_nodes
-from commfuse_fx.ir.meta import Stretch, has_info, info
+from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.meta import Stretch, has_info, info, tensor_spec
 from commfuse_fx.ir.program import Program
 
 
@@ -77,6 +77,8 @@ def _check_next_step(program: Program, fail: Callable[[fx.Node, str], None]) -> 
         if position[anchor] < reached:
             fail(node, "runs in the next step before a node that stands before it here")
         reached = position[anchor]
+        if is_opaque(node):
+            fail(node, "runs in the next step, but nobody knows what it changes")
         if info(anchor).next_step is not None:
             fail(node, f"is to run before {info(anchor).name}, which is deferred itself")
         for value in written_nodes(node):
@@ -112,6 +114,20 @@ def _check_pieces(program: Program, fail: Callable[[fx.Node, str], None]) -> Non
             sent.setdefault(start, []).append(stretch)
         if is_start(node):
             buckets.pop(roots[node], None)
+            _check_coverage(node, [*sent.get(node, ()), *info(node).rest], fail)
+
+
+def _check_coverage(start: fx.Node, pieces: list[Stretch], fail: Callable[[fx.Node, str], None]) -> None:
+    """The pieces of a bucket are all of it, each element once."""
+    reached = 0
+    for stretch in sorted(pieces, key=lambda piece: piece.begin):
+        if stretch.begin != reached:
+            what = "sends nothing of" if stretch.begin > reached else "sends twice"
+            low, high = sorted((reached, stretch.begin))
+            fail(start, f"is sent in pieces, and {what} {Stretch(low, high)}")
+        reached = stretch.end
+    if pieces and reached != tensor_spec(start).numel:
+        fail(start, f"is sent in pieces that end at {reached} of {tensor_spec(start).numel} elements")
 
 
 def _check_in_flight(program: Program, fail: Callable[[fx.Node, str], None]) -> None:

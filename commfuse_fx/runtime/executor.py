@@ -114,7 +114,8 @@ class Executor:
                 with self._quietly():
                     self.tail.finish()
         finally:
-            self.guard.open()
+            if not self.tail.is_pending:  # Ctrl-C may have come between
+                self.guard.open()
 
     @staticmethod
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,50 +53,59 @@ _HARMLESS = frozenset(
 class Guard:
     """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`.
 
+    Touching a tensor of one guard finishes what is behind all of them: an op may well take tensors of two models.
     An alias that the user made earlier (`param.data`, a view) is not guarded: it shows the old values until
     something finishes the update.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
-        self._classes: dict[type, type] = {}
         self._guarded: list[tuple[torch.Tensor, type]] = []
 
     def close(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors from now on."""
         for tensor in tensors:
             own = type(tensor)
-            if own not in self._classes:
-                self._classes[own] = _pending_class(own, self._finish)
-            tensor.__class__ = self._classes[own]
+            tensor.__class__ = _pending_class(own)
             self._guarded.append((tensor, own))
+        _closed[self] = None
 
     def open(self) -> None:
         """Give all tensors their own class back."""
         for tensor, own in self._guarded:
             tensor.__class__ = own
         self._guarded.clear()
+        _closed.pop(self, None)
 
     @property
     def is_closed(self) -> bool:
         return bool(self._guarded)
 
 
-def _pending_class(own: type, finish: Callable[[], None]) -> type:
+_closed: dict[Guard, None] = {}
+
+
+def _finish_all() -> None:
+    for guard in list(_closed):
+        guard._finish()
+
+
+@cache
+def _pending_class(own: type) -> type:
     class Pending(own):  # type: ignore[misc]
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func not in _HARMLESS:
-                finish()
+                _finish_all()
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            finish()
+            _finish_all()
             return copy.deepcopy(self, memo)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            finish()
+            _finish_all()
             return self.__reduce_ex__(protocol)
 
     Pending.__name__ = Pending.__qualname__ = own.__name__

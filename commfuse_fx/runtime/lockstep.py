@@ -2,7 +2,9 @@
 
 Collectives are carried out on the list of the ranks' tensors, with the worst timing that a real
 network could have: the result of a start is poisoned until its wait, and what is sent is read at the wait
-where the runtime does not copy it at the start. A graph that touches memory on the wire gives NaN or
+where the runtime does not copy it at the start. A piece of a bucket is on the wire from the moment it is
+sent. Memory that nobody has written yet is poisoned, and so is memory that is kept between steps, once its step has
+used it for the last time. A graph that touches memory on the wire, or reads memory of another step, gives NaN or
 wrong numbers here, every time.
 """
 
@@ -17,123 +19,218 @@ from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
-from commfuse_fx.ir.dependence import draws_random_numbers
+from commfuse_fx.ir.dependence import Roots, draws_random_numbers
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.runtime.executor import seed_of_rank
-from commfuse_fx.runtime.wire import Wire
+from commfuse_fx.ir.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.executor import Executor, seed_of_rank
 
 Tensors = list[torch.Tensor]
-StepOptimizer = Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
 
 
-def run_lockstep(
-    program: Program,
-    rank_inputs: Sequence[Mapping[Source, Any]],
-    *,
-    step_optimizers: Sequence[StepOptimizer] = (),
-    drop: Collection[str] = (),
-) -> list[tuple[Any, ...]]:
-    """Execute `program` on every rank of its mesh; returns each rank's outputs, (loss, *gradients).
+class Lockstep:
+    """All ranks of one program, step after step.
 
-    rank_inputs: for each rank, the value of every placeholder. Values that the program updates
+    executors: one per rank of the program's mesh, with storage that is bound. Values that the program updates
         (parameters, state, buffers) are updated in place, so ranks must not share them.
-    step_optimizers: for each rank, what an opaque optimizer node calls with parameters and gradients.
-    drop: names of collectives to leave out, as in the canonical text. A dropped one does not
-        communicate: every rank goes on with its own data, in the right shape.
 
-    Raises ConfigValueError when the number of ranks is not that of the mesh, or a name in `drop` is not
-    that of a collective.
+    Nodes that belong into the following step run there, just before the node that they are to precede; `finish`
+    runs those that are left.
     """
-    world = program.mesh.world
-    if len(rank_inputs) != world:
-        raise ConfigValueError(f"{len(rank_inputs)} ranks' inputs for a mesh of {world} devices: give one per rank")
-    starts = {info(node).name: node for node in program.graph.nodes if is_start(node)}
-    for name in drop:
-        if name not in starts:
-            raise ConfigValueError(f"drop={name!r} is not a collective of this program: choose from {list(starts)}")
-    with torch.no_grad(), torch._C._DisableAutocast():
-        return _Lockstep(program, rank_inputs, step_optimizers, [starts[name] for name in drop]).run()
 
-
-class _Lockstep:
-    def __init__(
-        self,
-        program: Program,
-        rank_inputs: Sequence[Mapping[Source, Any]],
-        step_optimizers: Sequence[StepOptimizer],
-        dropped: Collection[fx.Node],
-    ) -> None:
+    def __init__(self, program: Program, executors: Sequence[Executor]) -> None:
         self.program = program
-        self.rank_inputs = rank_inputs
-        self.step_optimizers = step_optimizers
+        self.executors = executors
+        nodes = list(program.graph.nodes)
+        self.starts = {info(node).name: node for node in nodes if is_start(node)}
+        self.body = [node for node in nodes if info(node).next_step is None]
+        self.deferred = [node for node in nodes if info(node).next_step is not None]
+        self.until = {info(node).next_step: number + 1 for number, node in enumerate(self.deferred)}
+        order = [*self.body, *self.deferred]
+        self.dead_after = _last_uses(order)
+        self.kept = [node for node in nodes if node.op == "call_function" and info(node).kept]
+        self.memory_dead_after = _last_uses_of_memory(order, self.kept, Roots(program.graph, program.aliases()))
+        self._left: _Step | None = None
+        self._next = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step has left something to the following one."""
+        return self._left is not None
+
+    def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], drop: Collection[str] = ()) -> list[tuple[Any, ...]]:
+        """One step of every rank; returns each rank's outputs, (loss, *gradients).
+
+        inputs: for each rank, the leaves of its call's arguments.
+        drop: names of collectives of this step to leave out, as in the canonical text. A dropped one does not
+            communicate: every rank goes on with its own data, in the right shape.
+
+        Raises ConfigValueError when a name in `drop` is not that of a collective. If the step itself raises, the step
+        before is complete.
+        """
+        for name in drop:
+            if name not in self.starts:
+                raise ConfigValueError(
+                    f"drop={name!r} is not a collective of this program: choose from {list(self.starts)}"
+                )
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            if not self.is_pending:
+                for rank in range(len(self.executors)):
+                    for node in self.kept:
+                        _poison(self.memory(node, rank))
+            step = _Step(self, inputs, [self.starts[name] for name in drop])
+            try:
+                for node in self.body:
+                    self._advance(self.until.get(node, 0))
+                    step.run(node)
+            except BaseException:
+                self._advance(len(self.deferred))
+                for executor in self.executors:
+                    executor.storage.pool.forget_memory()
+                raise
+            if self.deferred:
+                self._left, self._next = step, 0
+            return step.outputs
+
+    def finish(self) -> None:
+        """Run what the last step has left."""
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            self._advance(len(self.deferred))
+
+    def memory(self, node: fx.Node, rank: int) -> torch.Tensor:
+        """What a node that stands for kept memory yields on a rank, the same in every step."""
+        return self.executors[rank].storage.pool.memory(info(node).name, tensor_spec(node))
+
+    def _advance(self, until: int) -> None:
+        """Run the deferred nodes of the step before up to this one, if it has not."""
+        while self._left is not None and self._next < until:
+            self._left.run(self.deferred[self._next])
+            self._next += 1
+            if self._next == len(self.deferred):
+                self._left = None
+
+
+def _last_uses(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it."""
+    last = {value: node for node in order for value in node.all_input_nodes}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        found.setdefault(node, []).append(value)
+    return found
+
+
+def _last_uses_of_memory(
+    order: Sequence[fx.Node], kept: Sequence[fx.Node], roots: Roots
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the kept memory that its step does not need after it."""
+    memory = dict.fromkeys(kept)
+    last = {roots[value]: node for node in order for value in (node, *node.all_input_nodes) if roots[value] in memory}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        found.setdefault(node, []).append(value)
+    return found
+
+
+class _Step:
+    """One step of all ranks: its values, and what it has on the wire."""
+
+    def __init__(
+        self, world: Lockstep, inputs: Sequence[Mapping[str, torch.Tensor]], dropped: Collection[fx.Node]
+    ) -> None:
+        self.world = world
+        self.program = program = world.program
+        self.executors = world.executors
         self.dropped = dropped
-        self.ranks = range(program.mesh.world)
-        self.wires = [Wire(program, None, rank) for rank in self.ranks]
-        self.values: list[dict[fx.Node, Any]] = [{} for _ in self.ranks]
+        self.ranks = range(len(world.executors))
+        self.values: list[dict[fx.Node, Any]] = [
+            dict(zip(program.sources, executor.gather(given), strict=True))
+            for executor, given in zip(world.executors, inputs, strict=True)
+        ]
         self.arrivals: dict[fx.Node, list[Callable[[], None]]] = {}
         self.streams = _RankStreams(program)
+        self.outputs: list[tuple[Any, ...]] = []
 
-    def run(self) -> list[tuple[Any, ...]]:
-        last_use = {value: node for node in self.program.graph.nodes for value in node.all_input_nodes}
-        for node in self.program.graph.nodes:
-            if node.op == "output":
-                return [tuple(self._arguments(node.args[0], rank)) for rank in self.ranks]
-            if is_start(node):
-                self._start(node)
-            elif is_wait(node):
-                self._wait(node)
-            else:
-                for rank in self.ranks:
-                    self.values[rank][node] = self._compute(node, rank)
-            for value in node.all_input_nodes:
-                if last_use[value] is node:
-                    for values in self.values:
-                        del values[value]
-        raise AssertionError("a graph ends with its output")
+    def run(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self.outputs = [tuple(self._arguments(node.args[0], rank)) for rank in self.ranks]
+        elif is_start(node):
+            self._start(node)
+        elif is_wait(node):
+            self._wait(node)
+        elif node.op != "placeholder":
+            for rank in self.ranks:
+                self.values[rank][node] = self._compute(node, rank)
+        for start, stretch in info(node).sends:
+            self._send(start, (stretch,))
+        for value in self.world.dead_after.get(node, ()):
+            for values in self.values:
+                del values[value]
+        for memory in self.world.memory_dead_after.get(node, ()):
+            for rank in self.ranks:
+                _poison(self.world.memory(memory, rank))
 
     def _arguments(self, value: Any, rank: int) -> Any:
         return fx.node.map_arg(value, self.values[rank].__getitem__)
 
     def _compute(self, node: fx.Node, rank: int) -> Any:
-        if node.op == "placeholder":
-            return self.rank_inputs[rank][self.program.sources[node]]
         if node.op == "get_attr":
             return self.program.constants[str(node.target)]
-        function: Any = self.wires[rank].bind(node) or node.target
+        if info(node).kept:
+            return self.world.memory(node, rank)
+        function: Any = self.executors[rank].wire.bind(node) or node.target
         if node.target is optimizer_step:
-            function = self.step_optimizers[rank]
+            function = self.executors[rank].step_optimizer
         args, kwargs = self._arguments(node.args, rank), self._arguments(node.kwargs, rank)
         try:
             if draws_random_numbers(node.target):
                 return self.streams.draw(rank, lambda: function(*args, **kwargs))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except Exception as error:
             if sys.version_info >= (3, 11):
                 error.add_note(f"on rank {rank} at {info(node).name} {info(node).source}")
             raise
+        if node.target is torch.ops.aten.empty.memory_format:
+            _poison(result)
+        return result
 
     def _start(self, node: fx.Node) -> None:
+        if info(node).rest:
+            self._send(node, info(node).rest)
+            storage = node.args[0]
+            assert isinstance(storage, fx.Node)
+            for values in self.values:
+                values[node] = values[storage]
+            return
+        arguments = [self._arguments(node.args, rank) for rank in self.ranks]
+        for values, result in zip(self.values, self._issue(node, arguments), strict=True):
+            values[node] = result
+
+    def _send(self, start: fx.Node, stretches: Sequence[Stretch]) -> None:
+        """Put parts of a bucket onto the wire, each as a message of its own."""
+        assert start.target in _IN_PLACE, "only what is reduced where it lies can be sent in pieces"
+        for stretch in stretches:
+            arguments = [self._arguments(start.args, rank) for rank in self.ranks]
+            self._issue(start, [(args[0][stretch.begin : stretch.end], *args[1:]) for args in arguments])
+
+    def _issue(self, node: fx.Node, arguments: Sequence[Sequence[Any]]) -> Tensors:
         """Allocate and poison every rank's result, and note how to fill it."""
         exchange = _EXCHANGE[node.target]
         group = group_of(node)
-        arguments = [self._arguments(node.args, rank) for rank in self.ranks]
         given: Tensors = [args[0] for args in arguments]
         if node.target in _COPIES_ITS_INPUT:
             given = [value.clone() for value in given]
         results = [_result(node, args) for args in arguments]
-        self.arrivals[node] = []
+        arrivals = self.arrivals.setdefault(node, [])
         for rank in self.ranks:
             members = self.program.mesh.ranks(group, rank)
             mine = members.index(rank)
             out, args = results[rank], arguments[rank][1:]
-            self.values[rank][node] = out
             sent = [given[rank]] * len(members) if node in self.dropped else [given[member] for member in members]
             operation = _own_part if node in self.dropped else exchange
-            self.arrivals[node].append(_arrival(operation, out, sent, mine, args))
+            arrivals.append(_arrival(operation, out, sent, mine, args))
         for out in results:
             _poison(out)
+        return results
 
     def _wait(self, node: fx.Node) -> None:
         start = node.args[0]

@@ -14,7 +14,7 @@ from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import WAIT, c10d
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, Stretch, TensorSpec, info, set_info
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.program import Program, Source
 
 aten = torch.ops.aten
@@ -95,6 +95,3 @@ class Graph:
         set_info(self.graph.output((loss,)), NodeInfo("update", name="output"))
         config = CompileConfig.resolve({})
         return Program(self.graph, Mesh((2, 2), ("dp", "tp")), config, {}, self.sources, True, loss)
-
-
-__all__ = ["CLUSTER", "CORE", "TCP", "Graph", "Priced", "Stretch", "aten", "f32"]

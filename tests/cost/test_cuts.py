@@ -154,6 +154,52 @@ def test_linear_time_matches_the_textbook_recurrence(
     assert cuts.finish == pytest.approx(replayed, rel=1e-8)
 
 
+@given(
+    sequences(9),
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, 3.0, 20.0]), st.sampled_from([0.0, 0.5, 1.0, 2.0])), min_size=2),
+    small,
+    st.none() | st.integers(0, 40).map(float),
+)
+def test_cuts_under_several_prices_match_every_cut(
+    members: tuple[list[float], list[float]],
+    lines: list[tuple[float, float]],
+    busy: float,
+    most: float | None,
+) -> None:
+    ready, sizes = members
+
+    def finish(cut: Sequence[tuple[int, int]]) -> float:
+        free = busy
+        for begin, end in cut:
+            nbytes = sum(sizes[begin:end])
+            free = max(free, ready[end - 1]) + min(alpha + beta * nbytes for alpha, beta in lines)
+        return free
+
+    legal = [
+        cut
+        for cut in contiguous(len(ready))
+        if most is None or all(end - begin == 1 or sum(sizes[begin:end]) <= most for begin, end in cut)
+    ]
+    found = optimal_cuts(ready, sizes, *lines[0], busy_until=busy, max_bytes=most, also=lines[1:])
+    if not ready:
+        assert found.buckets == ()
+        return
+    assert list(found.buckets) in legal
+    assert found.finish == pytest.approx(finish(found.buckets))
+    assert found.finish <= close(min(finish(cut) for cut in legal))
+
+
+def test_cuts_by_hand_with_two_algorithms() -> None:
+    ready, sizes = [0.0, 10.0, 20.0], [10.0, 10.0, 1.0]
+    # A ring of 8 s and 0.5 s per byte, a tree of 1 s and 2 s per byte: the last byte goes by tree, the rest by ring.
+    found = optimal_cuts(ready, sizes, 8.0, 0.5, also=[(1.0, 2.0)])
+    assert found.buckets == ((0, 1), (1, 2), (2, 3))
+    assert found.finish == 13.0 + 13.0 + 3.0
+    # With equal lines, or ones that never win, it is what one line gives.
+    assert optimal_cuts(ready, sizes, 8.0, 0.5, also=[(8.0, 0.5)]) == optimal_cuts(ready, sizes, 8.0, 0.5)
+    assert optimal_cuts(ready, sizes, 8.0, 0.5, also=[(9.0, 3.0)]).finish == optimal_cuts(ready, sizes, 8.0, 0.5).finish
+
+
 def test_cuts_by_hand() -> None:
     # Sent one by one: 0+1+4=5, 10, 15; the last two together: 2 after the first one ends at 5, 5+1+8=14.
     cuts = optimal_cuts([0.0, 1.0, 2.0], [4, 4, 4], alpha=1.0, beta=1.0)
@@ -162,6 +208,11 @@ def test_cuts_by_hand() -> None:
     cuts = optimal_cuts([0.0, 1.0, 2.0, 100.0], [4, 4, 4, 4], alpha=1.0, beta=1.0)
     assert (cuts.finish, cuts.buckets) == (105.0, ((0, 3), (3, 4)))
     assert optimal_cuts([], [], 1.0, 1.0, busy_until=7.0).finish == 7.0
+
+
+def test_further_prices_are_checked() -> None:
+    with pytest.raises(ConfigValueError, match=r"also\[1\]\[0\]"):
+        optimal_cuts([0.0], [1.0], 1.0, 1.0, also=[(1.0, 1.0), (-1.0, 1.0)])
 
 
 def test_cuts_refuse_what_they_cannot_mean() -> None:

@@ -60,6 +60,8 @@ def test_a_profile_stands_for_its_cluster(tmp_path: Path) -> None:
     assert resolve_costs(original) == (original.cluster, original)
     assert resolve_costs(tmp_path / "step.json") == (original.cluster, original)
     assert resolve_costs(str(tmp_path / "step.json")) == (original.cluster, original)
+    original.save(tmp_path / "step")  # a path by its separator
+    assert resolve_costs(str(tmp_path / "step")) == resolve_costs(tmp_path / "step") == (original.cluster, original)
     assert resolve_costs(tmp_path / "cluster.json") == (original.cluster, None)
     assert resolve_costs("gloo-10gbit") == (original.cluster, None)
     assert resolve_costs(original.cluster) == (original.cluster, None)
@@ -174,7 +176,7 @@ class Plain(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, "count": 0, "scale": torch.ones(1)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["count"] += 1
             group["scale"].mul_(0.5)

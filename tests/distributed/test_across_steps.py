@@ -1,9 +1,10 @@
-"""Communication that runs on into the next step: the same numbers as the plain order, whoever looks at them and when."""
+"""Communication that runs on into the next step: the same numbers as the plain order, whoever looks at them, whenever."""
 
 from __future__ import annotations
 
 import copy
 import io
+import os
 from typing import Any
 
 import pytest
@@ -219,3 +220,83 @@ def test_a_step_that_fails_leaves_the_one_before_complete(ranks: Ranks):
         for name in want:
             if "running" not in name and "num_batches" not in name:
                 assert torch.equal(after[name], want[name]), name
+
+
+def peer_dies_between_steps() -> tuple[list[str], bool]:
+    """Rank 1 leaves without a word while gradients are on the wire, or just before."""
+    model, made, step = make(ACROSS, OPTIMAL)
+    data = batches(cf.get_rank(), 4)
+    step(*data[0])
+    step(*data[1])
+    if cf.get_rank() == 1:
+        os._exit(3)
+    errors = []
+    for _ in range(2):
+        try:
+            step(*data[2])
+        except cf.CollectiveError as error:
+            errors.append(str(error))
+    readable = all(torch.isfinite(value).all() for value in values(model, made).values())
+    return errors, bool(readable)
+
+
+def test_a_peer_that_dies_between_steps_is_noticed(ranks: Ranks):
+    first, second = ranks.run(peer_dies_between_steps, world_timeout=20.0)
+    assert second.died == 3
+    assert first.ok, first.details
+    errors, readable = first.value
+    assert len(errors) == 2 and readable
+    # The second call refuses at once: the ranks are no longer at the same place.
+    assert first.seconds < 30
+    assert "checkpoint" in errors[1]
+
+
+def interrupted_between_parts() -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Ctrl-C while the next step waits for the tail: that step has not happened, the one before has."""
+    results = []
+    for interrupt in (True, False):
+        model, made, step = make(ACROSS, OPTIMAL)
+        data = batches(cf.get_rank(), 2)
+        step(*data[0])
+        if interrupt:
+            assert step._running is not None
+            tail = step._running.tail
+            run = tail.advance
+
+            def once(until: int, run: Any = run, tail: Any = tail) -> None:
+                run(1)
+                tail.advance = run
+                raise KeyboardInterrupt
+
+            tail.advance = once
+            try:
+                step(*data[1])
+            except KeyboardInterrupt:
+                results.append(values(model, made))
+        else:
+            results.append(values(model, made))
+    return len(results) == 2, results[0], results[1]
+
+
+def test_an_interrupted_step_completes_the_one_before(ranks: Ranks):
+    for interrupted, have, want in ranks.values(interrupted_between_parts, world_timeout=20.0):
+        assert interrupted
+        for name in want:
+            if "running" not in name and "num_batches" not in name:
+                assert torch.equal(have[name], want[name]), name
+
+
+def two_models() -> bool:
+    """Tensors of two steps in one op: both are finished before it."""
+    found = [make(ACROSS, OPTIMAL) for _ in range(2)]
+    for x, y in batches(cf.get_rank(), 2):
+        for _, _, step in found:
+            step(x, y)
+    assert all(is_deferred(step) for _, _, step in found)
+    (one, *_), (other, *_) = found
+    same = torch.equal(one.head.weight, other.head.weight)
+    return same and not any(is_deferred(step) for _, _, step in found)
+
+
+def test_one_op_on_tensors_of_two_steps(ranks: Ranks):
+    assert ranks.values(two_models) == [True, True]

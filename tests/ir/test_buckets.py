@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,36 @@ def test_one_policy_per_key() -> None:
     result = assign_buckets(members, [()] * 9, lambda member: policies[str(member.key)])
     assert result.buckets == ((0, 1), (2,), (3, 4), (5,), (6,), (7,), (8,))
     assert result.ignored_cuts == (5,)
+
+
+def by_group(groups: Sequence[int | None], edges: Sequence[tuple[int, int]] = (), **given: Any) -> Bucketing:
+    """Members of 1 byte under policies that number their buckets."""
+    members = make([1] * len(groups), **given)
+    direct: list[list[int]] = [[] for _ in members]
+    for before, after in edges:
+        direct[after].append(before)
+    numbers = {id(member): group for member, group in zip(members, groups, strict=True)}
+    return assign_buckets(members, direct, lambda member: Policy(True, None, None, numbers[id(member)]))
+
+
+@pytest.mark.parametrize(
+    ("groups", "given", "buckets"),
+    [
+        pytest.param([0, 0, 1, 1], {}, [[0, 1], [2, 3]], id="neighbours"),
+        pytest.param([0, 1, 0, 1], {}, [[0, 2], [1, 3]], id="interleaved"),
+        pytest.param([7, 7, 7], {"keys": "aba"}, [[1], [0, 2]], id="per-key"),
+        pytest.param([0, None, 0, None], {}, [[1], [0, 2], [3]], id="no-number-stands-alone"),
+        pytest.param([0, 0, 0, 0], {"ids": [None, 0, 5, 5]}, [[0], [1], [2, 3]], id="explicit-ids-win"),
+    ],
+)
+def test_numbered_groups(groups: list[int | None], given: dict[str, Any], buckets: list[list[int]]) -> None:
+    assert [list(bucket) for bucket in by_group(groups, **given).buckets] == buckets
+
+
+def test_an_illegal_numbered_group_is_split() -> None:
+    result = by_group([0, 0, 0], [(0, 1)])
+    assert [list(bucket) for bucket in result.buckets] == [[1], [0, 2]]
+    assert result.conflicts == (Conflict("p0", "p1", ("p0", "p1")),)
 
 
 def test_chains_of_two_give_two_buckets() -> None:

@@ -1,0 +1,418 @@
+"""The cost-based schedule: what it picks, what it keeps to, and that all ranks pick alike."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.cost.memory import peak_memory
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.rounds import play
+from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.meta import Stretch, info
+from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.verify import verify
+from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
+from tests.oracle import (
+    ACROSS,
+    ACROSS_STEPS,
+    APART_ACROSS_STEPS,
+    FAST,
+    OPTIMAL,
+    SLOW,
+    MakeOptimizer,
+    assert_same,
+    make_world,
+    sgd,
+    train_reference,
+    train_world,
+)
+from tests.oracle import cluster as make_cluster
+
+CLUSTERS = {"slow": SLOW, "fast": FAST}
+each_cluster = pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
+
+
+def lower(case: Case, make_optimizer: MakeOptimizer | None = sgd, world: int = 4, **options: Any) -> cf.Lowered:
+    options = {"comm_fusion": OPTIMAL, "cluster": SLOW, **options}
+    ranks = make_world(case, case.model(torch.float32), world, make_optimizer, **options)
+    return ranks.step.lower(*shards(case.batches(1, dtype=torch.float32)[0], world)[0])
+
+
+def seconds(program: Program, cluster: cf.ClusterSpec) -> float:
+    """Of one step in its steady state, by simulation."""
+    played = play(program, CostModel(cluster))
+    return played.ended - played.began
+
+
+def notes(program: Program, topic: str) -> dict[str, str]:
+    return {note.subject: note.reason for note in program.notes if note.topic == topic}
+
+
+# What is picked.
+
+
+@each_cluster
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("case", [DIGITS, WIDE, CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
+def test_the_fastest_by_simulation_is_picked(case: Case, across: bool, cluster: cf.ClusterSpec) -> None:
+    program = lower(case, cluster=cluster, schedule=cf.ScheduleConfig(across_steps=across)).program
+    tried = notes(program, "schedule")
+    times = {name: float(reason.split(": ")[1].split(" ms")[0]) for name, reason in tried.items()}
+    (chosen,) = [name for name, reason in tried.items() if reason.startswith("chosen")]
+    assert {"overlap", "unscheduled"} <= tried.keys()
+    assert times[chosen] == min(times.values())
+    assert seconds(program, cluster) * 1e3 == pytest.approx(times[chosen], abs=2e-3)
+
+
+@each_cluster
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("fusion", [None, {"openstate": False}, OPTIMAL], ids=["auto", "off", "optimal"])
+@pytest.mark.parametrize("case", [DIGITS, WIDE, TIED, CONTRASTIVE], ids=lambda case: case.name)
+def test_never_slower_than_unscheduled(case: Case, fusion: Any, across: bool, cluster: cf.ClusterSpec) -> None:
+    schedule = cf.ScheduleConfig(across_steps=across)
+    step = make_world(case, case.model(), 4, sgd, fusion, cluster=cluster, schedule=schedule).step
+    compiled = step.planner.read(step.planner.take_apart(shards(case.batches(1)[0], 4)[0], {}))
+    assert compiled.captured is not None
+    program = compiled.captured.copy()
+    times = []
+    for each in compiled.pipeline.passes:
+        if each.name == "schedule":
+            times = [seconds(program, cluster)]
+            each(program)
+            times.append(seconds(program, cluster))
+            break
+        each(program)
+    before, after = times
+    assert after <= before * (1 + 1e-6)
+
+
+def test_communication_runs_on_into_the_next_step_where_that_pays() -> None:
+    even = make_cluster("even", 1e-5, 1e9)  # communication takes about as long as compute
+    across, within = (
+        lower(
+            WIDE, comm_fusion={"openstate": False}, cluster=even, schedule=cf.ScheduleConfig(across_steps=each)
+        ).program
+        for each in (True, False)
+    )
+    assert seconds(across, even) < 0.9 * seconds(within, even)
+    assert any(info(node).next_step is not None for node in across.graph.nodes)
+    assert all(info(node).next_step is None for node in within.graph.nodes)
+
+
+def test_explain_says_what_was_tried_and_what_was_chosen() -> None:
+    text = lower(WIDE, schedule=ACROSS).explain().text()
+    for name in ("across steps", "overlap", "unscheduled"):
+        assert name in text
+    assert "chosen: " in text and "not chosen: " in text and "ms simulated" in text
+
+
+def test_explain_says_why_optimal_fusion_cut_as_it_did() -> None:
+    assert "all_reduce -> " in lower(WIDE).explain().text()
+    assert "arrives" in "".join(notes(lower(WIDE).program, "fusion").values())
+    assert "across steps" in "".join(notes(lower(WIDE, schedule=ACROSS).program, "fusion").values())
+
+
+# What cannot wait for the next step.
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        None,
+        lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.Adadelta(model.parameters(), lr=0.5),
+    ],
+    ids=["no optimizer", "nadam", "adadelta"],
+)
+@pytest.mark.parametrize("fusion", [None, OPTIMAL], ids=["auto", "optimal"])
+def test_without_updates_of_its_own_a_step_is_complete_when_it_returns(
+    make_optimizer: MakeOptimizer | None, fusion: Any
+) -> None:
+    program = lower(DIGITS, make_optimizer, comm_fusion=fusion, schedule=ACROSS).program
+    assert all(info(node).next_step is None for node in program.graph.nodes)
+    assert notes(program, "across_steps") == {"the step": "no update can wait for the next step: nothing is deferred"}
+    assert "across steps" not in notes(program, "schedule")
+    model, batches = DIGITS.model(), DIGITS.batches(2)
+    want = train_reference(DIGITS, model, batches, 2, make_optimizer)
+    world = make_world(DIGITS, model, 2, make_optimizer, comm_fusion=fusion, cluster=SLOW, schedule=ACROSS)
+    train_world(world, batches)
+    assert not world.is_pending
+    assert_same(world.models, want, gradients=make_optimizer is None)
+
+
+def test_an_evaluation_is_complete_when_it_returns() -> None:
+    ranks = make_world(CONTRASTIVE, CONTRASTIVE.model(), 2, sgd, **ACROSS_STEPS)
+    ranks.step.model.eval()
+    program = ranks.step.lower(*shards(CONTRASTIVE.batches(1)[0], 2)[0]).program
+    assert len(list(program.collectives())) == 2
+    assert all(info(node).next_step is None for node in program.graph.nodes)
+
+
+# Memory.
+
+
+def peaks(case: Case, **options: Any) -> int:
+    return peak_memory(lower(case, **options).program)
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("case", [DIGITS, WIDE, CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
+def test_the_peak_stays_below_the_limit(case: Case, across: bool) -> None:
+    free = peaks(case, schedule=cf.ScheduleConfig(across_steps=across))
+    least = least_memory(case, across)
+    assert least <= free
+    for limit in sorted({least, (least + free) // 2, free, 2 * free}):
+        schedule = cf.ScheduleConfig(memory_limit=limit, across_steps=across)
+        assert peaks(case, schedule=schedule) <= limit
+    if least > 1:
+        with pytest.raises(ConfigValueError, match=str(least - 1)):
+            lower(case, schedule=cf.ScheduleConfig(memory_limit=least - 1, across_steps=across))
+
+
+def least_memory(case: Case, across: bool) -> int:
+    """What the error for an impossible limit says is needed."""
+    with pytest.raises(ConfigValueError) as caught:
+        lower(case, schedule=cf.ScheduleConfig(memory_limit=1, across_steps=across))
+    message = str(caught.value)
+    assert message.startswith("ScheduleConfig.memory_limit=1 is below what the step needs: ")
+    assert "raise the limit" in message
+    return int(message.split("needs: ")[1].split(" bytes")[0])
+
+
+def test_kept_memory_is_given_up_first_and_only_as_far_as_it_takes() -> None:
+    def kept(limit: int | None) -> int:
+        program = lower(WIDE, comm_fusion={"openstate": False}, schedule=cf.ScheduleConfig(memory_limit=limit)).program
+        assert limit is None or peak_memory(program) <= limit
+        given_up = notes(program, "memory cap")
+        names = [info(node).name for node in program.graph.nodes if info(node).kept]
+        assert not given_up.keys() & set(names)
+        assert all("is not kept between steps" in reason for reason in given_up.values())
+        assert len(names) + len(given_up) == 10
+        return len(names)
+
+    free = peaks(WIDE, comm_fusion={"openstate": False})
+    assert kept(None) == kept(free) == 10
+    assert 0 < kept(free - 1) < 10
+
+
+def test_a_limit_costs_no_bits() -> None:
+    batches = WIDE.batches(3)
+    free = make_world(WIDE, WIDE.model(), 2, sgd, **ACROSS_STEPS)
+    part = shards(batches[0], 2)[0]
+    peak = peak_memory(free.step.lower(*part).program)
+    schedule = replace(ACROSS, memory_limit=peak - 1)
+    tight = make_world(WIDE, WIDE.model(), 2, sgd, **{**ACROSS_STEPS, "schedule": schedule})
+    program = tight.step.lower(*part).program
+    assert peak_memory(program) < peak
+    models = [train_world(world, batches) for world in (tight, free)]
+    tight.synchronize()
+    free.synchronize()
+    assert_same(*models, tolerance=1e-13)
+
+
+class Gathering(nn.Module):
+    """Gathers all that it needs at the beginning, and uses it piece by piece."""
+
+    def __init__(self, count: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.shared = nn.ParameterList([nn.Parameter(torch.randn(width, width)) for _ in range(count)])
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = [cf.ops.all_gather(shared * 0.1, fusion=0) for shared in self.shared]
+        for whole, layer in zip(gathered, self.layers, strict=True):
+            x = torch.tanh(layer(x))
+            x = torch.tanh(x @ whole[: x.shape[1]])
+        return x
+
+
+GATHERING = Case("gathering", Gathering, lambda rows: (torch.randn(rows, 64), torch.randint(5, (rows,))))
+
+
+def leads(program: Program) -> list[int]:
+    """For each all_gather of the forward the ops between its start and its wait."""
+    nodes = list(program.graph.nodes)
+    starts = [n for n in program.collectives() if info(n).collective.kind == "all_gather"]  # type: ignore[union-attr]
+    return [
+        sum(not is_start(n) and not is_wait(n) for n in nodes[nodes.index(start) : nodes.index(wait_of(start))])
+        for start in starts
+        if info(start).phase == "forward"
+    ]
+
+
+def test_gathers_start_later_under_a_limit() -> None:
+    free = lower(GATHERING, schedule="overlap").program
+    peak = peak_memory(free)
+    with pytest.raises(ConfigValueError) as caught:
+        lower(GATHERING, schedule=cf.ScheduleConfig(memory_limit=1))
+    least = int(str(caught.value).split("needs: ")[1].split(" bytes")[0])
+    tight = lower(GATHERING, schedule=cf.ScheduleConfig(memory_limit=least)).program
+    assert peak_memory(tight) <= least < peak
+    assert len(leads(tight)) == len(leads(free)) == 4
+    assert sum(leads(tight)) < sum(leads(free))
+
+
+# Determinism.
+
+
+def test_all_ranks_and_runs_compile_the_same_text() -> None:
+    for case in (WIDE, CONTRASTIVE):
+        texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 1, 2, 3, 0)]
+        assert len(dict.fromkeys(texts)) == 1
+        assert "in the next step, before" in texts[0]
+
+
+_PROGRAM = """
+from tests.test_schedule import digest
+print(digest())
+"""
+
+
+def digest() -> str:
+    """Of the texts and notes of some plans."""
+    found = hashlib.sha256()
+    for case in (WIDE, CONTRASTIVE):
+        for fusion in (OPTIMAL, None):
+            lowered = lower(case, comm_fusion=fusion, schedule=ACROSS)
+            found.update(lowered.text().encode())
+            found.update(repr(lowered.program.notes).encode())
+    return found.hexdigest()
+
+
+def test_hash_seeds_change_nothing() -> None:
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[-1]
+        for seed in ("1", "4711")
+    ]
+    assert digests == [digest()] * 2
+
+
+# Wrong annotations.
+
+
+def broken(case: Case, change: Callable[[Program, list[fx.Node]], None], **options: Any) -> str:
+    """What verification says about a program after a change; its deferred nodes are handed on."""
+    program = lower(case, **{**APART_ACROSS_STEPS, **options}).program
+    verify(program, "nothing")
+    change(program, deferred(program))
+    with pytest.raises(VerificationError) as caught:
+        verify(program, "broken")
+    return str(caught.value)
+
+
+def deferred(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if info(node).next_step is not None]
+
+
+def body(program: Program) -> list[fx.Node]:
+    return [n for n in program.graph.nodes if n.op == "call_function" and info(n).next_step is None]
+
+
+def test_an_update_after_the_first_reader_is_refused() -> None:
+    def change(program: Program, nodes: list[fx.Node]) -> None:
+        last_forward = [node for node in body(program) if info(node).phase == "forward"][-1]
+        for node in nodes:
+            info(node).next_step = last_forward
+
+    assert "of the next step reads before it has run" in broken(MLP_CASE, change)
+
+
+def test_an_update_after_its_bucket_is_overwritten_is_refused() -> None:
+    def change(program: Program, nodes: list[fx.Node]) -> None:
+        (last,) = [node for node in nodes if is_wait(node)][-1:]
+        readers = [node for node in nodes if last in node.all_input_nodes]
+        info(last).next_step = body(program)[-1]
+        for node in readers:
+            info(node).next_step = body(program)[-1]
+
+    message = broken(DIGITS, change, comm_fusion=None)
+    assert "in the next step" in message or "of the next step" in message
+
+
+def test_a_deferred_node_before_others_is_refused() -> None:
+    def change(program: Program, nodes: list[fx.Node]) -> None:
+        order = [node for node in program.graph.nodes if node is not nodes[0]]
+        order.insert(order.index(body(program)[-1]), nodes[0])
+        reorder(program.graph, order)
+
+    assert "stands before nodes that run in this one" in broken(MLP_CASE, change)
+
+
+def test_anchors_out_of_order_are_refused() -> None:
+    def change(program: Program, nodes: list[fx.Node]) -> None:
+        info(nodes[0]).next_step = body(program)[1]
+        info(nodes[1]).next_step = body(program)[0]
+
+    assert "runs in the next step before a node that stands before it here" in broken(MLP_CASE, change)
+
+
+def test_an_anchor_that_is_deferred_itself_is_refused() -> None:
+    def change(program: Program, nodes: list[fx.Node]) -> None:
+        info(nodes[-1]).next_step = nodes[0]
+
+    assert "which is deferred itself" in broken(MLP_CASE, change)
+
+
+@pytest.mark.parametrize("what", ["a gap", "twice", "too short"])
+def test_pieces_that_are_not_the_whole_bucket_are_refused(what: str) -> None:
+    def change(program: Program, _: list[fx.Node]) -> None:
+        carrier = next(node for node in program.graph.nodes if info(node).sends)
+        (start, stretch), *others = info(carrier).sends
+        if what == "a gap":
+            info(carrier).sends = tuple(others)
+        elif what == "twice":
+            info(start).rest = (*info(start).rest, stretch)
+        else:
+            (last,) = info(start).rest
+            info(start).rest = (Stretch(last.begin, last.end - 1),)
+
+    expected = {"a gap": "sends nothing of [0:", "twice": "sends twice", "too short": "is sent in pieces that end at"}
+    assert expected[what] in broken(WIDE, change, comm_fusion=None)
+
+
+def test_what_stands_in_the_text_tells_plans_apart() -> None:
+    """Ranks compare the text: other limits, clusters and schedules are other plans."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"cluster": FAST},
+        {"schedule": ACROSS},
+        {"schedule": cf.ScheduleConfig(memory_limit=2**30)},
+        {"comm_fusion": None},
+    ]
+    texts = [lower(MLP_CASE, **each).text() for each in options]
+    assert len(dict.fromkeys(texts)) == len(texts)
+    assert canonical_text(lower(MLP_CASE).program) == texts[0]
+
+
+def test_the_limit_is_checked_against_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    small = replace(SLOW, device=replace(SLOW.device, memory_bytes=2**20))
+    with caplog.at_level("WARNING", logger="commfuse_fx"):
+        lower(MLP_CASE, cluster=small, schedule=cf.ScheduleConfig(memory_limit=2**30))
+    assert "memory_limit=1073741824 is more than the 1048576 bytes of the cluster's device (core)" in caplog.text
+
+
+def test_a_limit_without_collectives_is_kept_too() -> None:
+    step = cf.compile(nn.Linear(64, 64), loss_fn=F.mse_loss, device_num=1, schedule=cf.ScheduleConfig(memory_limit=100))
+    with pytest.raises(ConfigValueError, match="memory_limit=100 is below what the step needs"):
+        step.lower(torch.ones(8, 64), torch.ones(8, 64))
