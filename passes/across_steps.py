@@ -15,7 +15,9 @@ from math import inf
 
 from torch import fx
 
-from commfuse_fx.cost.cuts import PIECES, CyclicMember, CyclicPlan, choose_piece
+from commfuse_fx.cost.cuts import PIECES, CyclicMember, CyclicPlan, piece_choices
+from commfuse_fx.cost.grouping import shared_beta
+from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
@@ -156,22 +158,27 @@ class _Problem:
 
         `parts`, which the plan refers to, are the buckets as they are, or stretches of them: what ends first.
         """
-        found: list[tuple[CyclicPlan, list[_Part]]] = []
+        found: list[tuple[float, CyclicPlan, list[_Part]]] = []
         for nbytes in _STRETCHES:
             parts = [part for i, unit in enumerate(self.units) for part in self._parts(i, unit, nbytes)]
-            if not found or len(parts) != len(found[-1][1]):
+            if not found or len(parts) != len(found[-1][2]):
                 self.parts = parts
-                found.append((self._plan(), parts))
-        plan, self.parts = min(found, key=lambda each: each[0].period)
+                found.append((*self._plan(), parts))
+        _, plan, self.parts = min(found, key=lambda each: each[0])
+        self._blocks()
         return plan
 
-    def _plan(self) -> CyclicPlan:
+    def _blocks(self) -> tuple[list[float], list[int], list[float], dict[fx.Node, int]]:
+        """Forward and backward for the present parts."""
+        self.turn = min(self.position[part.ready] for part in self.parts)
+        return (*self._forward(), *self._backward())
+
+    def _plan(self) -> tuple[float, CyclicPlan]:
+        """The best plan for the present parts, and its period."""
         biggest = max((unit.start for unit in self.units), key=lambda start: tensor_spec(start).nbytes)
         cost = self.costs.cost_of(biggest, mesh=self.mesh)
         nbytes = tensor_spec(biggest).nbytes
-        self.turn = min(self.position[part.ready] for part in self.parts)
-        forward, needs = self._forward()
-        backward, readies = self._backward()
+        forward, needs, backward, readies = self._blocks()
         last = {part.unit: i for i, part in sorted(enumerate(self.parts), key=lambda each: readies[each[1].ready])}
         members = [
             CyclicMember(
@@ -184,10 +191,12 @@ class _Problem:
             for i, part in enumerate(self.parts)
         ]
         message = self.costs.cluster.device.collective_overhead
-        prices = (cost.latency, cost.transfer / nbytes, cost.host / nbytes, message)
-        choice = choose_piece(forward, backward, members, *prices, merges=())
+        host = cost.host / nbytes
+        prices = (cost.latency, shared_beta(cost.transfer / nbytes, host), host, message)
+        loop = Loop(forward, backward, lambda n: self.costs.transfer_of(biggest, n, mesh=self.mesh), message)
+        choice, period = loop.best(piece_choices(forward, backward, members, *prices, merges=()))
         part_of = [part for (part,) in choice.groups]  # the plan counts parts in order of readiness
-        return replace(
+        return period, replace(
             choice.plan,
             order=tuple((part_of[i], begin, end) for i, begin, end in choice.plan.order),
             update_order=tuple((part_of[i], block) for i, block in choice.plan.update_order),

@@ -829,6 +829,20 @@ def cyclic_plan(
     The result is never slower than sending whole members in order of readiness and updating all of them before the
     forward. O(n log n) for n pieces. Raises ConfigTypeError or ConfigValueError for bad numbers or block indices.
     """
+    return _fastest(cyclic_plans(forward, backward, members, alpha, beta, piece, host, message))
+
+
+def cyclic_plans(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    members: Sequence[CyclicMember],
+    alpha: float,
+    beta: float,
+    piece: int | None,
+    host: float = 0.0,
+    message: float = 0.0,
+) -> tuple[CyclicPlan, ...]:
+    """What `cyclic_plan` takes the fastest of: plans by readiness, by need, and by need in pieces. Its arguments."""
     _check_cyclic(forward, backward, members, alpha, beta, host)
     _check("message", message)
     if piece is not None and (not isinstance(piece, int) or piece <= 0):
@@ -844,7 +858,7 @@ def cyclic_plan(
         ]
         if len(cut) > len(whole):
             plans.append(loop.plan(_joined(loop.earliest_first(cut))))
-    return _fastest(plans)
+    return tuple(plans)
 
 
 def choose_piece(
@@ -867,11 +881,33 @@ def choose_piece(
     Of equal periods (within `EQUAL`) the one with fewer messages, then the first in this order: fewer merges, larger
     pieces. The other arguments and the errors are those of `cyclic_plan`.
     """
+    choices = [
+        choice
+        for choice, _ in piece_choices(
+            forward, backward, members, alpha, beta, host, message, pieces=pieces, merges=merges
+        )
+    ]
+    best = _fastest([choice.plan for choice in choices])
+    return next(choice for choice in choices if choice.plan is best)
+
+
+def piece_choices(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    members: Sequence[CyclicMember],
+    alpha: float,
+    beta: float,
+    host: float = 0.0,
+    message: float = 0.0,
+    *,
+    pieces: Sequence[int] = PIECES,
+    merges: Sequence[int] = PIECES,
+) -> Iterator[tuple[PieceChoice, list[CyclicMember]]]:
+    """All that `choose_piece` chooses from, each with the merged members that its plan refers to; its arguments."""
     _check_cyclic(forward, backward, members, alpha, beta, host)
     for name, given in (("pieces", pieces), ("merges", merges)):
         if not all(isinstance(size, int) and size > 0 for size in given):
             raise ConfigValueError(f"{name} is {given!r}; pass positive numbers of bytes")
-    choices: list[PieceChoice] = []
     seen: dict[tuple[tuple[int, ...], ...], None] = {}
     for limit in (0, *sorted(merges)):
         groups = _groups(members, limit)
@@ -880,11 +916,12 @@ def choose_piece(
         seen[groups] = None
         merged = [_merge([members[index] for index in group]) for group in groups]
         largest = max((member.nbytes for member in merged), default=0)
+        orders: dict[tuple[tuple[int, int, int], ...], None] = {}
         for piece in (None, *sorted((size for size in pieces if size < largest), reverse=True)):
-            plan = cyclic_plan(forward, backward, merged, alpha, beta, piece, host, message)
-            choices.append(PieceChoice(piece, groups, plan))
-    best = _fastest([choice.plan for choice in choices])
-    return next(choice for choice in choices if choice.plan is best)
+            for plan in cyclic_plans(forward, backward, merged, alpha, beta, piece, host, message):
+                if plan.order not in orders:
+                    orders[plan.order] = None
+                    yield PieceChoice(piece, groups, plan), merged
 
 
 def _seconds(nbytes: int, alpha: float, beta: float, host: float) -> float:

@@ -6,15 +6,16 @@ shares with the step, the engine knows; so several cuts are played on it, and th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torch import fx
 
 from commfuse_fx.cost.collectives import CollectiveCost
-from commfuse_fx.cost.cuts import EQUAL, PIECES, CyclicMember, Item, choose_piece, optimal_cuts, optimal_plan
-from commfuse_fx.cost.engine import Engine
+from commfuse_fx.cost.cuts import EQUAL, PIECES, CyclicMember, Item, optimal_cuts, optimal_plan, piece_choices
+from commfuse_fx.cost.engine import Engine, Transfer
+from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
@@ -23,6 +24,9 @@ from commfuse_fx.ir.program import Program
 
 MOST_MEMBERS = 512
 """Above this many collectives of one key, neighbours are merged until so many are left, before the search begins."""
+
+MANY_MEMBERS = 96
+"""Above this many fewer sizes of buckets and pieces are tried."""
 
 THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
 """Bytes at which neighbours are cut for comparison with the optimal cuts."""
@@ -50,7 +54,7 @@ def group_collectives(
 
     Collectives that are waited for at the end of the step are cut optimally under the prices of all algorithms
     (`optimal_cuts`), compared with cuts by size, and adjusted where the engine sees that as faster; those whose
-    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `choose_piece`.
+    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `Loop`.
     """
     graph = _Graph(program, costs)
     number: dict[fx.Node, int] = {}
@@ -71,6 +75,11 @@ def line(costs: CostModel, start: fx.Node, program: Program, nbytes: int) -> tup
     """(alpha, beta, host) of messages of about this size: seconds, seconds per byte, compute seconds per byte."""
     cost: CollectiveCost = costs.cost_of(start, nbytes, mesh=program.mesh)
     return cost.latency, cost.transfer / nbytes, cost.host / nbytes
+
+
+def shared_beta(beta: float, host: float) -> float:
+    """Seconds per byte beside compute that never rests: as in the engine, the backend gets half of the core."""
+    return max(beta, 2 * host)
 
 
 class _Graph:
@@ -166,14 +175,14 @@ class _Graph:
         alpha, beta, host = line(self.costs, starts[0], self.program, max(sum(sizes) // 16, 1))
         message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
-        choice = choose_piece(forward, backward, merged, alpha, beta, host, message + each)
+        beta = shared_beta(beta, host)
+        judge = Loop(forward, backward, self._price(starts[0]), message, each)
+        merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[::3]
+        pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
+        choice, period = judge.best(
+            piece_choices(forward, backward, merged, alpha, beta, host, message + each, pieces=pieces, merges=merges)
+        )
         across = [[i for part in group for i in coarse[part]] for group in choice.groups]
-        # What the schedule sends: stretches of buckets, as they are complete.
-        parts = [_joined([members[i] for i in part]) for group in across for part in _parts(group, sizes)]
-        largest = max(sum(sizes[i] for i in group) for group in across)
-        prices = line(self.costs, starts[0], self.program, largest)
-        sent = choose_piece(forward, backward, parts, *prices, message, merges=())
-        period = max(choice.plan.period, sent.plan.period + (len(across) - 1) * each)
         played = _Played(self, starts, sizes, each)
         cuts = played.best(self._cuts(starts, sizes))
         in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]]
@@ -208,6 +217,9 @@ class _Graph:
             for i, (size, need) in enumerate(zip(sizes, wanted, strict=True))
         ]
         return members, forward, [*backward, max(rest, 0.0)]
+
+    def _price(self, start: fx.Node) -> Callable[[int], Transfer]:
+        return lambda nbytes: self.costs.transfer_of(start, nbytes, mesh=self.program.mesh)
 
     def _update_overhead(self) -> float:
         """Seconds that an update takes at least, whatever its size."""
@@ -311,12 +323,6 @@ def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
         groups[-1].append(i)
         size += member.nbytes
     return groups
-
-
-def _parts(group: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The collectives of one bucket, in order of readiness, in parts of at least the smallest piece."""
-    for begin, end in _cut_by_size([sizes[i] for i in group], PIECES[0]):
-        yield group[begin:end]
 
 
 def _joined(parts: Sequence[CyclicMember]) -> CyclicMember:
