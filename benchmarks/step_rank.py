@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Variant:
-    """`step()` trains one step. `finish()` waits for what steps left in flight; a block's time includes it."""
+    """`step()` trains one step. `finish()` waits for what steps left in flight."""
 
     step: Callable[[], Any]
     finish: Callable[[], Any] = lambda: None
@@ -106,22 +106,27 @@ def run(task: Task) -> None:
 
 
 def measure(variants: Mapping[str, Variant], rounds: int, task: Task, result: Result) -> None:
-    """Blocks of consecutive steps; the variants take turns, and all ranks begin a turn together."""
+    """Blocks of consecutive steps; the variants take turns, and all ranks begin a turn together.
+
+    What counts is the time from one step's return to the next one's, in the middle of a loop: a step goes ahead of
+    the timed ones, whose rest, if it leaves one on the wire, is theirs; the rest of the last one is the next one's.
+    """
     for _ in range(rounds):
         for name, variant in variants.items():
             dist.barrier()
             before = sent_bytes(task.interface)
+            variant.step()
             start = perf_counter()
             for _ in range(task.block):
                 variant.step()
-            variant.finish()
             seconds = perf_counter() - start
+            variant.finish()
             # The last bytes of a rank that is done may still be in its queue until the others are done too.
             dist.barrier()
             result.seconds.setdefault(name, []).append(seconds / task.block)
             if before is not None:
                 sent = (sent_bytes(task.interface) or 0) - before
-                result.wire_bytes.setdefault(name, []).append(sent / task.block)
+                result.wire_bytes.setdefault(name, []).append(sent / (task.block + 1))
             _note_progress(task)
 
 

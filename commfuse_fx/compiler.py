@@ -16,6 +16,7 @@ from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo, Program
@@ -30,7 +31,7 @@ from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
-from commfuse_fx.passes.schedule import Schedule
+from commfuse_fx.passes.schedule import Schedule, TooLittleMemory
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
@@ -38,11 +39,20 @@ from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
 
+COMPARED_NODES = 50_000
+"""Up to this size a plan across steps is compared with the best plan within the step, buckets and all."""
+
 
 def build_pipeline(
-    config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[str] = (), flat_updates: bool = True
+    config: CompileConfig,
+    mesh: Mesh,
+    sliced_inputs: Sequence[str] = (),
+    flat_updates: bool = True,
+    across_steps: bool | None = None,
 ) -> PassPipeline:
-    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts."""
+    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts. `across_steps`: as the
+    configuration says, unless given."""
+    across_steps = config.across_steps if across_steps is None else across_steps
     group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
     costs = cost_model(config.cluster) if config.plans_by_cost else None
     passes: list[Pass] = [
@@ -56,13 +66,13 @@ def build_pipeline(
             honour_layerwise=config.parallel_mode == "hybrid_parallel",
         ),
         UpdateParameters(),
-        FuseCollectives(config.comm_fusion, costs, config.across_steps),
+        FuseCollectives(config.comm_fusion, costs, across_steps),
         FlattenStorage(flat_updates, singles=costs is not None),
-        SplitUpdates(config.across_steps),
+        SplitUpdates(across_steps),
         LowerAverage(),
     ]
     if costs is not None and config.schedule != "none":
-        passes.append(Schedule(costs, config.memory_limit, config.across_steps))
+        passes.append(Schedule(costs, config.memory_limit, across_steps))
     elif config.schedule != "none":
         passes.extend((Overlap(), StreamBuckets()))
     passes.append(KeepGradients())
@@ -114,10 +124,27 @@ def compile_call(
         program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
         seconds = time.perf_counter() - start
         captured = program.copy() if keep_captured else None
-        pipeline = build_pipeline(config, mesh, sliced_inputs, flat_updates)
         check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
-        records = pipeline.run(program, check)
-    return Compiled(program, captured, pipeline, records, seconds)
+        pipelines = [build_pipeline(config, mesh, sliced_inputs, flat_updates)]
+        if config.across_steps and len(program.graph.nodes) <= COMPARED_NODES:
+            pipelines.append(build_pipeline(config, mesh, sliced_inputs, flat_updates, across_steps=False))
+        copies = [program, *(program.copy() for _ in pipelines[1:])]
+        planned: list[Compiled] = []
+        failed: list[TooLittleMemory] = []
+        for each, pipeline in zip(copies, pipelines, strict=True):
+            try:
+                planned.append(Compiled(each, captured, pipeline, pipeline.run(each, check), seconds))
+            except TooLittleMemory as error:
+                failed.append(error)
+        if not planned:
+            raise min(failed, key=lambda error: error.needed)
+        return min(planned, key=_predicted_seconds) if len(planned) > 1 else planned[0]
+
+
+def _predicted_seconds(compiled: Compiled) -> float:
+    """Rounded to nanoseconds: of equally fast plans the first is taken."""
+    played = play(compiled.program, cost_model(compiled.program.config.cluster))
+    return round(played.ended - played.began, 9)
 
 
 @contextmanager

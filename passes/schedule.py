@@ -38,7 +38,7 @@ class Schedule:
     """`memory_limit`: bytes that the step may have allocated at most. `across_steps`: updates may run in the next step.
 
     Bitwise neutral: the same ops on the same values, in another order.
-    Raises ConfigValueError when no arrangement fits into the memory.
+    Raises TooLittleMemory when no arrangement fits.
     """
 
     costs: CostModel
@@ -109,7 +109,7 @@ class Schedule:
         fitting = [candidate for candidate in candidates if self._fits(candidate)]
         if not fitting:
             least = min(candidates, key=lambda candidate: candidate.peak or 0)
-            raise _too_little(self.memory_limit or 0, least.peak or 0)
+            raise TooLittleMemory(self.memory_limit or 0, least.peak or 0)
         shortest = min(candidate.seconds for candidate in fitting)
         return next(candidate for candidate in fitting if candidate.seconds <= shortest * (1 + EQUAL))
 
@@ -132,7 +132,7 @@ class Schedule:
                 program.note("memory cap", info(start).name, reason)
 
     def _check_peak(self, program: Program) -> None:
-        """Raises ConfigValueError when a step in which there is nothing to arrange does not fit."""
+        """Raises TooLittleMemory when a step in which there is nothing to arrange does not fit."""
         start = _Arrangement.of(program)
         candidate = self._judged("unscheduled", program, self.costs)
         start.restore(program)
@@ -218,9 +218,13 @@ def _size(node: fx.Node) -> int:
     return tensor_spec(node).nbytes
 
 
-def _too_little(limit: int, least: int) -> ConfigValueError:
-    return ConfigValueError(
-        f"ScheduleConfig.memory_limit={limit} is below what the step needs: {least} bytes ({least / 2**20:.1f} MiB) "
-        "for parameters, optimizer state, gradients and activations, with communication held back as far as it goes; "
-        "raise the limit, or make batch or model smaller"
-    )
+class TooLittleMemory(ConfigValueError):
+    """No arrangement fits; `needed`: bytes of the one that needs least."""
+
+    def __init__(self, limit: int, needed: int) -> None:
+        super().__init__(
+            f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
+            f"({needed / 2**20:.1f} MiB) for parameters, optimizer state, gradients and activations, with "
+            "communication held back as far as it goes; raise the limit, or make batch or model smaller"
+        )
+        self.needed = needed

@@ -31,7 +31,8 @@ def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
     in the following step leave it out. `dependence` None leaves it out, too.
     """
     sent = [piece.transfer for pieces in played.pieces.values() for piece in pieces]
-    found = [Bound(sum(played.seconds.values()) + sum(each.host for each in sent), "compute")]
+    computing = played.overhead + sum(played.seconds.values()) + sum(each.host for each in sent)
+    found = [Bound(computing, "compute")]
     streams: dict[str, float] = {}
     links: dict[str, float] = {}
     for each in sent:
@@ -53,7 +54,7 @@ def _critical_path(played: Played, dependence: Dependence) -> float:
     done: dict[fx.Node, float] = {}
     released: dict[fx.Node, list[tuple[float, float]]] = {}  # start -> (when a piece can leave, how long it takes)
     for node in played.order:
-        ready = max((done[other] for other in dependence.direct[node]), default=0.0)
+        ready = max((done[other] for other in dependence.direct[node]), default=played.overhead)
         if is_wait(node):
             ready = max(ready, _last_end(released.get(node.args[0], [])))  # type: ignore[arg-type]
         done[node] = ready + played.seconds.get(node, 0.0)

@@ -22,6 +22,10 @@ from commfuse_fx.ir.naming import op_label
 PER_ELEMENT = "update.per_element/"
 """Keys of measured parameter updates: this and the op's name, such as `update.per_element/_fused_adamw_`."""
 
+OVERHEAD = "step.overhead"
+"""Key of what a measured step takes besides its nodes and its communication: votes, looking up its plan, threads that
+are woken late."""
+
 
 def profile_key(node: fx.Node) -> str:
     """The name under which a profile knows a node: that of the node it came from, else its own."""
@@ -67,6 +71,11 @@ class CostModel:
         for key, seconds in self.node_seconds.items():
             if not (isfinite(seconds) and seconds >= 0):
                 raise ConfigValueError(f"node_seconds[{key!r}]={seconds!r}: give seconds, finite and not below 0")
+
+    @property
+    def step_overhead(self) -> float:
+        """Seconds of compute that every step takes besides its nodes; 0 where that was not measured."""
+        return self.node_seconds.get(OVERHEAD, 0.0) if self.node_seconds else 0.0
 
     def compute_seconds(self, node: fx.Node) -> float:
         """Seconds that a node keeps the compute stream busy for, with nothing on the wire; a start: to hand it over."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,9 @@ from torch import fx
 from commfuse_fx.cost import files
 from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.files import check_keys, check_number, check_object, check_text
-from commfuse_fx.cost.model import PER_ELEMENT, profile_key, update_elements
+from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, CostModel, profile_key, update_elements
 from commfuse_fx.cost.presets import resolve_cluster
+from commfuse_fx.cost.rounds import play
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
@@ -47,7 +48,8 @@ class StepProfile:
 
     cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
     parameters. node_seconds: seconds by `profile_key(node)` of every compute node, with nothing on the wire; and
-    `update.per_element/<op>`: seconds per element of the parameters that an update op works on. torch, device: the
+    `update.per_element/<op>`: seconds per element of the parameters that an update op works on; and `step.overhead`:
+    what a step takes besides. torch, device: the
     version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
     """
 
@@ -181,6 +183,34 @@ def profile_step(
         torch=torch.__version__,
         device=cluster.device.name,
     )
+
+
+def with_overhead(
+    profile: StepProfile,
+    executor: Executor,
+    inputs: Mapping[str, torch.Tensor],
+    run: Callable[[], Any],
+    finish: Callable[[], Any],
+    rounds: int,
+) -> StepProfile:
+    """The profile with what real steps take longer than the simulation of the same program, if they do.
+
+    run: one step; finish: waits for what it leaves on the wire. The slowest rank counts, by the median of the steps.
+    Leaves parameters, buffers, optimizer state and random number generators as they were. All ranks together.
+    """
+    together = is_distributed() and profile.world > 1
+    with _undone(executor, inputs):
+        run()
+        times = []
+        for _ in range(rounds):
+            start = perf_counter()
+            run()
+            times.append(perf_counter() - start)
+        finish()
+    everybody = _gather(median(times), dist.get_world_size()) if together else [median(times)]
+    played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
+    overhead = max(max(everybody) - (played.ended - played.began), 0.0)
+    return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: overhead})
 
 
 def _gather(mine: Any, world: int) -> list[Any]:

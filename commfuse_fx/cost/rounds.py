@@ -63,7 +63,7 @@ class Played:
     order: the nodes as executed. seconds: of each node that computes. pieces: what goes onto the wire right
     after a node. began, ended: the last round. computed: (node, begin, end). flown: each collective that was waited
     for, in the order of waits; where nodes are deferred it may have started in the round before. deferred: nodes run
-    in the following step.
+    in the following step. overhead: seconds of compute that a round begins with, besides its nodes; spent: when.
     """
 
     order: list[fx.Node]
@@ -75,6 +75,8 @@ class Played:
     computed: list[tuple[fx.Node, float, float]] = field(default_factory=list)
     flown: dict[fx.Node, Flown] = field(default_factory=dict)
     deferred: bool = False
+    overhead: float = 0.0
+    spent: tuple[float, float] = (0.0, 0.0)
 
 
 def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[fx.Node, list[Piece]]:
@@ -106,7 +108,8 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
         raise ConfigValueError(f"steps={steps!r}: play at least 1 step")
     order = execution_order(program)
     pieces = pieces_of(program, order, model)
-    played = Played(order, {}, pieces, Engine(), deferred=any(is_deferred(node) for node in order))
+    deferred = any(is_deferred(node) for node in order)
+    played = Played(order, {}, pieces, Engine(), deferred=deferred, overhead=model.step_overhead)
     acts = _acts(played, model)
     if not played.deferred:
         for number in range(steps or 1):
@@ -158,6 +161,8 @@ class _Round:
         played, engine = self.played, self.played.engine
         played.began = engine.now
         computed = played.computed = []
+        if played.overhead:
+            played.spent = engine.run(played.overhead)
         played.flown = {}
         for act in acts:
             if act.seconds is not None:
