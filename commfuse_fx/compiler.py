@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from commfuse_fx.passes.keep_gradients import KeepGradients
 from commfuse_fx.passes.lower_average import LowerAverage
 from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.overlap import Overlap
+from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
 from commfuse_fx.passes.schedule import Schedule, TooLittleMemory
@@ -39,8 +40,27 @@ from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
 
-COMPARED_NODES = 50_000
-"""Up to this size a plan across steps is compared with the best plan within the step, buckets and all."""
+MANY_NODES, MOST_NODES = 8_000, 50_000
+"""Several plans are made to the end and compared: all variants up to the first size, those without `postponed` up to
+the second, one above."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to plan a step. across_steps: communication may run on into the next one. postponed: compute that can
+    wait stands behind the last gradient."""
+
+    across_steps: bool = False
+    postponed: bool = False
+
+
+def variants(config: CompileConfig, nodes: int) -> list[Variant]:
+    """What to make and compare for a graph of so many nodes; the first of equally fast ones is taken."""
+    found = [Variant(across_steps=True)] if config.across_steps else []
+    found.append(Variant())
+    if config.comm_fusion.is_optimal and nodes <= MANY_NODES:
+        found += [replace(each, postponed=True) for each in found]
+    return found[:1] if config.schedule == "none" or nodes > MOST_NODES else found
 
 
 def build_pipeline(
@@ -48,11 +68,11 @@ def build_pipeline(
     mesh: Mesh,
     sliced_inputs: Sequence[str] = (),
     flat_updates: bool = True,
-    across_steps: bool | None = None,
+    variant: Variant | None = None,
 ) -> PassPipeline:
-    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts. `across_steps`: as the
-    configuration says, unless given."""
-    across_steps = config.across_steps if across_steps is None else across_steps
+    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts. `variant`: by default as
+    the configuration says."""
+    variant = Variant(config.across_steps) if variant is None else variant
     group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
     costs = cost_model(config.cluster) if config.plans_by_cost else None
     passes: list[Pass] = [
@@ -66,13 +86,17 @@ def build_pipeline(
             honour_layerwise=config.parallel_mode == "hybrid_parallel",
         ),
         UpdateParameters(),
-        FuseCollectives(config.comm_fusion, costs, across_steps),
+    ]
+    if costs is not None and variant.postponed:
+        passes.append(PostponeGradients(costs))
+    passes += [
+        FuseCollectives(config.comm_fusion, costs, variant.across_steps),
         FlattenStorage(flat_updates, singles=costs is not None),
-        SplitUpdates(across_steps),
+        SplitUpdates(variant.across_steps),
         LowerAverage(),
     ]
     if costs is not None and config.schedule != "none":
-        passes.append(Schedule(costs, config.memory_limit, across_steps))
+        passes.append(Schedule(costs, config.memory_limit, variant.across_steps))
     elif config.schedule != "none":
         passes.extend((Overlap(), StreamBuckets()))
     passes.append(KeepGradients())
@@ -125,25 +149,54 @@ def compile_call(
         seconds = time.perf_counter() - start
         captured = program.copy() if keep_captured else None
         check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
-        pipelines = [build_pipeline(config, mesh, sliced_inputs, flat_updates)]
-        if config.across_steps and len(program.graph.nodes) <= COMPARED_NODES:
-            pipelines.append(build_pipeline(config, mesh, sliced_inputs, flat_updates, across_steps=False))
-        copies = [program, *(program.copy() for _ in pipelines[1:])]
-        planned: list[Compiled] = []
-        failed: list[TooLittleMemory] = []
-        for each, pipeline in zip(copies, pipelines, strict=True):
-            try:
-                planned.append(Compiled(each, captured, pipeline, pipeline.run(each, check), seconds))
-            except TooLittleMemory as error:
-                failed.append(error)
-        if not planned:
-            raise min(failed, key=lambda error: error.needed)
-        return min(planned, key=_predicted_seconds) if len(planned) > 1 else planned[0]
+        pipelines = [
+            build_pipeline(config, mesh, sliced_inputs, flat_updates, variant)
+            for variant in variants(config, len(program.graph.nodes))
+        ]
+        program, pipeline, records = _fastest(program, pipelines, check)
+    return Compiled(program, captured, pipeline, records, seconds)
 
 
-def _predicted_seconds(compiled: Compiled) -> float:
+_Planned = tuple[Program, PassPipeline, list[PassRecord]]
+
+
+def _fastest(
+    program: Program, pipelines: Sequence[PassPipeline], check: Callable[[Program, str], None] | None
+) -> _Planned:
+    """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result."""
+    if len(pipelines) == 1:
+        return program, pipelines[0], pipelines[0].run(program, check)
+    shared = _shared_passes(pipelines)
+    begun = pipelines[0].run(program, check, part=slice(shared))
+    planned: list[_Planned] = []
+    failed: list[TooLittleMemory] = []
+    for pipeline in pipelines:
+        own = program.copy()
+        first = pipeline.run(own, check, part=slice(shared, shared + 1))
+        if isinstance(pipeline.passes[shared], PostponeGradients) and not first[0].modified:
+            continue  # the same as without that pass
+        try:
+            records = [*begun, *first, *pipeline.run(own, check, part=slice(shared + 1, None))]
+            planned.append((own, pipeline, records))
+        except TooLittleMemory as error:
+            failed.append(error)
+    if not planned:
+        raise min(failed, key=lambda error: error.needed)
+    return min(planned, key=lambda each: _predicted_seconds(each[0])) if len(planned) > 1 else planned[0]
+
+
+def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
+    count = 0
+    for passes in zip(*(pipeline.passes for pipeline in pipelines), strict=False):
+        if any(each != passes[0] for each in passes):
+            break
+        count += 1
+    return count
+
+
+def _predicted_seconds(program: Program) -> float:
     """Rounded to nanoseconds: of equally fast plans the first is taken."""
-    played = play(compiled.program, cost_model(compiled.program.config.cluster))
+    played = play(program, cost_model(program.config.cluster))
     return round(played.ended - played.began, 9)
 
 

@@ -60,10 +60,12 @@ class PassPipeline:
         program: Program,
         check: Callable[[Program, str], None] | None = None,
         observers: Sequence[Callable[[str, Program], None]] = (),
+        part: slice = slice(None),
     ) -> list[PassRecord]:
-        """Apply all passes. `check(program, pass name)` verifies after each; observers see each result."""
+        """Apply all passes, or a part of them. `check(program, pass name)` verifies after each; observers see each
+        result."""
         records: list[PassRecord] = []
-        for item in self.passes:
+        for item in self.passes[part]:
             before = len(program.graph.nodes)
             start = time.perf_counter()
             modified = item(program)

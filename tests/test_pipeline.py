@@ -23,6 +23,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.across_steps import AcrossSteps
 from commfuse_fx.passes.overlap import Overlap
+from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.pipeline import PassPipeline
 
 PASSES = Path(__file__).parents[1] / "passes"
@@ -38,7 +39,8 @@ def lower(**options: object) -> cf.Lowered:
 def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
     configs = [CompileConfig.resolve(given) for given in ({}, {"cluster": "gloo-1gbit"})]
     plain, by_cost = (build_pipeline(config, Mesh.of_sizes((2,))).passes for config in configs)
-    passes = {each.name: each for each in (*plain, *by_cost, AcrossSteps(cost_model(configs[1].cluster)))}
+    costs = cost_model(configs[1].cluster)
+    passes = {each.name: each for each in (*plain, *by_cost, AcrossSteps(costs), PostponeGradients(costs))}
     assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
     assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]
     for each in passes.values():

@@ -1,4 +1,4 @@
-"""Communication that runs on into the next step: the same numbers as the plain order, whoever looks at them, whenever."""
+"""Communication that runs on into the next step: the same numbers as the plain order, whoever looks, and whenever."""
 
 from __future__ import annotations
 

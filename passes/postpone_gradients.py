@@ -1,0 +1,87 @@
+"""Compute the last gradient earlier, and behind it what others have been waiting for.
+
+When the last gradient to become ready is a large one (an embedding's, say), nothing is left to compute while it
+is on the wire. Gradients of weights are needed by nobody but their own collectives: those that stand just before
+it can as well be computed after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import is_start
+from commfuse_fx.ir.dependence import Dependence, draws_random_numbers, is_opaque
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.program import Program
+
+
+@dataclass(frozen=True)
+class PostponeGradients:
+    """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral."""
+
+    costs: CostModel
+    name: str = "postpone_gradients"
+    requires: tuple[str, ...] = ("reduced", "updated")
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        gradients = [start for start in program.collectives() if _role(start) == "gradient"]
+        if len(gradients) < 2:
+            return False
+        last = gradients[-1]
+        before = Dependence(program.graph, program.aliases()).direct
+        moved = self._movable(program, last, before)
+        if not moved:
+            return False
+        order: list[fx.Node] = []
+        for node in program.graph.nodes:
+            if node not in moved:
+                order.append(node)
+            if node is last:
+                order.extend(moved)
+        reorder(program.graph, order)
+        return True
+
+    def _movable(self, program: Program, last: fx.Node, before: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, None]:
+        """Nodes that stand before the last gradient without being needed for it, in graph order."""
+        needed = _ancestors(last, before)
+        nodes = list(program.graph.nodes)
+        candidates: list[fx.Node] = []
+        left = self.costs.cost_of(last, mesh=program.mesh).seconds
+        for node in reversed(nodes[: nodes.index(last)]):
+            if left <= 0 or info(node).phase != "backward":
+                break
+            if node in needed or is_start(node):
+                continue
+            if is_opaque(node) or draws_random_numbers(node.target):
+                break
+            candidates.append(node)
+            left -= self.costs.compute_seconds(node)
+        chosen = dict.fromkeys(candidates)
+        moved: dict[fx.Node, None] = {}
+        for node in nodes[: nodes.index(last)]:
+            if node in chosen or any(other in moved for other in before[node]):
+                if node in needed:
+                    return {}
+                moved[node] = None
+        return moved
+
+
+def _role(start: fx.Node) -> str:
+    collective = info(start).collective
+    return collective.role if collective else ""
+
+
+def _ancestors(node: fx.Node, before: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, None]:
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        for other in before[pending.pop()]:
+            if other not in found:
+                found[other] = None
+                pending.append(other)
+    return found
