@@ -1,0 +1,71 @@
+"""The last gradient first: what moves behind it, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commfuse_fx import compiler
+from commfuse_fx.compiler import Variant, build_pipeline
+from commfuse_fx.ir.collectives import is_start
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.postpone_gradients import PostponeGradients
+from tests.models import CONV, DIGITS, GPT2, TIED, Case, shards
+from tests.oracle import (
+    ACROSS,
+    OPTIMAL,
+    SLOW,
+    assert_same,
+    make_world,
+    sgd,
+    train_reference,
+    train_world,
+)
+
+
+def begun(case: Case, world: int = 2) -> tuple[Program, PostponeGradients]:
+    """A program up to the pass, and the pass."""
+    ranks = make_world(case, case.model(torch.float32), world, sgd, OPTIMAL, cluster=SLOW)
+    step = ranks.step
+    batch = shards(case.batches(1, dtype=torch.float32)[0], world)[0]
+    captured = step.planner.read(step.planner.take_apart(batch, {})).captured
+    assert captured is not None
+    program = captured.copy()
+    pipeline = build_pipeline(step.config, step.mesh, variant=Variant(postponed=True))
+    number = next(i for i, each in enumerate(pipeline.passes) if isinstance(each, PostponeGradients))
+    pipeline.run(program, verify, part=slice(number))
+    found = pipeline.passes[number]
+    assert isinstance(found, PostponeGradients)
+    return program, found
+
+
+@pytest.mark.parametrize("case", [GPT2, TIED], ids=lambda case: case.name)
+def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
+    program, postpone = begun(case)
+    before = list(program.graph.nodes)
+    last = [node for node in before if is_start(node)][-1]
+    assert postpone(program)
+    verify(program, "postpone_gradients")
+    after = list(program.graph.nodes)
+    assert sorted(after) == sorted(before)
+    assert after.index(last) < before.index(last)
+    moved = [node for node in after[after.index(last) :] if before.index(node) < before.index(last)]
+    assert moved == sorted(moved, key=before.index)
+    assert all(info(node).phase == "backward" for node in moved)
+    # As much as the collective takes, and the node that made it so much.
+    compute = [postpone.costs.compute_seconds(node) for node in moved if not is_start(node)]
+    assert sum(compute) - max(compute) <= postpone.costs.cost_of(last, mesh=program.mesh).seconds
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("case", [GPT2, TIED, DIGITS, CONV], ids=lambda case: case.name)
+def test_parameters_are_those_of_one_device(case: Case, across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [Variant(across, postponed=True)])
+    model = case.model()
+    batches = case.batches(3)
+    want = train_reference(case, model, batches, 2, sgd)
+    options = {"schedule": ACROSS} if across else {}
+    world = make_world(case, model, 2, sgd, OPTIMAL, cluster=SLOW, **options)
+    assert_same(train_world(world, batches), want)
