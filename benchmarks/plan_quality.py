@@ -26,7 +26,7 @@ from benchmarks.torch_plans import (
     is_partition,
     overlap_scheduling,
 )
-from commfuse_fx.compiler import build_pipeline
+from commfuse_fx.compiler import build_pipeline, plan_step
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.simulate import Simulation, simulate
@@ -139,6 +139,8 @@ class Case:
     def compiled(self, world: str, ranks: int, plan: str) -> Program:
         """The final program. Raises _NoPlanError when PyTorch's pass gives none."""
         program, passes = self.program(world, ranks, plan)
+        if "optimal" in plan:
+            return plan_step(program, program.config)[0]
         if plan == DDP:
             _fuse(program, ddp_buckets(self.unfused(world, ranks)))
         elif plan in TORCH:

@@ -148,13 +148,20 @@ def compile_call(
         program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
         seconds = time.perf_counter() - start
         captured = program.copy() if keep_captured else None
-        check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
-        pipelines = [
-            build_pipeline(config, mesh, sliced_inputs, flat_updates, variant)
-            for variant in variants(config, len(program.graph.nodes))
-        ]
-        program, pipeline, records = _fastest(program, pipelines, check)
+        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates)
     return Compiled(program, captured, pipeline, records, seconds)
+
+
+def plan_step(
+    program: Program, config: CompileConfig, sliced_inputs: Sequence[str] = (), flat_updates: bool = True
+) -> _Planned:
+    """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did."""
+    check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
+    pipelines = [
+        build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant)
+        for variant in variants(config, len(program.graph.nodes))
+    ]
+    return _fastest(program, pipelines, check)
 
 
 _Planned = tuple[Program, PassPipeline, list[PassRecord]]

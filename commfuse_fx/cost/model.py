@@ -14,7 +14,6 @@ from commfuse_fx.cost.collectives import CollectiveCost, collective_cost
 from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.roofline import roofline_seconds
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
@@ -78,9 +77,7 @@ class CostModel:
         return self.node_seconds.get(OVERHEAD, 0.0) if self.node_seconds else 0.0
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """Seconds that a node keeps the compute stream busy for, with nothing on the wire; a start: to hand it over."""
-        if is_start(node):
-            return self.cluster.device.collective_overhead
+        """Seconds that a node keeps the compute stream busy for, with nothing on the wire."""
         measured = self.node_seconds
         if measured and node.op == "call_function":
             if info(node).phase == "update":

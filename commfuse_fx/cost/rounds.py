@@ -64,6 +64,7 @@ class Played:
     after a node. began, ended: the last round. computed: (node, begin, end). flown: each collective that was waited
     for, in the order of waits; where nodes are deferred it may have started in the round before. deferred: nodes run
     in the following step. overhead: seconds of compute that a round begins with, besides its nodes; spent: when.
+    message: seconds of compute to hand over one message.
     """
 
     order: list[fx.Node]
@@ -76,7 +77,14 @@ class Played:
     flown: dict[fx.Node, Flown] = field(default_factory=dict)
     deferred: bool = False
     overhead: float = 0.0
+    message: float = 0.0
     spent: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a round: its nodes, and what comes besides."""
+        messages = sum(len(pieces) for pieces in self.pieces.values())
+        return self.overhead + sum(self.seconds.values()) + messages * self.message
 
 
 def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[fx.Node, list[Piece]]:
@@ -109,7 +117,8 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
     order = execution_order(program)
     pieces = pieces_of(program, order, model)
     deferred = any(is_deferred(node) for node in order)
-    played = Played(order, {}, pieces, Engine(), deferred=deferred, overhead=model.step_overhead)
+    message = model.cluster.device.collective_overhead
+    played = Played(order, {}, pieces, Engine(), deferred=deferred, overhead=model.step_overhead, message=message)
     acts = _acts(played, model)
     if not played.deferred:
         for number in range(steps or 1):
@@ -170,6 +179,8 @@ class _Round:
             elif act.waited is not None:
                 self._wait(act.node, act.waited, self._step_of(act))
             for piece in act.pieces:
+                if played.message:
+                    engine.run(played.message)
                 key = (piece.start, self._step_of(act))
                 self.on_wire.setdefault(key, Flown()).handles.append(engine.issue(piece.transfer))
         played.ended = engine.now

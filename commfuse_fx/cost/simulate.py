@@ -140,7 +140,7 @@ def simulate(program: Program, model: CostModel, steps: int | None = None) -> Si
     collectives = tuple(_collective(program, played, start, reasons.of(start)) for start in played.flown)
     return Simulation(
         step_seconds=played.ended - played.began,
-        compute_seconds=played.overhead + sum(played.seconds.values()),
+        compute_seconds=played.compute_seconds,
         exposed_seconds=sum(each.exposed for each in collectives),
         bound_seconds=bound.seconds,
         bound_by=bound.cause,
