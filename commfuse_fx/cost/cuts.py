@@ -914,7 +914,7 @@ def piece_choices(
         if groups in seen:
             continue
         seen[groups] = None
-        merged = [_merge([members[index] for index in group]) for group in groups]
+        merged = [merged_member([members[index] for index in group]) for group in groups]
         largest = max((member.nbytes for member in merged), default=0)
         orders: dict[tuple[tuple[int, int, int], ...], None] = {}
         for piece in (None, *sorted((size for size in pieces if size < largest), reverse=True)):
@@ -949,7 +949,8 @@ def _groups(members: Sequence[CyclicMember], limit: int) -> tuple[tuple[int, ...
     return tuple(groups)
 
 
-def _merge(parts: Sequence[CyclicMember]) -> CyclicMember:
+def merged_member(parts: Sequence[CyclicMember]) -> CyclicMember:
+    """One bucket of these: ready with its last part, needed with its first, updated as a whole."""
     return CyclicMember(
         sum(part.nbytes for part in parts),
         max(part.ready for part in parts),

@@ -13,7 +13,16 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from commfuse_fx.cost.collectives import CollectiveCost
-from commfuse_fx.cost.cuts import EQUAL, PIECES, CyclicMember, Item, optimal_cuts, optimal_plan, piece_choices
+from commfuse_fx.cost.cuts import (
+    EQUAL,
+    PIECES,
+    CyclicMember,
+    Item,
+    merged_member,
+    optimal_cuts,
+    optimal_plan,
+    piece_choices,
+)
 from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
@@ -171,7 +180,7 @@ class _Graph:
             return None
         members, forward, backward = loop
         coarse = _coarse(members)
-        merged = [_joined([members[i] for i in group]) for group in coarse]
+        merged = [merged_member([members[i] for i in group]) for group in coarse]
         alpha, beta, host = line(self.costs, starts[0], self.program, max(sum(sizes) // 16, 1))
         message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
@@ -323,15 +332,6 @@ def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
         groups[-1].append(i)
         size += member.nbytes
     return groups
-
-
-def _joined(parts: Sequence[CyclicMember]) -> CyclicMember:
-    return CyclicMember(
-        sum(part.nbytes for part in parts),
-        max(part.ready for part in parts),
-        min(part.need for part in parts),
-        sum(part.update for part in parts),
-    )
 
 
 def _details(start: fx.Node) -> CollectiveInfo:
