@@ -15,7 +15,7 @@ from math import inf
 
 from torch import fx
 
-from commfuse_fx.cost.cuts import PIECES, CyclicMember, CyclicPlan, piece_choices
+from commfuse_fx.cost.cyclic import PIECES, CyclicMember, CyclicPlan, piece_choices
 from commfuse_fx.cost.grouping import shared_beta
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,8 @@ import torch.distributed as dist
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
 from commfuse_fx.cost.fit import Sample, fit
+from commfuse_fx.cost.probe import probe, slowest_figures, synchronize
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.meta import dtype_name
 from commfuse_fx.progress import progress
 from commfuse_fx.runtime.world import is_distributed, world_timeout
 
@@ -137,7 +136,8 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
         level_share = (budget - device_share) / len(plan)
         levels = [_measure_level(planned, where, level_share) for planned in plan]
         with _shown("measuring the device"):
-            figures = _slowest_figures(_probe(where, device_share))
+            _gather(None)  # start together
+            figures = slowest_figures(_gather(probe(where, device_share)))
         figures["collective_overhead"] = max(level.overhead for level in levels)
     backend = dist.group.WORLD._get_backend(where).name()  # type: ignore[union-attr]
     world = dist.get_world_size()
@@ -316,10 +316,10 @@ class _Group:
         self.device = device
 
     def timed(self, call: Callable[[], Any]) -> float:
-        _synchronize(self.device)
+        synchronize(self.device)
         start = perf_counter()
         call()
-        _synchronize(self.device)
+        synchronize(self.device)
         return perf_counter() - start
 
     def agreed(self, seconds: float) -> float:
@@ -452,110 +452,3 @@ def _seconds_of_product(group: _Group, a: torch.Tensor, b: torch.Tensor, c: torc
         torch.mm(a, b, out=c)
         count += 1
     return (perf_counter() - start) / count
-
-
-# The device.
-
-
-def _probe(device: torch.device, seconds: float) -> dict[str, Any]:
-    """The fields of Device, as this rank measures them while all others do the same."""
-    _gather(None)  # start together
-    is_cuda = device.type == "cuda"
-    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if is_cuda else []), torch.float64]
-    share = seconds / (len(dtypes) + 2)
-    flops = {dtype_name(dtype): _flops(dtype, device, share) for dtype in dtypes}
-    return {
-        "name": _device_name(device),
-        "flops": {name: value for name, value in flops.items() if value is not None},
-        "memory_bandwidth": _memory_bandwidth(device, share),
-        "memory_bytes": _memory_bytes(device),
-        "op_overhead": _op_overhead(device, share),
-    }
-
-
-def _slowest_figures(mine: dict[str, Any]) -> dict[str, Any]:
-    """A step waits for its slowest rank: the worst of the ranks' figures, and the dtypes that all of them can do."""
-    everybody = _gather(mine)
-    common = [name for name in everybody[0]["flops"] if all(name in each["flops"] for each in everybody)]
-    return {
-        "name": everybody[0]["name"],
-        "flops": {name: min(each["flops"][name] for each in everybody) for name in common},
-        "memory_bandwidth": min(each["memory_bandwidth"] for each in everybody),
-        "memory_bytes": min(each["memory_bytes"] for each in everybody),
-        "op_overhead": max(each["op_overhead"] for each in everybody),
-    }
-
-
-def _flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:
-    """FLOP per second of matrix products as a step has them; None where the device has none of this dtype."""
-    shapes = [(64, 512, 2048), (512, 512, 512)] if device.type == "cpu" else [(2048, 4096, 4096), (4096, 4096, 4096)]
-    work, spent = 0, 0.0
-    for m, k, n in shapes:
-        try:
-            a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-            spent += _median_seconds(lambda a=a, b=b: torch.mm(a, b), device, seconds / len(shapes))  # type: ignore[misc]
-        except (RuntimeError, NotImplementedError):
-            return None
-        work += 2 * m * k * n
-    return work / spent
-
-
-def _memory_bandwidth(device: torch.device, seconds: float) -> float:
-    """Bytes per second read and written by an addition and a copy that no cache holds."""
-    count = (64 if device.type == "cpu" else 256) * 2**20 // 4
-    x, y, out = (torch.zeros(count, device=device) for _ in range(3))
-    add = _median_seconds(lambda: torch.add(x, y, out=out), device, seconds / 2)
-    copy = _median_seconds(lambda: out.copy_(x), device, seconds / 2)
-    return 5 * count * 4 / (add + copy)
-
-
-def _op_overhead(device: torch.device, seconds: float) -> float:
-    """Seconds of an op that computes next to nothing, many of them in a row."""
-    x, count = torch.zeros(1, device=device), 500
-    add = torch.ops.aten.add.Tensor._op
-
-    def adds() -> None:
-        for _ in range(count):
-            add(x, x)
-
-    return _median_seconds(adds, device, seconds) / count
-
-
-def _median_seconds(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    call()
-    _synchronize(device)
-    times: list[float] = []
-    begin = perf_counter()
-    while len(times) < 3 or (perf_counter() - begin < seconds and len(times) < 1000):
-        start = perf_counter()
-        call()
-        _synchronize(device)
-        times.append(perf_counter() - start)
-    return median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _device_name(device: torch.device) -> str:
-    """The model of the GPU, or of the CPU as Linux calls it, with the threads that an op uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
-    except OSError:
-        pass  # not Linux
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Capacity: the GPU's, or this rank's part of the host's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here

@@ -1,7 +1,8 @@
-"""Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers for `cost.cuts`.
+"""Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers.
 
-`cost.cuts` is exact about what it knows: readiness, sizes, lines. What it leaves out, such as the core that a backend
-shares with the step, the engine knows; so several cuts are played on it, and the one that ends first is taken.
+The searches (`cost.cuts`, `cost.consumers`, `cost.cyclic`) are exact about what they know: readiness, sizes, lines.
+What they leave out, such as the core that a backend shares with the step, the engine knows; so several cuts are
+played on it, and the one that ends first is taken.
 """
 
 from __future__ import annotations
@@ -13,19 +14,13 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from commfuse_fx.cost.collectives import CollectiveCost
-from commfuse_fx.cost.cuts import (
-    EQUAL,
-    PIECES,
-    CyclicMember,
-    Item,
-    merged_member,
-    optimal_cuts,
-    optimal_plan,
-    piece_choices,
-)
+from commfuse_fx.cost.consumers import Item, optimal_plan
+from commfuse_fx.cost.cuts import optimal_cuts
+from commfuse_fx.cost.cyclic import PIECES, CyclicMember, merged_member, piece_choices
 from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
@@ -207,7 +202,7 @@ class _Graph:
     def _loop(
         self, starts: list[fx.Node], sizes: list[int]
     ) -> tuple[list[CyclicMember], list[float], list[float]] | None:
-        """The step as a loop for `cost.cuts`: members, and seconds of the blocks of forward and backward."""
+        """The step as a loop for `cost.cyclic`: members, and seconds of the blocks of forward and backward."""
         uses = [self._first_parameter_use(start) for start in starts]
         first_ready = self.place[starts[0]]
         if any(use is None for use in uses):

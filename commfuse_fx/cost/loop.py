@@ -1,6 +1,6 @@
 """The best plan for communication across steps, judged by the engine that simulations run on.
 
-`cost.cuts` makes the plans: orders by earliest need for several sizes of buckets and pieces. How fast they are
+`cost.cyclic` makes the plans: orders by earliest need for several sizes of buckets and pieces. How fast they are
 depends on what it leaves out, above all on a core that the backend's threads and the step share.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from commfuse_fx.cost.cuts import EQUAL, CyclicMember, CyclicPlan, PieceChoice
+from commfuse_fx.cost.cyclic import CyclicMember, CyclicPlan, PieceChoice
 from commfuse_fx.cost.engine import Engine, Transfer
+from commfuse_fx.cost.numbers import EQUAL
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.cuts import (
-    CyclicMember,
-    CyclicPlan,
-    Forced,
-    Item,
-    choose_piece,
-    cyclic_plan,
-    optimal_cuts,
-    optimal_plan,
-    period_bound,
-    simulate_plan,
-    starting_plans,
-)
+from commfuse_fx.cost.consumers import Item, optimal_plan, simulate_plan, starting_plans
+from commfuse_fx.cost.cuts import Forced, optimal_cuts
+from commfuse_fx.cost.cyclic import CyclicMember, CyclicPlan, choose_piece, cyclic_plan, period_bound
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 # Small whole numbers: sums of them are exact, and ties and zeros are frequent.

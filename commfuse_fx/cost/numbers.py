@@ -1,0 +1,28 @@
+"""What the planning algorithms share: when two times are equal, and checks of what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+
+EQUAL = 1e-9
+"""Relative difference up to which two predicted times count as equal."""
+
+
+def check_time(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{name} is {value!r}; pass a number")
+    if not 0 <= value < inf:
+        raise ConfigValueError(f"{name} is {value!r}; pass a finite number of at least 0")
+
+
+def check_times(name: str, values: Sequence[float]) -> None:
+    for index, value in enumerate(values):
+        check_time(f"{name}[{index}]", value)
+
+
+def check_same_length(name: str, values: Sequence[float], other: str, others: Sequence[float]) -> None:
+    if len(values) != len(others):
+        raise ConfigValueError(f"{name} has {len(values)} entries and {other} {len(others)}; pass one per member")
