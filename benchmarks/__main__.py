@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("single_process", "ddp", "compile_cost", "step_time", "plan_quality")
+NAMES = ("single_process", "ddp", "tensor_parallel", "compile_cost", "step_time", "plan_quality")
 
 
 def main() -> int:

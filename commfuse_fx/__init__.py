@@ -26,9 +26,13 @@ from commfuse_fx.errors import (
     VirtualWorldError,
 )
 from commfuse_fx.inspect.diff import diff
+from commfuse_fx.inspect.lockstep import lockstep
 from commfuse_fx.lowered import Collective, Lowered
-from commfuse_fx.marks import set_comm_fusion, shard
+from commfuse_fx.marks import set_comm_fusion
 from commfuse_fx.runtime.world import get_group_size, get_rank, init
+from commfuse_fx.sharding import plans
+from commfuse_fx.sharding.marks import shard
+from commfuse_fx.sharding.register import register_rule
 from commfuse_fx.step import CompiledStep
 
 __version__ = "0.1.0"
@@ -60,8 +64,11 @@ __all__ = [
     "get_group_size",
     "get_rank",
     "init",
+    "lockstep",
     "ops",
+    "plans",
     "preset_names",
+    "register_rule",
     "reset_auto_parallel_context",
     "set_auto_parallel_context",
     "set_comm_fusion",

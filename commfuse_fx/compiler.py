@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
@@ -23,13 +24,17 @@ from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.lowered import Snapshot
+from commfuse_fx.passes.counter_random import CounterRandom
+from commfuse_fx.passes.divide import Divide, Layouts
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.keep_gradients import KeepGradients
 from commfuse_fx.passes.lower_average import LowerAverage
+from commfuse_fx.passes.lower_redistributions import LowerRedistributions
 from commfuse_fx.passes.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
+from commfuse_fx.passes.range_lookups import RangeLookups
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
 from commfuse_fx.passes.schedule import Schedule, TooLittleMemory
@@ -39,10 +44,43 @@ from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
+from commfuse_fx.sharding.marks import Marks
+from commfuse_fx.sharding.resolve import resolve_marks
 
 MANY_NODES, MOST_NODES = 8_000, 50_000
 """Several plans are made to the end and compared: all variants up to the first size, those without `postponed` up to
 the second, one above."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What dividing a step takes besides its graph.
+
+    batch_ways: by how many ranks the batch of the captured graph is larger than the one that a rank is handed.
+    local_parameters: every rank keeps its part of a parameter; fixed: the layouts that an earlier graph of the same
+    step has decided, or None.
+    """
+
+    marks: Marks
+    batch_ways: int = 1
+    local_parameters: bool = False
+    fixed: Layouts | None = None
+
+
+class OtherBatch(Exception):
+    """The marks that came to light in the graph divide the batch by another number of ranks than was assumed."""
+
+    def __init__(self, ways: int) -> None:
+        super().__init__(ways)
+        self.ways = ways
+
+
+def batch_ways(marks: Marks, mesh: Mesh, config: CompileConfig) -> int:
+    """By how many ranks the batch is divided, as far as the marks that are known before capture say."""
+    graph = fx.Graph()
+    nothing = Program(graph, mesh, config, {}, {}, True, graph.output(()))
+    resolved = resolve_marks(marks, nothing)
+    return prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
 
 
 @dataclass(frozen=True)
@@ -69,24 +107,16 @@ def build_pipeline(
     sliced_inputs: Sequence[str] = (),
     flat_updates: bool = True,
     variant: Variant | None = None,
+    sharding: Sharding | None = None,
 ) -> PassPipeline:
-    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts. `variant`: by default as
-    the configuration says."""
+    """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts, or those that have the batch
+    as their first dimension where `sharding` says how the step is divided. `variant`: by default as the configuration
+    says."""
     variant = Variant(config.across_steps) if variant is None else variant
-    group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
     costs = cost_model(config.cluster) if config.plans_by_cost else None
-    passes: list[Pass] = [
-        Simplify(),
-        SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
-        LowerUserCollectives(),
-        ReduceGradients(
-            group,
-            mean=config.gradients_mean,
-            fp32=config.gradient_fp32_sync,
-            honour_layerwise=config.parallel_mode == "hybrid_parallel",
-        ),
-        UpdateParameters(),
-    ]
+    passes: list[Pass] = [Simplify()]
+    passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
+    passes.append(UpdateParameters())
     if costs is not None and variant.postponed:
         passes.append(PostponeGradients(costs))
     passes += [
@@ -102,6 +132,31 @@ def build_pipeline(
     passes.append(KeepGradients())
     passes.append(Reinplace())
     return PassPipeline(tuple(passes))
+
+
+def _data_parallel(config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[str]) -> list[Pass]:
+    group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
+    return [
+        SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
+        LowerUserCollectives(),
+        ReduceGradients(
+            group,
+            mean=config.gradients_mean,
+            fp32=config.gradient_fp32_sync,
+            honour_layerwise=config.parallel_mode == "hybrid_parallel",
+        ),
+    ]
+
+
+def _divided(config: CompileConfig, batch: Sequence[str], sharding: Sharding) -> list[Pass]:
+    divide = Divide(
+        sharding.marks,
+        tuple(batch),
+        local_inputs=not config.full_batch,
+        local_parameters=sharding.local_parameters,
+        fixed=sharding.fixed,
+    )
+    return [RangeLookups(), CounterRandom(), divide, LowerRedistributions()]
 
 
 @dataclass
@@ -141,24 +196,34 @@ def compile_call(
     sliced_inputs: Sequence[str] = (),
     flat_updates: bool = True,
     keep_captured: bool = False,
+    sharding: Sharding | None = None,
 ) -> Compiled:
     """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified."""
     with _no_garbage_collection():
         start = time.perf_counter()
         program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
         seconds = time.perf_counter() - start
+        if sharding is not None and sliced_inputs and not config.full_batch:
+            resolved = resolve_marks(sharding.marks, program)
+            ways = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
+            if ways != sharding.batch_ways:
+                raise OtherBatch(ways)
         captured = program.copy() if keep_captured else None
-        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates)
+        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding)
     return Compiled(program, captured, pipeline, records, seconds)
 
 
 def plan_step(
-    program: Program, config: CompileConfig, sliced_inputs: Sequence[str] = (), flat_updates: bool = True
+    program: Program,
+    config: CompileConfig,
+    sliced_inputs: Sequence[str] = (),
+    flat_updates: bool = True,
+    sharding: Sharding | None = None,
 ) -> _Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did."""
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
     pipelines = [
-        build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant)
+        build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding)
         for variant in variants(config, len(program.graph.nodes))
     ]
     return _fastest(program, pipelines, check)

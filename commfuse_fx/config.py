@@ -23,7 +23,7 @@ from commfuse_fx.options import (
 
 __all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig"]
 
-_AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel")
+_AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto")
 
 # Options of which only the default is available, and what the default does.
 _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
@@ -47,7 +47,7 @@ class CompileConfig:
 
     comm_fusion: FusionConfig
     parallel_mode: str
-    """One of "stand_alone", "data_parallel" and "hybrid_parallel"; aliases are resolved."""
+    """One of "stand_alone", "data_parallel", "hybrid_parallel" and "semi_auto"; aliases are resolved."""
     mesh: Any
     """A DeviceMesh, a tuple of axis sizes, or None: one axis over the world."""
     device_num: int | None
@@ -103,6 +103,11 @@ class CompileConfig:
         return cls(comm_fusion=fusion, **settings)
 
     @property
+    def divides_graphs(self) -> bool:
+        """Whether one device's graph is divided among the ranks, rather than run by each on its own batch."""
+        return self.parallel_mode == "semi_auto"
+
+    @property
     def across_steps(self) -> bool:
         return isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps
 
@@ -146,7 +151,7 @@ def _check_available(settings: Mapping[str, Any]) -> None:
     if mode not in _AVAILABLE_PARALLEL_MODES:
         raise NotAvailableError(
             f"parallel_mode={mode!r} is not available yet; use parallel_mode='data_parallel' "
-            "(every rank holds the whole model and a part of the batch)"
+            "(every rank holds the whole model and a part of the batch), or 'semi_auto' with cf.shard"
         )
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import nn
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.planner import Call
+from commfuse_fx.planner import Call, Plan
+from commfuse_fx.runtime.exchange import LocalExchange
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.guard import Guard
-from commfuse_fx.runtime.lockstep import Lockstep
+from commfuse_fx.runtime.layout import divided_parameters
+from commfuse_fx.runtime.lockstep import Lockstep, Observer
+from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.step import CompiledStep, accumulate
 
@@ -31,37 +35,51 @@ class RankResult:
 
 
 class LockstepWorld:
-    """The ranks of a step compiled with `device_num`. Rank 0 is the step's own model and optimizer.
+    """The ranks of a step. Rank 0 is the step's own model and optimizer, unless `own_model` is False.
 
     `models` and `optimizers` hold one copy per rank (of the values at construction), as each process of a
     real world would; attach one learning-rate scheduler to each optimizer. `world(batches)` runs one
-    step of all ranks.
+    step of all ranks. Reading a parameter that the step divides among ranks gathers the parts of all ranks.
 
     With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, here as on devices. Reading a
     parameter or an optimizer's state of any rank finishes them; so does `synchronize`.
     """
 
-    def __init__(self, step: CompiledStep) -> None:
+    def __init__(self, step: CompiledStep, own_model: bool = True) -> None:
         self.step = step
-        copies = [copy.deepcopy((step.model, step.optimizer)) for _ in range(1, step.mesh.world)]
-        ranks = [(step.model, step.optimizer), *copies]
+        ranks = [(step.model, step.optimizer)] if own_model else []
+        while len(ranks) < step.mesh.world:
+            ranks.append(copy.deepcopy((step.model, step.optimizer)))
         self.models: list[nn.Module] = [model for model, _ in ranks]
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
         self._pools = [FlatPool() for _ in ranks]
         self._known: dict[int, Lockstep] = {}
+        self._shards: dict[Any, list[Shards]] = {}
         self._running: Lockstep | None = None  # that of the last step, which may have left updates
         self._guard = Guard(self.synchronize)
 
-    def __call__(self, batches: Sequence[tuple[Any, ...]], *, drop: Collection[str] = ()) -> list[RankResult]:
+    def __call__(
+        self, batches: Sequence[tuple[Any, ...]], *, drop: Collection[str] = (), observe: Observer | None = None
+    ) -> list[RankResult]:
         """One step. `batches[rank]` are the arguments of that rank's call (with full_batch: the same for all).
 
-        drop: names of collectives to leave out; what follows must then differ from a correct step.
+        drop: names of collectives to leave out; what follows must then differ from a correct step. observe: sees
+        every node and the ranks' values.
         Raises ConfigValueError when batches differ in structure or shapes, or their number is not the world's.
         """
         if len(batches) != len(self.models):
             raise ConfigValueError(f"{len(batches)} batches for {len(self.models)} ranks: give one per rank")
-        calls = self._calls(batches)
+        return self.run(self._calls(batches), drop=drop, observe=observe)
+
+    def run(
+        self, calls: Sequence[Call], *, drop: Collection[str] = (), observe: Observer | None = None
+    ) -> list[RankResult]:
+        """As a call, with each rank's arguments taken apart already."""
         running = self._running = self._runner(calls[0])
+        running.observe = observe
+        for executor in running.executors:
+            if executor.shards is not None:
+                executor.shards.release()
         try:
             outputs = running.step([dict(call.leaves) for call in calls], drop)
         except BaseException:
@@ -71,7 +89,7 @@ class LockstepWorld:
         # Looks at guarded parameters, but not at their values.
         with torch._C.DisableTorchFunctionSubclass():
             for executor, (loss, *grads) in zip(running.executors, outputs, strict=True):
-                executor.storage.publish()
+                executor.publish()
                 if executor.optimizer is not None and self.step.model.training:
                     executor.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a rank's own step does
                 results.append(RankResult(loss, dict(zip(running.program.grads, grads, strict=True))))
@@ -97,7 +115,7 @@ class LockstepWorld:
     def collectives(self, batch: tuple[Any, ...]) -> list[str]:
         """Names of the collectives of a call with these arguments, in issue order: what `drop` takes."""
         self.synchronize()
-        program = self.step.planner.plan(self.step.planner.take_apart(batch, {})).compiled.program
+        program = self._plan(self.step.planner.take_apart(batch, {})).compiled.program
         return [info(node).name for node in program.collectives()]
 
     def _calls(self, batches: Sequence[tuple[Any, ...]]) -> list[Call]:
@@ -118,22 +136,47 @@ class LockstepWorld:
         with torch._C.DisableTorchFunctionSubclass():
             known, running = planner.known_plan(call), self._running
             if known is not None and running is not None and running.program is known.compiled.program:
-                if all(executor.storage.is_bound() for executor in running.executors):
+                if all(executor.is_bound() for executor in running.executors):
                     return running
         self.synchronize()
-        plan = planner.plan(call)
+        plan = self._plan(call)
         found = self._of(plan.compiled.program)
         try:
-            _bind(found.executors)
+            self._bind(found.executors)
         except LayoutConflict as conflict:
-            planner.replan(plan, call, conflict)
+            with self._shapes_only():
+                planner.replan(plan, call, conflict)
             found = self._of(plan.compiled.program)
-            _bind(found.executors)
+            self._bind(found.executors)
         return found
+
+    def _plan(self, call: Call) -> Plan:
+        with self._shapes_only():
+            return self.step.planner.plan(call)
+
+    @contextmanager
+    def _shapes_only(self) -> Iterator[None]:
+        """To trace the step's own model, which may be that of rank 0."""
+        with ExitStack() as entered:
+            entered.enter_context(self.step.shapes_only())
+            for shards in self._shards.values():
+                entered.enter_context(shards[0].shapes_only())
+            yield
+
+    def _bind(self, executors: Sequence[Executor]) -> None:
+        # Parameters that this program divides in another way, or not at all, have to be whole before it.
+        for known in self._shards.values():
+            for shards, executor in zip(known, executors, strict=True):
+                if shards is not executor.shards:
+                    shards.open()
+        for executor in executors:
+            if not executor.is_bound():
+                executor.bind()
 
     def _of(self, program: Program) -> Lockstep:
         """The ranks of a program, kept as long as the program is: they hold the flat storage."""
         if id(program) not in self._known:
+            shards = self._shards_of(program)
             executors = [
                 Executor(
                     program,
@@ -143,14 +186,27 @@ class LockstepWorld:
                     None,
                     rank,
                     self._pools[rank],
+                    shards[rank] if shards else None,
                 )
                 for rank, model in enumerate(self.models)
             ]
+            for executor in executors:
+                executor.guard = self._guard
             self._known[id(program)] = Lockstep(program, executors)
         return self._known[id(program)]
 
-
-def _bind(executors: Sequence[Executor]) -> None:
-    for executor in executors:
-        if not executor.storage.is_bound():
-            executor.storage.bind()
+    def _shards_of(self, program: Program) -> list[Shards]:
+        """The ranks' parts, the same for all programs that divide the same parameters alike; [] for a program that
+        divides none."""
+        if not divided_parameters(program):
+            return []
+        key = layouts_of(program)
+        if key not in self._shards:
+            made: list[Shards] = []
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                assert optimizer is not None, "only a step with an optimizer keeps parameters divided"
+                exchange = LocalExchange(program.mesh, rank, lambda other: made[other].parts())
+                params = dict(model.named_parameters())
+                made.append(Shards(program, params, optimizer, rank, exchange, self.synchronize))
+            self._shards[key] = made
+        return self._shards[key]

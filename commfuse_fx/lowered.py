@@ -74,6 +74,15 @@ class Snapshot:
         return self._text
 
 
+@dataclass(frozen=True)
+class LoweredCall:
+    """The step that was lowered (a CompiledStep), and the arguments of the call."""
+
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class Lowered:
     """A compiled step. Text, JSON, collectives and fingerprint do not depend on the rank; groups do."""
 
@@ -83,10 +92,12 @@ class Lowered:
         rank: int,
         pass_records: Sequence[PassRecord],
         replay: Callable[[], Mapping[str, Snapshot]],
+        call: LoweredCall,
     ) -> None:
         self._program = program
         self._rank = rank
         self._replay = replay
+        self._call = call
         self.pass_records = tuple(pass_records)
         """What each pass did and how long it took."""
 

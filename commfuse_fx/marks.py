@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from commfuse_fx.errors import ConfigTypeError, NotAvailableError
+from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.options import check_bool, check_int, show
 
 _FUSION_ID = "comm_fusion"
@@ -52,12 +52,3 @@ def read_layerwise_parallel(param: torch.Tensor, name: str) -> bool:
 def check_fusion_id(value: object, where: str) -> int:
     """`value` if it is a fusion id, an int >= 0. Raises ConfigTypeError or ConfigValueError."""
     return check_int(value, where, 0)
-
-
-def shard(*args: Any, **kwargs: Any) -> Any:
-    """Give a module, parameter, function or tensor a layout. Not available yet: raises NotAvailableError."""
-    raise NotAvailableError(
-        'shard is not available yet; remove the call and compile with parallel_mode="data_parallel", '
-        "or split the model by hand, mark the split parameters with layerwise_parallel=True "
-        'and compile with parallel_mode="hybrid_parallel"'
-    )

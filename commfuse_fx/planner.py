@@ -14,15 +14,17 @@ from torch import nn
 from commfuse_fx.capture.loss import LossFn, name_arguments
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
-from commfuse_fx.compiler import Compiled, compile_call
+from commfuse_fx.compiler import Compiled, OtherBatch, Sharding, batch_ways, compile_call
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo
 from commfuse_fx.optim import check_optimizer, describe_optimizer
+from commfuse_fx.passes.divide import Layouts
 from commfuse_fx.progress import progress
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.storage import LayoutConflict
+from commfuse_fx.sharding.marks import collect
 
 log = logging.getLogger("commfuse_fx")
 
@@ -72,6 +74,7 @@ class Planner:
         self.watch = Watch(model, optimizer)
         self.plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._last: Signature | None = None
+        self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them
 
     def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
@@ -132,7 +135,43 @@ class Planner:
     ) -> Compiled:
         training = self.model.training
         optimizer = self._describe_optimizer(opaque) if training else None
+        if self.config.divides_graphs:
+            return self._compile_divided(call, optimizer, keep_captured, flat_updates)
         leaves, sliced = self._slice_batch(call.leaves)
+        return self._compile_on(call, leaves, optimizer, sliced, keep_captured, flat_updates, None)
+
+    def _compile_divided(
+        self, call: Call, optimizer: OptimizerInfo | None, keep_captured: bool, flat_updates: bool
+    ) -> Compiled:
+        """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""
+        described = self._describe_optimizer("")
+        local = described is not None and described.rule != "opaque"
+        marks = collect(self.model)
+        ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
+        while True:
+            leaves, batch = _whole_batch(call.leaves, ways)
+            sharding = Sharding(marks, ways, local, self._layouts)
+            try:
+                compiled = self._compile_on(call, leaves, optimizer, batch, keep_captured, flat_updates, sharding)
+            except OtherBatch as other:
+                if other.ways == ways:
+                    raise
+                ways = other.ways
+                continue
+            self._layouts = {name: param.layout for name, param in compiled.program.params.items()}
+            return compiled
+
+    def _compile_on(
+        self,
+        call: Call,
+        leaves: list[tuple[str, torch.Tensor]],
+        optimizer: OptimizerInfo | None,
+        sliced: list[str],
+        keep_captured: bool,
+        flat_updates: bool,
+        sharding: Sharding | None,
+    ) -> Compiled:
+        training = self.model.training
         with progress("compiling the training step" if training else "compiling the evaluation step"):
             compiled = compile_call(
                 self.model,
@@ -146,6 +185,7 @@ class Planner:
                 sliced,
                 flat_updates,
                 keep_captured,
+                sharding,
             )
         for record in compiled.records:
             log.debug(
@@ -182,6 +222,23 @@ class Planner:
         sliced = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
         local = [(path, tensor[:rows] if path in sliced else tensor) for path, tensor in leaves]
         return local, sliced
+
+
+def _whole_batch(leaves: list[tuple[str, torch.Tensor]], ways: int) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    """The tensors that one device would be given where `ways` ranks are handed these, and the paths of those that have
+    the batch as their dimension 0: that of the first one."""
+    batched = [tensor for _, tensor in leaves if tensor.ndim]
+    if not batched:
+        return leaves, []
+    batch = batched[0].shape[0]
+    paths = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
+    if ways == 1:
+        return leaves, paths
+    whole = [
+        (path, tensor.new_empty((batch * ways, *tensor.shape[1:])) if path in paths else tensor)
+        for path, tensor in leaves
+    ]
+    return whole, paths
 
 
 def _path(path: str) -> str:

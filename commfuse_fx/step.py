@@ -20,14 +20,18 @@ from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_ste
 from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
 from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.lowered import Lowered
+from commfuse_fx.lowered import Lowered, LoweredCall
 from commfuse_fx.planner import Call, Plan, Planner
 from commfuse_fx.runtime.agreement import Agreement, checksum, hash62
 from commfuse_fx.runtime.broadcast import broadcast_parameters
+from commfuse_fx.runtime.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.interrupts import interrupts_deferred
+from commfuse_fx.runtime.layout import divided_parameters
+from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
@@ -64,6 +68,10 @@ class CompiledStep:
         self._pool = FlatPool()
         self._timeline: Timeline | None = None
         self._running: Executor | None = None  # that of the last step, which may have left something on the wire
+        self._shards: Shards | None = None  # those of the last step, whose parameters may be divided
+        self._known_shards: dict[Any, Shards] = {}
+        self._exchanges = 0
+        self._calls = 0
         self._started = False
         self._checksum = 0
         if not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone":
@@ -82,6 +90,7 @@ class CompiledStep:
         if self._agreement is None:
             return self._run(args, kwargs)
         self._agreement.begin_step()
+        self._calls += 1
         try:
             return self._run(args, kwargs)
         except BaseException as error:
@@ -99,6 +108,16 @@ class CompiledStep:
         if self._running is not None:
             self._running.synchronize()
 
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the `with` block parameters that are divided among ranks have memory, but no values: enough to trace
+        the model with, and nothing has to be gathered for it."""
+        if self._shards is None:
+            yield
+            return
+        with self._shards.shapes_only():
+            yield
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it.
 
@@ -106,8 +125,9 @@ class CompiledStep:
         virtual world. Raises what compiling raises.
         """
         self.synchronize()
-        compiled = self.planner.read(self.planner.take_apart(args, kwargs))
-        return Lowered(compiled.program, self.rank, compiled.records, compiled.replay)
+        with self.shapes_only():
+            compiled = self.planner.read(self.planner.take_apart(args, kwargs))
+        return Lowered(compiled.program, self.rank, compiled.records, compiled.replay, LoweredCall(self, args, kwargs))
 
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
         """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.
@@ -122,7 +142,7 @@ class CompiledStep:
             raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
         self.synchronize()
         call = self.planner.take_apart(args, kwargs)
-        executor = self._executor(self.planner.plan(call), call)
+        executor = self._executor(self._plan(call), call)
         given = self.config.cluster if cluster is None else resolve_costs(cluster)
         if isinstance(given, StepProfile):
             given = given.cluster
@@ -159,7 +179,7 @@ class CompiledStep:
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()
-            plan = self.planner.plan(call)
+            plan = self._plan(call)
             self._running = self._executor(plan, call)
         executor = self._running
         assert executor is not None
@@ -186,7 +206,11 @@ class CompiledStep:
             running = self._running
             if plan is None or running is None or running is not plan.executor:
                 return None
-            return plan if running.params is self.planner.watch.params and running.storage.is_bound() else None
+            return plan if running.params is self.planner.watch.params and running.is_bound() else None
+
+    def _plan(self, call: Call) -> Plan:
+        with self.shapes_only():
+            return self.planner.plan(call)
 
     def _watch_wire(self, executor: Executor) -> None:
         """Let the running timeline, if there is one, see this step's collectives."""
@@ -201,14 +225,23 @@ class CompiledStep:
         executor = plan.executor
         if executor is None or executor.params is not self.planner.watch.params:
             executor = self._make_executor(plan)
-        if not executor.storage.is_bound():
+        self._hand_over(executor)
+        if not executor.is_bound():
             try:
-                executor.storage.bind()
+                executor.bind()
             except LayoutConflict as conflict:
-                self.planner.replan(plan, call, conflict)
+                with self.shapes_only():
+                    self.planner.replan(plan, call, conflict)
                 executor = self._make_executor(plan)
-                executor.storage.bind()
+                self._hand_over(executor)
+                executor.bind()
         return executor
+
+    def _hand_over(self, executor: Executor) -> None:
+        """Parameters that the next program divides in another way, or not at all, have to be whole before it."""
+        if self._shards is not None and self._shards is not executor.shards:
+            self._shards.open()
+        self._shards = executor.shards
 
     def _make_executor(self, plan: Plan) -> Executor:
         program = plan.compiled.program
@@ -220,6 +253,7 @@ class CompiledStep:
             self._groups,
             self.rank,
             self._pool,
+            self._shards_of(program),
         )
         if self._agreement is not None and executor.has_collectives:
             plan.texts = (canonical_text(program, activations=False), canonical_text(program))
@@ -228,6 +262,26 @@ class CompiledStep:
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
         plan.executor = executor
         return executor
+
+    def _shards_of(self, program: Program) -> Shards | None:
+        """The same ones for all programs that divide the same parameters alike."""
+        if self.optimizer is None or not divided_parameters(program):
+            return None
+        params = self.planner.watch.params
+        key = layouts_of(program)
+        known = self._known_shards.get(key)
+        if known is None or known.params is not params:
+            exchange = self._make_exchange(program.mesh)
+            known = Shards(program, params, self.optimizer, self.rank, exchange, self.synchronize)
+            self._known_shards[key] = known
+        return known
+
+    def _make_exchange(self, mesh: Mesh) -> Exchange:
+        assert self._agreement is not None, "a world of several ranks"
+        self._exchanges += 1
+        return ProcessExchange(
+            mesh, self.rank, f"{self._agreement.distress.name}/{self._exchanges}", lambda: self._calls
+        )
 
     def _start(self, plan: Plan) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
@@ -243,6 +297,8 @@ class CompiledStep:
             self._agreement.settle(plan.texts)
             self._agreement.begin_step()
             broadcast_parameters(shared)
+            if plan.executor.shards is not None:
+                plan.executor.shards.take()
         else:
             self._checksum = checksum(shared)
 
@@ -256,6 +312,8 @@ class CompiledStep:
         # Not before: a step in which a rank failed is not the first step of any rank.
         self._started = True
         self._checksum = 0
+        if plan.executor is not None and plan.executor.shards is not None:
+            plan.executor.shards.release()
 
     def _votes(self) -> bool:
         """Whether a call in the model's present mode votes: an evaluation does if the forward has collectives."""
@@ -282,6 +340,8 @@ def _release_groups() -> None:
             step.synchronize()
         step._running = None
         step.planner.plans.clear()
+        for shards in step._known_shards.values():
+            shards.exchange.release()
         step._groups = step._agreement = None
     if holders:
         gc.collect()

@@ -80,7 +80,7 @@ class FlattenStorage:
     def __call__(self, program: Program) -> bool:
         if self.singles:
             _give_parts(program)
-        buckets = [node for node in program.collectives() if info(node).parts and _role(node) == "gradient"]
+        buckets = [node for node in program.collectives() if info(node).parts and _sums_gradients(node)]
         if not buckets:
             return False
         places = _update_places(program) if self.flat_updates else {}
@@ -115,9 +115,9 @@ def _give_parts(program: Program) -> None:
                 details.parts = (Part(details.collective.members, value, wait_of(start)),)
 
 
-def _role(start: fx.Node) -> str:
+def _sums_gradients(start: fx.Node) -> bool:
     collective = info(start).collective
-    return collective.role if collective else ""
+    return collective is not None and collective.role == "gradient" and kind_of(start) == "all_reduce"
 
 
 def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:

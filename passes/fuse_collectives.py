@@ -120,7 +120,9 @@ def _details(node: fx.Node) -> CollectiveInfo:
 def _key(node: fx.Node) -> tuple[Hashable, ...]:
     details = _details(node)
     device = tensor_spec(node).device
-    return (details.kind, details.group, details.reduce_op, details.dtype, device, info(node).phase)
+    # Compute waits for a change of layout: it must not wait for gradients.
+    is_urgent = details.role == "redistribution"
+    return (details.kind, details.group, details.reduce_op, details.dtype, device, info(node).phase, is_urgent)
 
 
 def _member(node: fx.Node) -> Member:

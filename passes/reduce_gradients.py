@@ -45,7 +45,7 @@ class ReduceGradients:
                 reduced = self._reduce(build, grad, names)
                 program.grads.update(dict.fromkeys(names, reduced))
                 modified = True
-        modified = _separate(build) or modified
+        modified = separate_gradients(build) or modified
         program.set_output()
         return modified
 
@@ -91,7 +91,7 @@ class ReduceGradients:
                 collective=collective,
                 phase="backward",
             )
-        with build.before(_end_of_backward(build.program)):
+        with build.before(end_of_backward(build.program)):
             result = build.wait(start, f"reduce/{name}/wait")
             if wire != spec.dtype:
                 result = build.cast(result, spec.dtype, f"reduce/{name}/{dtype_name(spec.dtype)}")
@@ -116,7 +116,7 @@ def _uncopied(grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _end_of_backward(program: Program) -> fx.Node:
+def end_of_backward(program: Program) -> fx.Node:
     """The first node of the update phase that ends the graph, or the output."""
     node = program.output
     while node.prev.op == "call_function" and info(node.prev).phase == "update":
@@ -124,7 +124,7 @@ def _end_of_backward(program: Program) -> fx.Node:
     return node
 
 
-def _separate(build: Builder) -> bool:
+def separate_gradients(build: Builder) -> bool:
     """Give every parameter a gradient in memory of its own, as autograd does."""
     program = build.program
     roots = Roots(program.graph)
@@ -135,7 +135,7 @@ def _separate(build: Builder) -> bool:
         if root.op == "call_function" and root not in owners:
             owners[root] = name
             continue
-        with build.before(_end_of_backward(program)):
+        with build.before(end_of_backward(program)):
             spec = tensor_spec(grad)
             program.grads[name] = build.call(
                 aten.clone.default,

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.marks import (
     check_fusion_id,
     read_fusion_id,
     read_layerwise_parallel,
     set_comm_fusion,
-    shard,
 )
 
 BAD_IDS = [
@@ -116,8 +115,3 @@ def test_layerwise_parallel_must_be_a_bool(value):
     message = f'layerwise_parallel of parameter "head.weight" is {value!r}; give True or False'
     with pytest.raises(ConfigTypeError, match=re.escape(message)):
         read_layerwise_parallel(param, "head.weight")
-
-
-def test_shard_is_not_available_yet():
-    with pytest.raises(NotAvailableError, match=r"shard is not available yet.*data_parallel"):
-        shard(nn.Linear(2, 2), in_strategy=((2, 1), (1, 4)))

@@ -38,7 +38,8 @@ def capture(
     def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> torch.Tensor:
         return compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder)
 
-    traced = trace_step(model, loss_of, [tensor for _, tensor in leaves], mesh, training)
+    inputs = [tensor for _, tensor in leaves]
+    traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs)
     params = describe_parameters(model)
     program = Program(
         graph=traced.graph,

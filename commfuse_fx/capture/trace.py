@@ -9,6 +9,7 @@ runtime copies back at the end of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,6 +39,8 @@ from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.sharding.decompose import decompose, decomposed
+from commfuse_fx.sharding.marks import marks_traced
 
 aten = torch.ops.aten
 
@@ -73,8 +76,12 @@ def trace_step(
     inputs: Sequence[torch.Tensor],
     mesh: Mesh,
     training: bool,
+    marked: bool = False,
 ) -> Traced:
     """Trace one step. `loss_of(model, inputs, recorder)` runs the model on traced inputs and returns the loss.
+
+    marked: whether the marks of `shard` on activations become nodes of the graph, and ops that divide by a count of
+        the whole batch sums.
 
     Raises CaptureError, naming module, source line and fix, where Python control flow depends on the
     values of tensors or the loss cannot be differentiated. Errors of the model itself pass unchanged.
@@ -110,6 +117,7 @@ def trace_step(
     flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
     with (
         ops.tracing_on(mesh),
+        marks_traced(model) if marked else nullcontext(),
         traceable_torch(),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
@@ -131,7 +139,7 @@ def trace_step(
         with torch._C._DisableAutocast():
             functional = make_fx(
                 functionalize(keeping_origins(traced), remove="mutations"),
-                decomposition_table=_DECOMPOSITIONS,
+                decomposition_table={**_SUMS, **_DECOMPOSITIONS} if marked else _DECOMPOSITIONS,
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
             )(*flat)
@@ -289,4 +297,8 @@ _DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+
+_SUMS: Mapping[Any, Callable[..., Any]] = {
+    op: function for op in decomposed() if (function := decompose(op)) is not None
 }

@@ -11,7 +11,7 @@ from commfuse_fx.cost.simulate import Simulation, simulate
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Note, Program
+from commfuse_fx.ir.program import LAYOUT, Note, Program, Redistribution
 from commfuse_fx.ir.text import collective_text
 
 
@@ -38,14 +38,29 @@ class CollectiveReport:
 
 
 @dataclass(frozen=True)
+class ParameterLayout:
+    """How a parameter lies on the mesh: one placement per group of axes, each with who says so."""
+
+    name: str
+    placements: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.placements)}"
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """`simulation` is the prediction that hidden and exposed times come from; `cluster` says for what."""
+    """layouts: of the parameters that are divided, or that a mark speaks of. redistributions: changes of layout, with
+    the bytes of the tensor and who needs it so. simulation: the prediction that hidden and exposed times come from;
+    cluster: what for."""
 
     collectives: tuple[CollectiveReport, ...]
     flat_updates: tuple[str, ...]
     notes: tuple[Note, ...]
     simulation: Simulation
     cluster: str
+    layouts: tuple[ParameterLayout, ...] = ()
+    redistributions: tuple[Redistribution, ...] = ()
 
     def text(self) -> str:
         """A report in plain lines."""
@@ -69,6 +84,12 @@ class Explanation:
         if self.flat_updates:
             lines.append("flat storage (updated as one tensor)")
             lines.extend(f"  {line}" for line in self.flat_updates)
+        if self.layouts:
+            lines.append("layouts (R whole, S(d) divided along dimension d, S(d;n) inside of each of n blocks)")
+            lines.extend(f"  {each}" for each in self.layouts)
+        if self.redistributions:
+            lines.append("redistributions (P summands)")
+            lines.extend(f"  {_redistribution(each)}" for each in self.redistributions)
         topics = dict.fromkeys(note.topic for note in self.notes)
         for topic in topics:
             lines.append(topic)
@@ -78,6 +99,18 @@ class Explanation:
 
 def _computes(node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).collective is None and not is_wait(node) and not is_view(node)
+
+
+def _redistribution(each: Redistribution) -> str:
+    return f"{each.name}: {each.have} -> {each.wanted} on {each.group}, {each.nbytes} bytes: {each.cause}"
+
+
+def _layouts(program: Program) -> tuple[ParameterLayout, ...]:
+    found: dict[str, list[str]] = {}
+    for note in program.notes:
+        if note.topic == LAYOUT:
+            found.setdefault(note.subject, []).append(note.reason)
+    return tuple(ParameterLayout(name, tuple(found[name])) for name in program.params if name in found)
 
 
 def _ms(seconds: float) -> str:
@@ -126,7 +159,9 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
         for segment in update.segments
         if segment.is_flat
     ]
-    return Explanation(tuple(reports), tuple(flat), tuple(program.notes), simulation, label)
+    notes = tuple(note for note in program.notes if note.topic != LAYOUT)
+    layouts, changes = _layouts(program), tuple(program.redistributions)
+    return Explanation(tuple(reports), tuple(flat), notes, simulation, label, layouts, changes)
 
 
 def _computes_between(nodes: list[fx.Node], issued: int, wait: fx.Node, position: dict[fx.Node, int]) -> int:

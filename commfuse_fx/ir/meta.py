@@ -138,7 +138,7 @@ class CollectiveInfo:
     sequence: int
     reduce_op: str | None = None
     fusion_id: int | None = None
-    role: str = "user"  # "gradient" | "user"
+    role: str = "user"  # "gradient" | "redistribution" | "user"
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,10 @@ class NodeInfo:
     sends: stretches of buckets (given by their start) that go onto the wire once this node has run;
     rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between
     steps; next_step: this node runs in the following step, just before that node. Scratch fields: `source`;
-    `origin`, the name under which a profile knows the node; `parts`, the members of a fused start; `writes`,
-    which node fills which stretch of its flat storage.
+    `origin`, the name under which a profile knows the node; `parts`, the members of a fused start; `serves`, the
+    parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along which ranks may hold
+    different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills which stretch of its
+    flat storage.
     """
 
     phase: str
@@ -188,6 +190,8 @@ class NodeInfo:
     source: str = field(default="", compare=False)
     origin: str = field(default="", compare=False)
     parts: tuple[Part, ...] = field(default=(), compare=False)
+    serves: tuple[str, ...] = field(default=(), compare=False)
+    varies: str | None = field(default=None, compare=False)
     writes: tuple[tuple[fx.Node, Stretch], ...] = field(default=(), compare=False)
 
     def copy(self, same: Mapping[fx.Node, fx.Node]) -> NodeInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from commfuse_fx.config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec, has_info, info, set_info
 from commfuse_fx.ir.naming import Names
+from commfuse_fx.ir.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class Parameter:
     """What the compiler knows of one parameter.
 
     `sequence` is its position among those that require gradients. `movable`: its memory is its own and
-    has no gaps, so it can become a view of flat storage.
+    has no gaps, so it can become a view of flat storage. `layout`: (group of mesh axes, placement) pairs by which it is
+    divided among ranks, applied in order: the first divides the whole tensor, the next the parts. `spec` is then that
+    of a rank's part, and `whole` that of the tensor that the user sees.
     """
 
     name: str
@@ -30,6 +33,8 @@ class Parameter:
     fusion_id: int | None = None
     layerwise_parallel: bool = False
     movable: bool = True
+    layout: tuple[tuple[str, Placement], ...] = ()
+    whole: TensorSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Source:
 
     kind: "parameter" | "buffer" | "input" (a leaf of the call's arguments) | "flat" (flat storage of
     several parameters) | "state" (a list of optimizer state tensors) | "hyper" (a number read from the
-    optimizer at every step). `owner` is the update that a flat, state or hyper belongs to.
+    optimizer at every step) | "seed" (a number that all ranks share, another one at every step). `owner`
+    is the update that a flat, state or hyper belongs to.
     """
 
     kind: str
@@ -79,9 +85,28 @@ class Note:
     reason: str
 
 
+LAYOUT = "layout"
+"""Topic of notes that say how a parameter lies on one group of mesh axes."""
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """A change of layout that a division has put into the graph: `have` -> `wanted` over a group of mesh axes.
+
+    name: of the node; nbytes: of the tensor before the division; cause: who needs it so.
+    """
+
+    name: str
+    group: str
+    have: str
+    wanted: str
+    nbytes: int
+    cause: str
+
+
 @dataclass
 class Program:
-    """The unit that passes transform."""
+    """The unit that passes transform. `batch_axes`: the group of mesh axes over which inputs are divided; "": none."""
 
     graph: fx.Graph
     mesh: Mesh
@@ -96,6 +121,8 @@ class Program:
     optimizer: OptimizerInfo | None = None
     updates: list[Update] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    redistributions: list[Redistribution] = field(default_factory=list)
+    batch_axes: str = ""
 
     def __post_init__(self) -> None:
         self._by_source = {source: node for node, source in self.sources.items()}
@@ -119,7 +146,15 @@ class Program:
             names=self.names.copy(),
             updates=[replace(update, segments=list(update.segments)) for update in self.updates],
             notes=list(self.notes),
+            redistributions=list(self.redistributions),
         )
+
+    def replace_graph(self, graph: fx.Graph, inputs: Mapping[fx.Node, fx.Node]) -> None:
+        """Go on with another graph, whose inputs `inputs[old]` mean what the old ones meant. The caller sets loss and
+        gradients."""
+        self.graph = graph
+        self.sources = {inputs[node]: source for node, source in self.sources.items()}
+        self._by_source = {source: node for node, source in self.sources.items()}
 
     def note(self, topic: str, subject: str, reason: str) -> None:
         self.notes.append(Note(topic, subject, reason))

@@ -21,6 +21,7 @@ class Distress:
     """The messages of one compiled step. `name` is the same on every rank, and of this step alone."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self._key = f"commfuse_fx/left/{name}"
         self._store = dist.distributed_c10d._get_default_store()
 

@@ -17,8 +17,9 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
-from commfuse_fx.runtime.guard import Guard
+from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.interrupts import interrupts_deferred
+from commfuse_fx.runtime.shards import Shards
 from commfuse_fx.runtime.storage import FlatPool, Storage
 from commfuse_fx.runtime.tail import Tail
 from commfuse_fx.runtime.wire import Wire
@@ -30,6 +31,9 @@ class Executor:
     A run is two calls. `produce` computes everything and changes nothing that the user owns; if it
     raises, the step has not happened. `commit` writes parameters, optimizer state and buffers. A program with
     nodes that belong into the following step leaves a tail behind; `synchronize` finishes it.
+
+    `params` are the user's parameters, `values` what the graph works on: `shards` has the parts of those that the
+    program divides among ranks, and is None where it divides none.
     """
 
     def __init__(
@@ -41,19 +45,27 @@ class Executor:
         groups: Groups | None,
         rank: int,
         pool: FlatPool,
+        shards: Shards | None = None,
     ) -> None:
         self.program = program
         self.params = params
+        self.shards = shards
+        self.values = params if shards is None else shards.values
         self.buffers = buffers
         self.optimizer = optimizer
         self.rank = rank
-        self.storage = Storage(program, params, optimizer, pool)
+        self.storage = Storage(program, self.values, optimizer if shards is None else shards.optimizer, pool)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node.target) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
         self.generated: Generated | None = None
+        self.seed = 0
+        """Where the next step's random numbers begin; the same on all ranks. Whoever runs the step sets it."""
+        self.needs_seed = program.config.divides_graphs and (
+            self.draws or any(source.kind == "seed" for source in program.sources.values())
+        )
         self.guard = Guard(self.synchronize)
         self.tail = Tail(())
 
@@ -88,6 +100,8 @@ class Executor:
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Execute one step; returns the loss and the gradients (when the program has any)."""
         assert self.generated is not None
+        if self.shards is not None and not self.has_collectives:
+            self.shards.release()  # otherwise it waits until the ranks have agreed
         given = self.gather(inputs)
         with self._quietly(), self._own_randomness():
             try:
@@ -97,12 +111,30 @@ class Executor:
                 raise
             with interrupts_deferred():
                 outputs = self.generated.commit(live)
-                self.storage.publish()
+                self.publish()
                 if self.tail.parts:
                     self.tail.begin(left)
                     if not self.guard.is_closed:
                         self.guard.close(self.storage.tensors())
         return outputs
+
+    def bind(self) -> None:
+        """Take over parameters and optimizer state as they are now. Raises LayoutConflict; then nothing has changed."""
+        if self.shards is not None:
+            self.shards.take()
+        self.storage.bind()
+
+    def is_bound(self) -> bool:
+        """Whether the last step's storage still serves; what the user has written into it is taken over."""
+        if self.shards is not None:
+            self.shards.take()
+        return self.storage.is_bound()
+
+    def publish(self) -> None:
+        """After an update: show the user the optimizer's states."""
+        self.storage.publish()
+        if self.shards is not None:
+            self.shards.show()
 
     def synchronize(self) -> None:
         """Wait for the communication that the last step left on the wire, and finish its updates.
@@ -138,15 +170,18 @@ class Executor:
 
     def gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """The value of every placeholder, in the order of the program's sources."""
+        finish_others(self.values.values(), self.guard)
         numbers = self.storage.numbers()
         values: list[Any] = []
         for source in self._sources:
             if source.kind == "parameter":
-                values.append(self.params[source.name])
+                values.append(self.values[source.name])
             elif source.kind == "buffer":
                 values.append(self.buffers[source.name])
             elif source.kind == "input":
                 values.append(inputs[source.name])
+            elif source.kind == "seed":
+                values.append(self.seed)
             elif source.kind == "hyper":
                 values.append(numbers[source.owner][source.name])
             else:
@@ -174,14 +209,18 @@ class Executor:
         if not self.draws or self.program.mesh.world == 1:
             yield
             return
-        # 62 bits from the user's generator, so that the next step differs; the rank is mixed in.
-        seed = int(torch.randint(0, 1 << 62, (1,)))
+        # 62 bits from the user's generator, so that the next step differs; the rank is mixed in, but for one device's
+        # graph divided among ranks, where all of them draw the whole.
+        if self.program.config.divides_graphs:
+            seed, rank = self.seed, 0
+        else:
+            seed, rank = int(torch.randint(0, 1 << 62, (1,))), self.rank
         state = torch.get_rng_state()
         cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
         try:
-            torch.default_generator.manual_seed(seed_of_rank(seed, self.rank))
+            torch.default_generator.manual_seed(seed_of_rank(seed, rank))
             for device in self.devices:
-                torch.cuda.default_generators[device].manual_seed(seed ^ (self.rank + 1))
+                torch.cuda.default_generators[device].manual_seed(seed ^ (rank + 1))
             yield
         finally:
             torch.set_rng_state(state)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -51,24 +50,32 @@ _HARMLESS = frozenset(
 
 
 class Guard:
-    """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`.
+    """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`, or to raise.
 
-    Touching a tensor of one guard finishes what is behind all of them: an op may well take tensors of two models.
-    An alias that the user made earlier (`param.data`, a view) is not guarded: it shows the old values until
-    something finishes the update.
+    An op on tensors of several guards finishes what is behind each of them. An alias that the user made earlier
+    (`param.data`, a view) is not guarded: it shows the old values until something finishes the update.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
+        self.finish = finish
         self._guarded: list[tuple[torch.Tensor, type]] = []
+        self._classes: dict[type, type] = {}
 
     def close(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors from now on."""
         for tensor in tensors:
             own = type(tensor)
-            tensor.__class__ = _pending_class(own)
+            self.mark(tensor)
             self._guarded.append((tensor, own))
-        _closed[self] = None
+        if self._guarded:
+            _closed[self] = None
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Guard a tensor for good, and do not keep it alive."""
+        own = type(tensor)
+        if own not in self._classes:
+            self._classes[own] = _pending_class(own, self)
+        tensor.__class__ = self._classes[own]
 
     def open(self) -> None:
         """Give all tensors their own class back."""
@@ -76,6 +83,14 @@ class Guard:
             tensor.__class__ = own
         self._guarded.clear()
         _closed.pop(self, None)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give one tensor its own class back."""
+        for position, (guarded, own) in enumerate(self._guarded):
+            if guarded is tensor:
+                tensor.__class__ = own
+                del self._guarded[position]
+                return
 
     @property
     def is_closed(self) -> bool:
@@ -85,27 +100,40 @@ class Guard:
 _closed: dict[Guard, None] = {}
 
 
-def _finish_all() -> None:
-    for guard in list(_closed):
-        guard._finish()
+def finish_others(tensors: Iterable[torch.Tensor], *own: Guard) -> None:
+    """Finish what is behind these tensors, except for what the guards `own` keep: another step has left it."""
+    if all(guard in own for guard in _closed):
+        return
+    for tensor in tensors:
+        guard = getattr(type(tensor), "commfuse_guard", None)
+        if guard is not None and guard not in own:
+            guard.finish()
 
 
-@cache
-def _pending_class(own: type) -> type:
+def _finish_all(types: Iterable[type]) -> None:
+    for each in types:
+        guard = getattr(each, "commfuse_guard", None)
+        if guard is not None:
+            guard.finish()
+
+
+def _pending_class(own: type, guard: Guard) -> type:
     class Pending(own):  # type: ignore[misc]
+        commfuse_guard = guard
+
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func not in _HARMLESS:
-                _finish_all()
+                _finish_all(types)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            _finish_all()
+            guard.finish()
             return copy.deepcopy(self, memo)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            _finish_all()
+            guard.finish()
             return self.__reduce_ex__(protocol)
 
     Pending.__name__ = Pending.__qualname__ = own.__name__

@@ -27,6 +27,9 @@ from commfuse_fx.runtime.executor import Executor, seed_of_rank
 
 Tensors = list[torch.Tensor]
 
+Observer = Callable[[fx.Node, Sequence[Mapping[fx.Node, Any]]], None]
+"""Sees a node once all ranks have run it, and each rank's values so far."""
+
 
 class Lockstep:
     """All ranks of one program, step after step.
@@ -50,6 +53,7 @@ class Lockstep:
         self.dead_after = _last_uses(order)
         self.kept = [node for node in nodes if node.op == "call_function" and info(node).kept]
         self.memory_dead_after = _last_uses_of_memory(order, self.kept, Roots(program.graph, program.aliases()))
+        self.observe: Observer | None = None
         self._left: _Step | None = None
         self._next = 0
 
@@ -160,6 +164,8 @@ class _Step:
         elif node.op != "placeholder":
             for rank in self.ranks:
                 self.values[rank][node] = self._compute(node, rank)
+        if self.world.observe is not None and node.op != "output":
+            self.world.observe(node, self.values)
         for start, stretch in info(node).sends:
             self._send(start, (stretch,))
         for value in self.world.dead_after.get(node, ()):

@@ -8,7 +8,7 @@ and values that the user loads or assigns are taken over at the next step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -72,6 +72,24 @@ class FlatPool:
         return flat
 
 
+class States(Protocol):
+    """Optimizer state by parameter; a parameter that has none gets it at the first look with [...]."""
+
+    def __getitem__(self, param: Any, /) -> Any: ...
+
+    def get(self, param: Any, /) -> Any: ...
+
+
+class Optimizer(Protocol):
+    """What storage needs of an optimizer."""
+
+    @property
+    def state(self) -> States: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
 class Storage:
     """Binds the inputs of one program that belong to its parameters and its optimizer."""
 
@@ -79,7 +97,7 @@ class Storage:
         self,
         program: Program,
         params: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         pool: FlatPool | None = None,
     ) -> None:
         self.program = program

@@ -1,0 +1,193 @@
+"""Which values ranks have in common, and where in a step they cease to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import group_of, is_start, is_wait, kind_of
+from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Parameter, Program, Source
+
+_SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Two ranks that should hold the same value and do not.
+
+    node: its canonical name; ranks: the two; difference: the largest absolute one, NaN where one of them is NaN or
+    where shapes differ; phase, module and source (`file:line`, "" if unknown) say where in the step that is.
+    """
+
+    node: str
+    ranks: tuple[int, int]
+    difference: float
+    phase: str
+    module: str
+    source: str
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        line = f", {self.source}" if self.source else ""
+        return (
+            f"ranks {self.ranks[0]} and {self.ranks[1]} disagree from {self.node} on: they differ by up to "
+            f"{self.difference:.3g} ({self.phase}{where}{line})"
+        )
+
+
+class Replicas:
+    """Compares, node by node, what ranks of a program must have in common; an observer of `Lockstep`.
+
+    tolerance: 0 compares bit by bit (NaN equals NaN); otherwise values may differ by this much, relative to their
+    size or to 1. `first` is the first disagreement in the order of the step, `compared` the number of values that
+    were looked at.
+    """
+
+    def __init__(self, program: Program, tolerance: float = 0.0) -> None:
+        self.mesh = program.mesh
+        self.tolerance = tolerance
+        self.first: Disagreement | None = None
+        self.compared = 0
+        self._varies = variation(program)
+        self._written = _updated(program, self._varies)
+        self._memory: Sequence[Mapping[fx.Node, Any]] = ()  # what the ranks' updates write
+        self._partners: dict[str, list[tuple[int, int]]] = {}
+
+    def given(self, values: Sequence[Mapping[fx.Node, Any]], nodes: Sequence[fx.Node]) -> None:
+        """The inputs of a step, before it begins."""
+        for node in nodes:
+            self._compare(node, node, values)
+        self._memory = [{node: each[node] for node in nodes} for each in values]
+
+    def __call__(self, node: fx.Node, values: Sequence[Mapping[fx.Node, Any]]) -> None:
+        if is_start(node):
+            return  # nobody knows what it yields before the wait
+        self._compare(node, node, values)
+        for written in self._written.get(node, ()):
+            self._compare(written, node, self._memory)
+
+    def _compare(self, node: fx.Node, where: fx.Node, values: Sequence[Mapping[fx.Node, Any]]) -> None:
+        varies = self._varies.get(node)
+        if self.first is not None or varies is None:
+            return
+        self.compared += 1
+        for one, other in self._pairs(varies):
+            difference = _difference(values[one][node], values[other][node], self.tolerance)
+            if difference is not None:
+                details = info(where)
+                self.first = Disagreement(
+                    details.name, (one, other), difference, details.phase, details.module, details.source
+                )
+                return
+
+    def _pairs(self, varies: str) -> list[tuple[int, int]]:
+        """Each rank with the first one that must hold the same."""
+        if varies not in self._partners:
+            first: dict[tuple[int, ...], int] = {}
+            axes = [self.mesh.names.index(name) for name in varies.split(",") if name]
+            pairs: list[tuple[int, int]] = []
+            for rank in range(self.mesh.world):
+                place = self.mesh.coordinate(rank)
+                one = first.setdefault(tuple(place[axis] for axis in axes), rank)
+                if one != rank:
+                    pairs.append((one, rank))
+            self._partners[varies] = pairs
+        return self._partners[varies]
+
+
+def variation(program: Program) -> dict[fx.Node, str]:
+    """For each value of which it is known: the group of mesh axes along which ranks may hold different ones.
+
+    From `NodeInfo.varies`; and where that is None, from collectives (what all ranks of a group get is the same on all
+    of them) and from parameters and optimizer state, which are the same on ranks that hold the same part.
+    """
+    found: dict[fx.Node, str] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        varies = info(node).varies
+        if varies is None and node in program.sources:
+            varies = _of_source(program, program.sources[node])
+        if varies is None and is_wait(node):
+            start = node.args[0]
+            assert isinstance(start, fx.Node)
+            if is_start(start) and kind_of(start) in _SAME_FOR_ALL:
+                varies = _others(program.mesh, group_of(start))
+        if varies is not None:
+            found[node] = varies
+    return found
+
+
+def _of_source(program: Program, source: Source) -> str | None:
+    if source.kind == "hyper":
+        return ""
+    if source.kind == "parameter":
+        return _of_parameters(program, [source.name])
+    if source.kind == "flat":
+        segments = program.updates[source.owner].segments
+        segment = next(each for each in segments if each.members[0][0] == source.name)
+        return _of_parameters(program, [name for name, _ in segment.members])
+    if source.kind == "state":
+        segments = program.updates[source.owner].segments
+        return _of_parameters(program, [name for segment in segments for name, _ in segment.members])
+    return None
+
+
+def _of_parameters(program: Program, names: Sequence[str]) -> str | None:
+    """None for parameters that every rank trains by itself."""
+    mode = program.config.parallel_mode
+    params = [program.params[name] for name in names]
+    if mode == "stand_alone" or (mode == "hybrid_parallel" and any(param.layerwise_parallel for param in params)):
+        return None
+    return _joined(program.mesh, [axis for param in params for axis in _axes(param)])
+
+
+def _axes(param: Parameter) -> list[str]:
+    return [axis for group, _ in param.layout for axis in group.split(",")]
+
+
+def _joined(mesh: Mesh, axes: Sequence[str]) -> str:
+    return ",".join(name for name in mesh.names if name in axes)
+
+
+def _others(mesh: Mesh, group: str) -> str:
+    return ",".join(name for name in mesh.names if name not in group.split(","))
+
+
+def _updated(program: Program, varies: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """For each update the parameters and states that it writes, of which it is known who shares them."""
+    roots = Roots(program.graph, program.aliases())
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and info(node).phase == "update":
+            for written in written_nodes(node):
+                root = roots[written]
+                if root in program.sources and program.sources[root].kind in ("parameter", "flat", "state"):
+                    if root in varies and root not in found.setdefault(node, []):
+                        found[node].append(root)
+    return found
+
+
+def _difference(one: Any, other: Any, tolerance: float) -> float | None:
+    """The largest absolute difference of two values, or None where they count as the same."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        found = [_difference(a, b, tolerance) for a, b in zip(one, other, strict=True)]
+        known = [each for each in found if each is not None]
+        return max(known) if known else None
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None if one == other else float("nan")
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("nan")
+    if torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return None
+    if one.dtype == torch.bool:
+        return 1.0
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return float((one.to(wide) - other.to(wide)).abs().max())

@@ -1,0 +1,165 @@
+"""One call of an op as a rule sees it, and one way to do it in parallel on the ranks of one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """In the arguments of a call: its tensor input number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """In the arguments of a call: a number that a node of the graph computes, such as this rank's position."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """In the arguments of a step: what an earlier step of the same strategy gave; `item` of it if that is a tuple."""
+
+    step: int
+    item: int | None = None
+
+
+class Rank(Enum):
+    """In the arguments of a step: this rank's position on the axis, an int."""
+
+    INDEX = "index"
+
+
+INDEX = Rank.INDEX
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of `target` on whole tensors, to be divided among `ways` ranks.
+
+    args, kwargs: with a `Ref` in place of every tensor; lists are tuples, so that calls are hashable. inputs: the
+    specs of the tensors, in the order of the arguments, nested lists included. outputs: one spec per result (one for
+    an op that returns a tensor; None for a result that is no tensor). blocks: the numbers of blocks in which
+    dimensions may be divided, 1 among them; others that a rule comes upon (by merging dimensions) are as good.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec | None, ...]
+    ways: int
+    blocks: tuple[int, ...] = (1, 2, 3)
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+    def bound(self) -> dict[str, Any]:
+        """All arguments by the names of the op's schema, defaults filled in (target has to be an OpOverload)."""
+        found: dict[str, Any] = {}
+        given = dict(self.kwargs)
+        for position, argument in enumerate(self.target._schema.arguments):
+            if position < len(self.args) and not argument.kwarg_only:
+                found[argument.name] = self.args[position]
+            elif argument.name in given:
+                found[argument.name] = given[argument.name]
+            else:
+                found[argument.name] = argument.default_value
+        return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op that every rank runs on its own parts. Tensors are `Ref`s and `Result`s."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """A step that reduces a tensor over the ranks of the axis. op: "sum" or "max"."""
+
+    value: Ref | Result
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Given the inputs as placed, every rank runs `steps`, and the results are placed as `outputs` say.
+
+    steps: empty for the op itself with its own arguments (which works wherever these name no sizes). The last step
+    gives what the op gives; `results` picks it from several steps instead, one per output. comm: bytes that the steps
+    themselves send (per rank, of the reduced tensors).
+    """
+
+    outputs: tuple[Placement, ...]
+    inputs: tuple[Placement, ...]
+    steps: tuple[Step | AllReduce, ...] = ()
+    results: tuple[Result, ...] = ()
+    comm: int = 0
+
+
+Rule = Callable[[OpCall], Sequence[Strategy]]
+"""All strategies of a call but the one that replicates everything, which every op has. A rule need not check that
+sizes divide or that only floating-point tensors are partial sums: strategies for which that fails are dropped."""
+
+
+def references(value: Any) -> list[Ref]:
+    """All `Ref`s in nested arguments, in order."""
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [ref for item in value for ref in references(item)]
+    return []
+
+
+def frozen(value: Any) -> Any:
+    """Nested lists as tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(frozen(item) for item in value)
+    return value
+
+
+@dataclass
+class CallBuilder:
+    """Makes an `OpCall` from arguments that hold real tensors; `tensors` are those, in order."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return Ref(len(self.tensors) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple(self.take(item) for item in value)
+        return value
+
+
+def call_of(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, ways: int = 2
+) -> tuple[OpCall, list[torch.Tensor]]:
+    """Run `target` on real tensors, and describe that call; returns the tensors too, in the order of the inputs."""
+    build = CallBuilder()
+    taken = tuple(build.take(arg) for arg in args)
+    named = tuple((name, build.take(value)) for name, value in (kwargs or {}).items())
+    out = target(*args, **(kwargs or {}))
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    specs = tuple(TensorSpec.of(item) if isinstance(item, torch.Tensor) else None for item in results)
+    inputs = tuple(TensorSpec.of(tensor) for tensor in build.tensors)
+    return OpCall(target, taken, named, inputs, specs, ways), build.tensors

@@ -1,0 +1,72 @@
+"""Specs of the local results of ops: found by running them on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
+from commfuse_fx.ir.redistribution import COLLECTIVES, meta_shape, sum_partial
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+class LocalSpecs:
+    """`of(target, args, kwargs)` gives the spec of a call whose tensors are nodes; equal calls run once."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, tuple[Any, Spec]] = {}
+
+    def of(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
+        """The target to use (a view that the strides of parts do not allow becomes a reshape), and the spec.
+
+        A node whose spec is None stands for a number.
+        """
+        try:
+            key = (target, _key(args), _key(tuple(kwargs.items())))
+            known = self._known.get(key)
+        except TypeError:
+            return self._run(target, args, kwargs)
+        if known is None:
+            known = self._known[key] = self._run(target, args, kwargs)
+        return known
+
+    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
+        if target in COLLECTIVES:
+            given = tensor_spec(args[0])
+            ways = 1 if target is sum_partial else args[2]
+            return target, given.with_shape(meta_shape(target, given.shape, ways, tuple(args[2:])))
+        with self._mode, torch.no_grad():
+            taken = fx.node.map_arg(tuple(args), lambda node: _empty(info(node).spec))
+            named = fx.node.map_arg(dict(kwargs), lambda node: _empty(info(node).spec))
+            try:
+                return target, spec_of(target(*taken, **named))
+            except (RuntimeError, ValueError):
+                if target not in _VIEWS:
+                    raise
+                return aten.reshape.default, spec_of(aten.reshape.default(*taken, **named))
+
+
+def _empty(spec: Spec) -> Any:
+    if spec is None:
+        return 0
+    if isinstance(spec, TensorSpec):
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    return tuple(_empty(item) for item in spec)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return (fx.Node, info(value).spec)
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, slice):
+        return (slice, value.start, value.stop, value.step)
+    return (type(value), value)  # 1, 1.0 and True are equal, but not the same argument

@@ -1,0 +1,60 @@
+"""Random tensors, whose parts are drawn as parts of the whole (counter_random.py), and the backward op of dropout.
+
+The random ops of torch themselves have no rule: ranks that draw parts of a tensor with them would change its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commfuse_fx.ir.placement import R, S
+from commfuse_fx.sharding import counter_random
+from commfuse_fx.sharding.call import INDEX, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+def _at(starts: Sequence[Any], d: int) -> tuple[Any, ...]:
+    """The starts after a division of dimension `d`, whose new start is the result of the first step."""
+    return tuple(Result(0) if i == d else start for i, start in enumerate(starts))
+
+
+def _begin(call: OpCall, start: Any, size: int) -> Step:
+    return Step(counter_random.shift, (start, INDEX, size // call.ways))
+
+
+@rule(
+    counter_random.uniform_at,
+    counter_random.normal_at,
+    counter_random.exponential_at,
+    counter_random.bernoulli_at,
+    counter_random.randint_at,
+)
+def filling(call: OpCall) -> Sequence[Strategy]:
+    """(shape, parameters..., seed, call, starts, whole_shape, dtype, device): each rank makes its part of the shape."""
+    shape, *between, starts, whole_shape, dtype, device = call.args
+    found: list[Strategy] = []
+    for d, size in enumerate(shape):
+        own = tuple(each // call.ways if i == d else each for i, each in enumerate(shape))
+        made = Step(call.target, (own, *between, _at(starts, d), whole_shape, dtype, device))
+        found.append(Strategy((S(d),), (R,) * len(call.inputs), (_begin(call, starts[d], size), made)))
+    return found
+
+
+@rule(counter_random.dropout_at, counter_random.bernoulli_of_at)
+def drawing_for(call: OpCall) -> Sequence[Strategy]:
+    """(tensor, ..., starts, whole_shape): the results are divided as the tensor is."""
+    *before, starts, whole_shape = call.args
+    tensor = before[0]
+    assert isinstance(tensor, Ref)
+    found: list[Strategy] = []
+    for d, size in enumerate(call.inputs[tensor.index].shape):
+        made = Step(call.target, (*before, _at(starts, d), whole_shape))
+        inputs = tuple(S(d) if i == tensor.index else R for i in range(len(call.inputs)))
+        outputs = (S(d),) * len(call.outputs)
+        found.append(Strategy(outputs, inputs, (_begin(call, starts[d], size), made)))
+    return found
