@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commfuse_fx as cf
@@ -64,14 +65,18 @@ def batch() -> dict[str, torch.Tensor]:
 
 def parallelized_step(model: nn.Module, fused: bool) -> Callable[[], Any]:
     model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan())
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    # A fused kernel takes tensors of one kind.
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is divided] for divided in (True, False)]
+    optimizers = [torch.optim.AdamW(params, fused=fused) for params in kinds]
     arguments = batch()
 
     def step() -> torch.Tensor:
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss: torch.Tensor = model(**arguments).loss
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return loss
 
     return step

@@ -20,6 +20,7 @@ from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.guard import Guard
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.lockstep import Lockstep, Observer
+from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.step import CompiledStep, accumulate
@@ -56,6 +57,8 @@ class LockstepWorld:
         self._known: dict[int, Lockstep] = {}
         self._shards: dict[Any, list[Shards]] = {}
         self._running: Lockstep | None = None  # that of the last step, which may have left updates
+        self._seeds = Seeds(0, None)
+        self._steps = 0
         self._guard = Guard(self.synchronize)
 
     def __call__(
@@ -77,7 +80,10 @@ class LockstepWorld:
         """As a call, with each rank's arguments taken apart already."""
         running = self._running = self._runner(calls[0])
         running.observe = observe
+        self._steps += 1
         for executor in running.executors:
+            if executor.needs_seed:
+                executor.seed = self._seeds.of_step(self._steps)
             if executor.shards is not None:
                 executor.shards.release()
         try:

@@ -19,6 +19,7 @@ from commfuse_fx.config import Default
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.marks import check_fusion_id
+from commfuse_fx.runtime.renamed import all_gather_single, reduce_scatter_single
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 NO_FUSION_ID = -1
@@ -194,7 +195,7 @@ def _(x: torch.Tensor, group_size: int, group: str, fusion: int) -> torch.Tensor
     if group_size == 1:
         return x.clone()
     out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous())
+    all_gather_single(out, x.contiguous())
     return out
 
 
@@ -207,7 +208,7 @@ def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> tor
     padded = x.new_zeros((rows * group_size, *x.shape[1:]))
     padded[: x.shape[0]] = x
     out = x.new_empty((rows, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, padded, _reduce_op(op))
+    reduce_scatter_single(out, padded, _reduce_op(op))
     return out.div_(group_size) if op == "avg" else out
 
 

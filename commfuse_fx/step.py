@@ -31,6 +31,7 @@ from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.layout import divided_parameters
+from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
@@ -80,6 +81,7 @@ class CompiledStep:
             self._groups = Groups.of_world(self.mesh, device, device_mesh)
             self._agreement = Agreement()
             _holders_of_groups.add(self)
+        self._seeds = Seeds(self.rank, None if self._agreement is None else self._agreement.distress.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.virtual:
@@ -87,10 +89,10 @@ class CompiledStep:
                 f"this step was compiled for a virtual world (device_num={self.config.device_num}), which has no "
                 "devices to run on: leave device_num out and start the program under torchrun; lower() works here"
             )
+        self._calls += 1
         if self._agreement is None:
             return self._run(args, kwargs)
         self._agreement.begin_step()
-        self._calls += 1
         try:
             return self._run(args, kwargs)
         except BaseException as error:
@@ -186,6 +188,8 @@ class CompiledStep:
         self._watch_wire(executor)
         if not self._started:
             self._start(plan)
+        if executor.needs_seed:
+            executor.seed = self._seeds.of_step(self._calls)
         loss, *grads = executor.run(dict(call.leaves))
         if self._agreement is not None:
             self._agreement.end_step()
@@ -250,7 +254,7 @@ class CompiledStep:
             self.planner.watch.params,
             self.planner.watch.buffers,
             self.optimizer,
-            self._groups,
+            None if self._groups is None else self._groups.on(program.mesh),
             self.rank,
             self._pool,
             self._shards_of(program),

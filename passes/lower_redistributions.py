@@ -142,7 +142,7 @@ class _Lowering:
             group=group,
             dtype=spec.dtype,
             nbytes=nbytes,
-            members=self.serves or (self.name,),
+            members=self._members(kind, spec),
             sequence=self.sequence,
             reduce_op=op,
             fusion_id=self.fusion_id,
@@ -152,6 +152,13 @@ class _Lowering:
         last = end_of_backward(self.build.program) if late and self.serves and self._is_final() else self.node
         with self.build.before(last):
             return self.build.wait(start, f"{self.name}/wait")
+
+    def _members(self, kind: str, spec: TensorSpec) -> tuple[str, ...]:
+        """A gradient that is reduced in parts, to be gathered after, does not lie in memory as its parameter does."""
+        params = self.build.program.params
+        if kind == "all_reduce" and any(params[name].spec.shape != spec.shape for name in self.serves):
+            return (self.name,)
+        return self.serves or (self.name,)
 
     def _is_final(self) -> bool:
         """Whether nothing but the update uses the result."""

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -86,3 +88,49 @@ def test_train_char_gpt_and_its_checkpoint(tmp_path: Path) -> None:
     assert resumed
     assert float(resumed.group(1)) == pytest.approx(3e-3 * 5 / 20)  # the schedule goes on
     assert float(resumed.group(2)) < float(steps[0][1])
+
+
+@cache
+def losses_of_one_process() -> list[str]:
+    output = run_example("shard_gpt2.py", "--steps", "4")
+    assert output.endswith("0 collective(s)\n")
+    return re.findall(r"^step: \d, loss is (\d+\.\d+)$", output, re.MULTILINE)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("ranks", "data", "options"), [(2, 1, ()), (4, 2, ("--tensor", "2", "--vocabulary"))], ids=["tp=2", "dp=2 x tp=2"]
+)
+def test_shard_gpt2_trains_as_one_process_does(ranks: int, data: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    saved = tmp_path / "folder" / "gpt2.pt"
+    output = run_example("shard_gpt2.py", "--steps", "4", "--save", str(saved), *options, ranks=ranks)
+    assert output.startswith(f"{ranks} rank(s): the batch is divided by {data} (dp), the model by 2 (tp)\n")
+    losses = re.findall(r"^step: \d, loss is (\d+\.\d+)$", output, re.MULTILINE)
+    assert len(losses) == 4
+    assert [float(each) for each in losses] == pytest.approx([*map(float, losses_of_one_process())], abs=2e-4)
+    assert float(losses[-1]) < float(losses[0]) - 0.3
+    layouts = dict(re.findall(r"^layout: (\S+), (\S+) on each rank: ", output, re.MULTILINE))
+    assert layouts["transformer.h.0.attn.c_attn.weight"] == "64x96"
+    assert layouts["transformer.h.0.mlp.c_proj.weight"] == "128x64"
+    assert ("transformer.wte.weight" in layouts) == ("--vocabulary" in options)
+    kinds = re.findall(r"^collective: \S+: (\w+) group=(\S+)\(", output, re.MULTILINE)
+    assert f"\n{len(kinds)} collective(s)\n" in output
+    assert kinds.count(("all_reduce", "tp")) >= 8  # one behind attention and MLP, forward and backward
+    whole = torch.load(saved, weights_only=True)
+    assert whole["transformer.h.0.attn.c_attn.weight"].shape == (64, 192)
+    assert all(bool(value.isfinite().all()) for value in whole.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tensor", "2"), "--tensor 2 does not divide the 1 ranks\n"),
+        (("--tensor", "0"), "argument --tensor: 0 must be at least 1\n"),
+    ],
+)
+def test_shard_gpt2_says_what_does_not_divide(options: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "shard_gpt2.py"), *options]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.endswith(message)
+    assert "Traceback" not in done.stderr

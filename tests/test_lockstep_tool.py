@@ -207,6 +207,35 @@ def test_divided_parameters() -> None:
     assert_close(result.parameters(), {name: param.detach() for name, param in model.named_parameters()})
 
 
+@pytest.mark.parametrize("full_batch", [False, True])
+def test_a_divided_step(full_batch: bool) -> None:
+    want, losses, _ = one_device(2)
+    model = net()
+    cf.shard(model[0], weight=("tp", None), bias=("tp",))
+    cf.shard(model[2], weight=(None, "tp"))
+    step = compiled(model, adam(model), parallel_mode="semi_auto", mesh=(2, 2), full_batch=full_batch)
+    lowered = step.lower(*data(8 if full_batch else 4))
+    check = cf.lockstep(lowered, world=WORLD)
+    for number in range(2):
+        result = check(*data(seed=number))
+        assert result.disagreement is None and result.compared > 20
+        assert [float(loss) for loss in result.losses] == pytest.approx([losses[number]] * WORLD, rel=1e-9)
+    named = {name: param.detach() for name, param in want.named_parameters()}
+    torch.testing.assert_close(result.parameters(), named, rtol=1e-9, atol=1e-10)
+    right = float(cf.lockstep(lowered)(*data()).loss)
+    agree_on_a_wrong_loss = []
+    for node in lowered.program.collectives():
+        name = info(node).name
+        result = cf.lockstep(lowered, drop=[name])(*data())
+        if result.disagreement is None:
+            assert float(result.loss) != pytest.approx(right, rel=1e-3)
+            agree_on_a_wrong_loss.append(name)
+        else:
+            assert result.disagreement.node.rsplit("/", 1)[0] == name.rsplit("/", 1)[0]
+    # The number of rows in the loss: every rank has as many.
+    assert len(agree_on_a_wrong_loss) == 1 < len(list(lowered.program.collectives())) - 3
+
+
 def test_bad_arguments() -> None:
     lowered = compiled(net(), None, full_batch=False).lower(*data())
     with pytest.raises(cf.ConfigValueError, match="world=8.*4 ranks"):

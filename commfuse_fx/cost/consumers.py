@@ -83,12 +83,18 @@ def simulate_plan(
 
 
 def optimal_plan(
-    items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float, exact_limit: int = 8
+    items: Sequence[Item],
+    sizes: Sequence[float],
+    alpha: float,
+    beta: float,
+    exact_limit: int = 8,
+    in_order: bool = False,
 ) -> Plan:
     """Buckets and their order on one stream, so that the compute program ends first.
 
     The arguments are those of `simulate_plan`. Each member has one "ready" and, after it, at least one "need"; only
-    the first counts. Members merge legally when all are ready before the first of them is needed.
+    the first counts. Members merge legally when all are ready before the first of them is needed. in_order: only plans
+    that send each bucket where it is ready, for a schedule that knows no other order.
 
     Up to `exact_limit` members (at most 12) the result is optimal over all legal partitions and orders. Above, it is
     the best of `starting_plans` improved by a local search along the critical chain (merge, swap, move, split, shift a
@@ -101,7 +107,7 @@ def optimal_plan(
     """
     if not isinstance(exact_limit, int) or not 0 <= exact_limit <= _EXACT_MOST:
         raise ConfigValueError(f"exact_limit is {exact_limit!r}; pass an int from 0 to {_EXACT_MOST}")
-    program = _Program(items, sizes, alpha, beta)
+    program = _Program(items, sizes, alpha, beta, in_order)
     starts = sorted(_starts(program), key=lambda plan: (program.finish(plan), len(plan)))
     found = min(
         (_improve(program, start, _WORK // _TRIED) for start in _different(starts)[:_TRIED]),
@@ -126,7 +132,9 @@ def starting_plans(items: Sequence[Item], sizes: Sequence[float], alpha: float, 
 class _Program:
     """A checked compute program: where each member is ready and first needed, and the compute time up to there."""
 
-    def __init__(self, items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float) -> None:
+    def __init__(
+        self, items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float, in_order: bool = False
+    ) -> None:
         check_time("alpha", alpha)
         check_time("beta", beta)
         check_times("sizes", sizes)
@@ -134,6 +142,7 @@ class _Program:
         self.sizes = tuple(sizes)
         self.alpha = alpha
         self.beta = beta
+        self.in_order = in_order
         self.clock: list[float] = []
         self.ready: list[int] = [-1] * len(sizes)
         self.need: list[int] = [-1] * len(sizes)
@@ -192,6 +201,8 @@ class _Program:
         for index, (_, ready, need, seconds) in enumerate(buckets):
             if ready > issue:
                 issue = ready
+            elif self.in_order:
+                return inf, []
             if need < issue:
                 return inf, []
             while waits[done][0] < issue:
@@ -427,6 +438,9 @@ def _exact(program: _Program, incumbent: list[_Bucket]) -> list[_Bucket]:
         left = full ^ mask
         part = left
         while part and labels[mask]:
+            if program.in_order and bucket[part].ready < bucket[mask].ready:
+                part = (part - 1) & left
+                continue
             issue, need = max(bucket[mask].ready, bucket[part].ready), bucket[part].need
             if issue < min(need, bucket[left ^ part].need):
                 passed, at = bisect_left(needs, issue), bisect_left(needs, need)

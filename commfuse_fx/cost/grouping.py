@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch import fx
 
@@ -112,7 +113,7 @@ class _Graph:
                 return found
         played = _Played(self, starts, sizes)
         cuts = played.best(self._cuts(starts, sizes))
-        late = played.seconds(cuts) - self.clock[last_ready]
+        late = played.play(cuts).arrival - self.clock[last_ready]
         text = f"the last one arrives {_ms(late)} after the last gradient, by the cost model"
         return [starts[begin:end] for begin, end in cuts], text
 
@@ -129,6 +130,12 @@ class _Graph:
             yield _cut_by_size(sizes, threshold)
         yield ((0, len(sizes)),)
         yield tuple((i, i + 1) for i in range(len(sizes)))
+
+    def compute_behind(self, last: fx.Node) -> float:
+        """Seconds of compute from this collective on that does not wait for it."""
+        place = self.place[last]
+        behind = zip(self.nodes[place:], self.seconds[place:], strict=True)
+        return sum(seconds for node, seconds in behind if info(node).phase != "update")
 
     def _is_late(self, place: int) -> bool:
         node = self.nodes[place]
@@ -161,9 +168,9 @@ class _Graph:
             items.extend(sorted(events[place], key=lambda item: item[0], reverse=True))
             reached = place
         items.append(("run", self.clock[-1] - self.clock[reached]))
-        plan = optimal_plan(items, sizes, alpha, beta)
-        buckets = sorted((sorted(bucket) for bucket in plan.buckets), key=lambda bucket: bucket[-1])
-        return [[starts[i] for i in bucket] for bucket in buckets], "fewest and earliest for their consumers"
+        # Starts stand where their inputs are ready, whatever is needed first.
+        plan = optimal_plan(items, sizes, alpha, beta, in_order=True)
+        return [[starts[i] for i in bucket] for bucket in plan.buckets], "fewest and earliest for their consumers"
 
     def _across(self, starts: list[fx.Node], sizes: list[int]) -> tuple[list[list[fx.Node]], str] | None:
         """Gradients that the next step waits for: send order and buckets by the need of its forward.
@@ -189,7 +196,7 @@ class _Graph:
         across = [[i for part in group for i in coarse[part]] for group in choice.groups]
         played = _Played(self, starts, sizes, each)
         cuts = played.best(self._cuts(starts, sizes))
-        in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]]
+        in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
         if in_step <= period * (1 + EQUAL):
             groups = [starts[begin:end] for begin, end in cuts]
             return (
@@ -241,8 +248,15 @@ class _Graph:
         return found
 
 
+class _Play(NamedTuple):
+    """seconds: from the begin of the step to when every result can be used. arrival: of the last bucket."""
+
+    seconds: float
+    arrival: float
+
+
 class _Played:
-    """Plays cuts of some collectives on the engine, with the step's compute up to the last of them.
+    """Plays cuts of some collectives on the engine, with the step's compute up to its updates.
 
     each: seconds of compute that every bucket but the first adds.
     """
@@ -254,7 +268,9 @@ class _Played:
         self.each = each
         ready = [graph.clock[graph.place[start]] for start in starts]
         self.gaps = [after - before for before, after in zip([0.0, *ready], ready, strict=False)]
-        self.known: dict[Ranges, float] = {}
+        self.rest = graph.compute_behind(starts[-1])
+        self.averages = _details(self.start).reduce_op == "avg" and not graph.program.updates
+        self.known: dict[Ranges, _Play] = {}
 
     def best(self, candidates: Iterable[Ranges]) -> Ranges:
         """The cuts that end first, the first of those with the fewest buckets among equals; then boundaries are moved
@@ -275,20 +291,34 @@ class _Played:
                 return cuts
 
     def seconds(self, cuts: Ranges) -> float:
-        """From the begin of the step to when all has arrived."""
+        return self.play(cuts).seconds
+
+    def play(self, cuts: Ranges) -> _Play:
         if cuts not in self.known:
             self.known[cuts] = self._play(cuts)
         return self.known[cuts]
 
-    def _play(self, cuts: Ranges) -> float:
+    def _play(self, cuts: Ranges) -> _Play:
         engine = Engine()
+        sent: list[tuple[int, int]] = []
         for begin, end in cuts:
             for gap in self.gaps[begin:end]:
                 engine.run(gap)
             nbytes = sum(self.sizes[begin:end])
             engine.run(self.graph.costs.cluster.device.collective_overhead)
-            engine.issue(self.graph.costs.transfer_of(self.start, nbytes, mesh=self.graph.program.mesh))
-        return engine.drain() + (len(cuts) - 1) * self.each
+            transfer = self.graph.costs.transfer_of(self.start, nbytes, mesh=self.graph.program.mesh)
+            sent.append((engine.issue(transfer), nbytes))
+        engine.run(self.rest)
+        for handle, nbytes in sent:
+            engine.wait(handle)
+            engine.run(self._division(nbytes))
+        arrival = max(engine.times(handle)[2] for handle, _ in sent)
+        return _Play(engine.now + (len(cuts) - 1) * self.each, arrival)
+
+    def _division(self, nbytes: int) -> float:
+        """Seconds to make an average of a sum, in place, bucket by bucket; updates do it while they read."""
+        device = self.graph.costs.cluster.device
+        return max(device.op_overhead, 2 * nbytes / device.memory_bandwidth) if self.averages else 0.0
 
 
 def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:

@@ -157,6 +157,9 @@ def lockstep(
         check(x, y)
         print(check.report())
 
+    It finds where ranks begin to differ. That all of them agree on a wrong number it cannot see: compare the result's
+    loss, grads and parameters() with one device for that.
+
     lowered: from `CompiledStep.lower`. world: number of ranks, for the reader: that of the step's mesh. drop: names of
     collectives (as in `lowered.text()`) to leave out: ranks go on with their own data then. tolerance: by how much
     values that ranks must share may differ, relative to their size or to 1; 0 compares bit by bit.

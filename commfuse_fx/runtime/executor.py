@@ -132,8 +132,7 @@ class Executor:
 
     def publish(self) -> None:
         """After an update: show the user the optimizer's states."""
-        self.storage.publish()
-        if self.shards is not None:
+        if self.storage.publish() and self.shards is not None:
             self.shards.show()
 
     def synchronize(self) -> None:

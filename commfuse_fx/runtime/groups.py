@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
@@ -19,6 +20,18 @@ class Groups:
         self.mesh = mesh
         self._device_mesh = device_mesh
         self._groups: dict[str, Any] = {}
+        self._refined: dict[tuple[str, ...], Groups] = {}
+
+    def on(self, mesh: Mesh) -> Groups:
+        """The groups of a mesh of the same ranks whose axes are parts of this one's ("dp.0", "dp.1"). Every rank must
+        call it."""
+        if mesh.names == self.mesh.names:
+            return self
+        if mesh.names not in self._refined:
+            ranks = torch.tensor(mesh.devices or range(mesh.world)).view(mesh.shape)
+            made = DeviceMesh(self._device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
+            self._refined[mesh.names] = Groups(mesh, made)
+        return self._refined[mesh.names]
 
     @classmethod
     def of_world(cls, mesh: Mesh, device_type: str, device_mesh: Any = None) -> Groups:

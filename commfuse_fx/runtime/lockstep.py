@@ -151,7 +151,7 @@ class _Step:
             for executor, given in zip(world.executors, inputs, strict=True)
         ]
         self.arrivals: dict[fx.Node, list[Callable[[], None]]] = {}
-        self.streams = _RankStreams(program)
+        self.streams = _RankStreams(program, world.executors[0].seed)
         self.outputs: list[tuple[Any, ...]] = []
 
     def run(self, node: fx.Node) -> None:
@@ -338,16 +338,21 @@ _COPIES_ITS_INPUT = (*_IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default
 
 
 class _RankStreams:
-    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike."""
+    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike.
 
-    def __init__(self, program: Program) -> None:
+    shared: the seed of a graph that is divided among the ranks, which all of them draw from alike.
+    """
+
+    def __init__(self, program: Program, shared: int) -> None:
         self.states: dict[int, torch.Tensor] = {}
         world = program.mesh.world
         if world == 1 or not any(draws_random_numbers(node.target) for node in program.graph.nodes):
             return
-        seed = int(torch.randint(0, 1 << 62, (1,)))
+        divided = program.config.divides_graphs
+        seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
         for rank in range(world):
-            self.states[rank] = torch.Generator().manual_seed(seed_of_rank(seed, rank)).get_state()
+            own = seed_of_rank(seed, 0 if divided else rank)
+            self.states[rank] = torch.Generator().manual_seed(own).get_state()
 
     def draw(self, rank: int, function: Callable[[], Any]) -> Any:
         if rank not in self.states:

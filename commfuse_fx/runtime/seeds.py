@@ -19,14 +19,12 @@ class Seeds:
         self._rank = rank
         self._name = name
         self._first: int | None = None
-        self._steps = 0
 
-    def next(self) -> int:
-        """The seed of the next step, in 0..2**62-1. The first call of all ranks waits for rank 0's."""
+    def of_step(self, number: int) -> int:
+        """The seed of a step, in 0..2**62-1. The first call of all ranks waits for rank 0's."""
         if self._first is None:
             self._first = self._agree()
-        self._steps += 1
-        return _mixed(self._first + self._steps * _GOLDEN) >> 2
+        return _mixed(self._first + number * _GOLDEN) >> 2
 
     def _agree(self) -> int:
         own = int(torch.randint(0, 1 << 62, (1,)))

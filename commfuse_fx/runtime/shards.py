@@ -66,7 +66,8 @@ class Shards:
         """Before a step: take over what the user has written since the last one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._guard.is_closed:
-                self._take_replaced_states()
+                if self._take_replaced_states():
+                    self.show()
             else:
                 finish_others(tensor for each in self._divided for tensor in each.wholes())
                 for each in self._divided:
@@ -86,7 +87,7 @@ class Shards:
                 wholes = [tensor for each in self._divided for tensor in each.wholes()]
                 self._kept = [tensor for tensor in wholes if not free(tensor)]
                 self._guard.close(wholes)
-        self.show()
+                self.show()
 
     def show(self) -> None:
         """After an update: let the user's optimizer have the states that it has made."""
@@ -138,8 +139,8 @@ class Shards:
             allocate(whole)
             each.fill(whole, list(parts))
 
-    def _take_replaced_states(self) -> None:
-        """While divided the user can load optimizer state without touching a tensor."""
+    def _take_replaced_states(self) -> bool:
+        """While divided the user can load optimizer state without touching a tensor. Returns whether he has."""
         replaced = [each for each in self._divided if not each.has_state_of(self._state(each))]
         if replaced:
             self._before_reading()  # an update that is still to come belongs to the state before
@@ -148,6 +149,7 @@ class Shards:
                 # Nobody will fill it, but the user may still have it.
                 self._guard.release(dropped)
                 _gone.mark(dropped)
+        return bool(replaced)
 
     def _state(self, each: DividedParameter) -> dict[str, Any]:
         held: dict[str, Any] = self._users.state.get(each.whole, {})

@@ -120,10 +120,10 @@ class Storage:
         """False when the user has replaced a parameter's or a state's memory since the last step."""
         return all(update.is_bound() for update in self._updates)
 
-    def publish(self) -> None:
-        """After the first update: show the states in `optimizer.state`."""
-        for update in self._updates:
-            update.publish()
+    def publish(self) -> bool:
+        """After the first update: show the states in `optimizer.state`. Returns whether there was anything new."""
+        new = [update.publish() for update in self._updates]
+        return any(new)
 
     def tensors(self) -> list[torch.Tensor]:
         """What the updates write: parameters, and states as `optimizer.state` shows them."""
@@ -175,9 +175,9 @@ class _BoundUpdate:
             held.get(name) is value for held, name, value in self._entries
         )
 
-    def publish(self) -> None:
+    def publish(self) -> bool:
         if self._published:
-            return
+            return False
         self.first_step = False
         state = self.optimizer.state
         for param, name, value in self._shown:
@@ -185,6 +185,7 @@ class _BoundUpdate:
         self._holders = [(param, state[param]) for param in dict.fromkeys(param for param, _, _ in self._shown)]
         self._entries = [(state[param], name, value) for param, name, value in self._shown]
         self._published = True
+        return True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and states that this update writes."""

@@ -19,6 +19,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.runtime.distress import Distress, keep_forever
 from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.renamed import all_gather_single, reduce_scatter_single
 from commfuse_fx.runtime.timeline import Timeline
 
 _REDUCE_OPS = {
@@ -178,12 +179,12 @@ def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes:
 
 def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> Flight:
     given, out = x.contiguous(), x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    return Flight(out, dist.all_gather_into_tensor(out, given, group, async_op=True), (given, out))
+    return Flight(out, all_gather_single(out, given, group, async_op=True), (given, out))
 
 
 def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> Flight:
     given, out = x.contiguous(), x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return Flight(out, dist.reduce_scatter_tensor(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
+    return Flight(out, reduce_scatter_single(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
 
 
 def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:

@@ -75,10 +75,13 @@ class Division:
         self._index: fx.Node | None = None
 
     def run(self) -> None:
+        inputs = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        for node in inputs:
+            self.copies[node] = self._copy(node, {})
+        for node in inputs:
+            self.values[node] = self._input(node)
         for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._input(node)
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 self.values[node] = Value(info(node).spec, {R: self._copy(node, {})})
             elif node.op == "call_function":
                 self._call(node)
@@ -88,7 +91,7 @@ class Division:
 
     def _input(self, node: fx.Node) -> Value:
         source = self.program.sources[node]
-        made = self.copies[node] = self._copy(node, {})
+        made = self.copies[node]
         spec = info(node).spec
         if source.kind == "parameter":
             return self._parameter(node, made, source)
@@ -122,7 +125,7 @@ class Division:
                 local = param.spec.with_shape(local_shape(param.spec.shape, placement, self.axis.ways))
                 self.program.params[name] = replace(param, spec=local, whole=whole, layout=layout, movable=True)
             else:
-                with self.graph.inserting_after(self._last_input()):
+                with self.graph.inserting_after(self._position()):
                     made = self._own_part(made, placement, f"{name}/part", info(node))
         value.versions = {placement: made}
         value.weight = DIVIDED_WEIGHT if isinstance(placement, Shard) else 1
