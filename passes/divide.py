@@ -12,10 +12,10 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
-from commfuse_fx.sharding.axis import Axis, Pin
+from commfuse_fx.sharding.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.blocks import sections
 from commfuse_fx.sharding.divide import Division
-from commfuse_fx.sharding.layout_op import erase_marks
+from commfuse_fx.sharding.layout_op import erase_marks, is_mark
 from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import Resolved, resolve_marks
@@ -42,6 +42,7 @@ class Divide:
     ensures: tuple[str, ...] = ("divided",)
 
     def __call__(self, program: Program) -> bool:
+        _refuse_user_collectives(program)
         resolved = resolve_marks(self.marks, program)
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
@@ -94,6 +95,7 @@ class Divide:
             },
             local_inputs=self.local_inputs,
             local_parameters=self.local_parameters,
+            is_data=is_data,
         )
 
     def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:
@@ -113,7 +115,7 @@ class Divide:
             known = {name: dict(layout).get(group) for name, layout in self.fixed.items()}
             places = {name: pin.place for name, pin in resolved.parameters.items()}
             return {
-                name: Pin(R if placement is None else placement, places.get(name, "propagated"))
+                name: Pin(R if placement is None else placement, places.get(name, PROPAGATED))
                 for name, placement in known.items()
             }
         found: dict[str, Pin] = {}
@@ -129,3 +131,15 @@ class Divide:
             return placement
         inside = Shard(placement.dim, sections(node, placement.dim))
         return inside if divides(tensor_spec(node).shape, inside, ways) else placement
+
+
+def _refuse_user_collectives(program: Program) -> None:
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.startswith("commfuse::") and not is_mark(node):
+            details = info(node)
+            raise ConfigValueError(
+                f"the model calls cf.ops.{schema.name.split('::')[1]} in {details.module or 'its forward'} "
+                f'({details.source}), but a step with parallel_mode="semi_auto" is written for one device, and the '
+                'compiler puts in the collectives: remove the call, or use parallel_mode="data_parallel"'
+            )

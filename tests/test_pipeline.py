@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import build_pipeline
+from commfuse_fx.compiler import Sharding, build_pipeline
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
@@ -25,6 +25,7 @@ from commfuse_fx.passes.across_steps import AcrossSteps
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.pipeline import PassPipeline
+from commfuse_fx.sharding.marks import collect
 
 PASSES = Path(__file__).parents[1] / "passes"
 
@@ -38,9 +39,11 @@ def lower(**options: object) -> cf.Lowered:
 
 def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
     configs = [CompileConfig.resolve(given) for given in ({}, {"cluster": "gloo-1gbit"})]
-    plain, by_cost = (build_pipeline(config, Mesh.of_sizes((2,))).passes for config in configs)
+    mesh = Mesh.of_sizes((2,))
+    plain, by_cost = (build_pipeline(config, mesh).passes for config in configs)
+    divided = build_pipeline(configs[0], mesh, sharding=Sharding(collect(torch.nn.Linear(2, 2)))).passes
     costs = cost_model(configs[1].cluster)
-    passes = {each.name: each for each in (*plain, *by_cost, AcrossSteps(costs), PostponeGradients(costs))}
+    passes = {each.name: each for each in (*plain, *by_cost, *divided, AcrossSteps(costs), PostponeGradients(costs))}
     assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
     assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]
     for each in passes.values():

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from commfuse_fx.ir.placement import Placement
 
+PROPAGATED = "propagated"
+"""`where` of a layout that no mark has asked for."""
+
 
 @dataclass(frozen=True)
 class Pin:
@@ -22,7 +25,8 @@ class Axis:
 
     parameters, inputs: by name. activations: by the name of the mark's node. Inputs without a pin, and parameters
     pinned to R, are whole on every rank. local_inputs: the ranks are handed their parts of the inputs, not the whole.
-    local_parameters: every rank keeps its part of a parameter, not the whole.
+    local_parameters: every rank keeps its part of a parameter, not the whole. is_data: the batch is divided here, and
+    nothing else is but the activations that follow from it: parameters without a pin are whole.
     """
 
     group: str
@@ -32,3 +36,4 @@ class Axis:
     activations: Mapping[str, Pin] = field(default_factory=dict)
     local_inputs: bool = False
     local_parameters: bool = False
+    is_data: bool = False

@@ -33,7 +33,7 @@ from commfuse_fx.ir.placement import (
 )
 from commfuse_fx.ir.program import LAYOUT, Program, Redistribution, Source
 from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, own_part, sum_and_divide, sum_partial
-from commfuse_fx.sharding.axis import Axis
+from commfuse_fx.sharding.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.call import AllReduce, Number, OpCall, Rank, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.layout_op import is_mark
 from commfuse_fx.sharding.localize import LocalSpecs
@@ -105,6 +105,8 @@ class Division:
     def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
         pin = self.axis.parameters.get(source.name)
         spec = info(node).spec
+        if pin is None and self.axis.is_data:
+            return Value(spec, {R: made})
         if pin is None:
             return Value(spec, pending=node)
         value = Value(spec)
@@ -130,8 +132,8 @@ class Division:
         value.versions = {placement: made}
         value.weight = DIVIDED_WEIGHT if isinstance(placement, Shard) else 1
         pin = self.axis.parameters.get(name)
-        why = pin.where if pin is not None else "propagated"
-        if isinstance(placement, Shard) or pin is not None:
+        why = pin.where if pin is not None else PROPAGATED
+        if isinstance(placement, Shard) or why != PROPAGATED:
             self.program.note(LAYOUT, name, f"{placement} on {self.axis.group}: {why}")
 
     def _localize(self, node: fx.Node, placement: Placement) -> None:
@@ -261,7 +263,9 @@ class Division:
                 cut += cost[1]
             else:
                 # Somebody will have to sum it. In the backward that is so anyway, where gradients are reduced.
-                debt = _debt(call.outputs, strategy.outputs) - _debt(call.inputs, strategy.inputs)
+                # What is a partial sum already is owed as it is; one that is made for this op relieves nobody.
+                owed = [R if P not in value.versions else p for value, p in zip(values, strategy.inputs, strict=True)]
+                debt = _debt(call.outputs, strategy.outputs) - _debt(call.inputs, owed)
                 rank = (sent + debt if forward else sent, cut, debt, number)
                 if best is None or rank < best[0]:
                     best = rank, strategy

@@ -62,16 +62,12 @@ class Value:
             return (2 * size, 0)
         if isinstance(wanted, Replicate):
             return (size * self.weight, 0)
-        return (self._exchange(have, wanted, ways) * self.weight, 0) if self._can(wanted, ways) else None
+        # An all_to_all sends less, but what it leaves divides another dimension, often the batch, and everything that
+        # follows with it: this is done where there is no other way, not to save bytes.
+        return (size * self.weight, size) if self._can(wanted, ways) else None
 
     def _can(self, wanted: Placement, ways: int) -> bool:
         return isinstance(self.whole, TensorSpec) and divides(self.whole.shape, wanted, ways)
-
-    def _exchange(self, have: Shard, wanted: Placement, ways: int) -> int:
-        assert isinstance(self.whole, TensorSpec) and isinstance(wanted, Shard)
-        if can_exchange(have, wanted):
-            return self.whole.nbytes // ways
-        return self.whole.nbytes
 
     def add(self, placement: Placement, node: fx.Node) -> fx.Node:
         """A new version. Once a partial sum has been summed, everybody uses the result: it is summed once."""

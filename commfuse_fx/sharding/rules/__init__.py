@@ -22,6 +22,7 @@ from commfuse_fx.sharding.rules import (
     reductions,
     slicing,
     softmax,
+    transforms,
     views,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "reductions",
     "slicing",
     "softmax",
+    "transforms",
     "views",
 ]

@@ -91,3 +91,21 @@ def embedding_gradient_of_rows_again(call: OpCall) -> Sequence[Strategy]:
     own = (grad, indices, rows // call.ways, padding_idx, scale_grad_by_freq, Result(0))
     steps = (subdivided(index, call.ways), Step(embedding_gradient_of_rows, own))
     return [*found, Strategy((S(1),), (S(last), R)), Strategy((P,), (P, R)), Strategy((S(0),), (R, R), steps)]
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(call: OpCall) -> Sequence[Strategy]:
+    """By features. Where a bag begins is known only when the step runs, so bags cannot be divided."""
+    of_maximum = S(1) if _takes_maximum(call) else R
+    return [strategy(call, {"weight": S(1)}, (S(1), R, R, of_maximum))]
+
+
+@rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
+def embedding_bag_backward(call: OpCall) -> Sequence[Strategy]:
+    of_maximum = S(1) if _takes_maximum(call) else R
+    by_features = strategy(call, {"grad": S(1), "maximum_indices": of_maximum}, (S(1),))
+    return [by_features, strategy(call, {"grad": P}, (P,))]
+
+
+def _takes_maximum(call: OpCall) -> bool:
+    return bool(call.bound()["mode"] == 2)

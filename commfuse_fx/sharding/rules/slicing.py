@@ -147,18 +147,23 @@ def _stretches(call: OpCall, size: int, begin: int, end: int) -> list[tuple[int,
     return [(inner * n, outer * n) for n in scales(call, inner, outer)]
 
 
-@rule(aten.split.Tensor)
+@rule(aten.split.Tensor, aten.unsafe_split.Tensor)
 def _split(call: OpCall) -> Sequence[Strategy]:
-    return _sections(call, Step(aten.split.Tensor, (Ref(0), call.args[1] // call.ways, call.arg(2, "dim", 0))))
+    return _sections(call, Step(call.target, (Ref(0), call.args[1] // call.ways, call.arg(2, "dim", 0))))
 
 
-@rule(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.sizes)
+@rule(
+    aten.split_with_sizes.default,
+    aten.unsafe_split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.split.sizes,
+)
 def _split_with_sizes(call: OpCall) -> Sequence[Strategy]:
     sizes = tuple(size // call.ways for size in call.args[1])
     return _sections(call, Step(call.target, (Ref(0), sizes, call.arg(2, "dim", 0))))
 
 
-@rule(aten.chunk.default)
+@rule(aten.chunk.default, aten.unsafe_chunk.default)
 def _chunk(call: OpCall) -> Sequence[Strategy]:
     dim = wrap(call.arg(2, "dim", 0), len(call.inputs[0].shape))
     sizes = tuple(shape_of(call, i)[dim] // call.ways for i in range(len(call.outputs)))
