@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("single_process", "ddp", "tensor_parallel", "compile_cost", "step_time", "plan_quality")
+NAMES = (
+    "single_process",
+    "ddp",
+    "tensor_parallel",
+    "planning",
+    "memory_cap",
+    "compile_cost",
+    "step_time",
+    "plan_quality",
+)
 
 
 def main() -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from commfuse_fx.cost import files
-from commfuse_fx.cost.files import check_keys, check_number, check_object, check_text
+from commfuse_fx.cost.files import Document, check_keys, check_number, check_object, check_text, made_of
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.options import check_int, is_int, show
 
@@ -79,7 +77,7 @@ class GroupSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSpec:
+class ClusterSpec(Document, kind="cluster"):
     """A cluster of equal devices. `ranks` None: as many as the step has (a preset of one host per rank, say).
 
     notes: free remarks, by topic.
@@ -163,36 +161,23 @@ class ClusterSpec:
             heads = [found[0] for found in members.values()]
         return GroupSplit(len(ranks), tuple(levels), tuple(parts) if even else None)
 
-    def to_json(self) -> str:
-        """The cluster as the text of a JSON document of kind "cluster"; `from_json` reads it back."""
-        body = {
+    def _body(self) -> Mapping[str, Any]:
+        return {
             "name": self.name,
             "ranks": self.ranks,
             "device": {**vars(self.device), "flops": dict(self.device.flops)},
             "levels": [dict(vars(level)) for level in self.levels],
             "notes": dict(self.notes),
         }
-        return files.document_text("cluster", body)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "the text") -> ClusterSpec:
-        """The cluster that `to_json` wrote; `where` says in errors where the text comes from.
-
-        Raises ConfigTypeError, ConfigKeyError or ConfigValueError, naming `where`, the field and the fix.
-        """
-        kind, body = files.parse_document(text, where)
-        if kind != "cluster":
-            raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "cluster"')
-        return _from_body(body, where)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file. Raises OSError when that fails."""
-        files.write_document(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ClusterSpec:
-        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
-        return cls.from_json(files.read_text(path), os.fspath(path))
+    def _from_body(cls, body: Mapping[str, Any], where: str) -> ClusterSpec:
+        check_keys(body, where, ("name", "device", "levels"), ("ranks", "notes"))
+        device = _part(Device, body["device"], f"{where}: device")
+        if not isinstance(body["levels"], list):
+            raise ConfigTypeError(f"{where}: levels is {show(body['levels'])}; give a list of objects")
+        levels = tuple(_part(Level, level, f"{where}: levels[{i}]") for i, level in enumerate(body["levels"]))
+        return made_of(cls, {**body, "device": device, "levels": levels}, where)
 
 
 def _checked_levels(levels: object, ranks: int | None) -> tuple[Level, ...]:
@@ -334,18 +319,6 @@ def _domain(domains: int | tuple[tuple[int, ...], ...] | None, table: tuple[int,
     return rank // domains if isinstance(domains, int) else 0
 
 
-def _from_body(body: Mapping[str, Any], where: str) -> ClusterSpec:
-    check_keys(body, where, ("name", "device", "levels"), ("ranks", "notes"))
-    device = _part(Device, body["device"], f"{where}: device")
-    if not isinstance(body["levels"], list):
-        raise ConfigTypeError(f"{where}: levels is {show(body['levels'])}; give a list of objects")
-    levels = tuple(_part(Level, level, f"{where}: levels[{i}]") for i, level in enumerate(body["levels"]))
-    try:
-        return ClusterSpec(**{**body, "device": device, "levels": levels})
-    except (ConfigTypeError, ConfigValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
-
-
 _KEYS: Mapping[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Level: (("name", "alpha", "bandwidth"), ("domains", "host_seconds_per_byte", "source")),
     Device: (("name", "flops", "memory_bandwidth", "memory_bytes", "op_overhead"), ("collective_overhead", "source")),
@@ -357,6 +330,3 @@ def _part(made: type[_Spec], value: object, where: str) -> _Spec:
     found = check_object(value, where)
     check_keys(found, where, *_KEYS[made])
     return made(**found)
-
-
-files.register_kind("cluster", _from_body)

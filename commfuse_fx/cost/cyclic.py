@@ -13,11 +13,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-from commfuse_fx.cost.numbers import EQUAL, check_time, check_times
+from commfuse_fx.cost.numbers import check_time, check_times
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 PIECES = tuple(int(mebibytes * 2**20) for mebibytes in (0.5, 1, 2, 4, 8, 16, 32))
-"""Sizes in bytes that `choose_piece` tries."""
+"""Sizes in bytes that `piece_choices` tries."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,7 @@ class _Message(NamedTuple):
     speed: float
 
 
-def period_bound(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    members: Sequence[CyclicMember],
-    alpha: float,
-    beta: float,
-    host: float = 0.0,
-) -> float:
-    """Seconds that no plan for these members can undercut; the arguments are those of `cyclic_plan`.
-
-    The maximum of all that the compute stream does (blocks, updates, `host` seconds per byte) and all that the
-    stream sends (each member at least once).
-    """
-    _check_cyclic(forward, backward, members, alpha, beta, host)
-    compute = sum(forward) + sum(backward) + sum(member.update for member in members)
-    compute += host * sum(member.nbytes for member in members)
-    return max(compute, sum(_seconds(member.nbytes, alpha, beta, host) for member in members))
-
-
-def cyclic_plan(
+def cyclic_plans(
     forward: Sequence[float],
     backward: Sequence[float],
     members: Sequence[CyclicMember],
@@ -96,8 +77,9 @@ def cyclic_plan(
     piece: int | None,
     host: float = 0.0,
     message: float = 0.0,
-) -> CyclicPlan:
-    """Send order and places of the updates for a loop in which transfers may run on into the next step's forward.
+) -> tuple[CyclicPlan, ...]:
+    """Send orders and places of the updates for a loop in which transfers may run on into the next step's forward: by
+    readiness, by need, and by need in pieces.
 
     forward, backward: seconds per block, in order. members: what is sent. alpha, beta: a message of b bytes takes
     alpha + beta * b seconds. piece: bytes at whose multiples a transfer may give way to a more urgent one, None for
@@ -114,23 +96,9 @@ def cyclic_plan(
     Every member is needed by some forward block, so at the start of each backward the stream is empty and every
     update done: each round from there on is the same, and one of them is the steady state.
 
-    The result is never slower than sending whole members in order of readiness and updating all of them before the
+    The first is never slower than sending whole members in order of readiness and updating all of them before the
     forward. O(n log n) for n pieces. Raises ConfigTypeError or ConfigValueError for bad numbers or block indices.
     """
-    return _fastest(cyclic_plans(forward, backward, members, alpha, beta, piece, host, message))
-
-
-def cyclic_plans(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    members: Sequence[CyclicMember],
-    alpha: float,
-    beta: float,
-    piece: int | None,
-    host: float = 0.0,
-    message: float = 0.0,
-) -> tuple[CyclicPlan, ...]:
-    """What `cyclic_plan` takes the fastest of: plans by readiness, by need, and by need in pieces. Its arguments."""
     _check_cyclic(forward, backward, members, alpha, beta, host)
     check_time("message", message)
     if piece is not None and (not isinstance(piece, int) or piece <= 0):
@@ -149,36 +117,6 @@ def cyclic_plans(
     return tuple(plans)
 
 
-def choose_piece(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    members: Sequence[CyclicMember],
-    alpha: float,
-    beta: float,
-    host: float = 0.0,
-    message: float = 0.0,
-    *,
-    pieces: Sequence[int] = PIECES,
-    merges: Sequence[int] = PIECES,
-) -> PieceChoice:
-    """The best `cyclic_plan` over sizes of pieces, and over merges of the members.
-
-    pieces: sizes in bytes to try, besides not cutting. merges: sizes in bytes; for each one, members that follow
-    each other in order of readiness are merged until they have that size (a merged member is ready with its last
-    part, needed with its first, and updated as a whole); () keeps the members as they are, which is always tried.
-    Of equal periods (within `EQUAL`) the one with fewer messages, then the first in this order: fewer merges, larger
-    pieces. The other arguments and the errors are those of `cyclic_plan`.
-    """
-    choices = [
-        choice
-        for choice, _ in piece_choices(
-            forward, backward, members, alpha, beta, host, message, pieces=pieces, merges=merges
-        )
-    ]
-    best = _fastest([choice.plan for choice in choices])
-    return next(choice for choice in choices if choice.plan is best)
-
-
 def piece_choices(
     forward: Sequence[float],
     backward: Sequence[float],
@@ -191,7 +129,14 @@ def piece_choices(
     pieces: Sequence[int] = PIECES,
     merges: Sequence[int] = PIECES,
 ) -> Iterator[tuple[PieceChoice, list[CyclicMember]]]:
-    """All that `choose_piece` chooses from, each with the merged members that its plan refers to; its arguments."""
+    """Plans over sizes of pieces, and over merges of the members; each with the merged members that it refers to.
+
+    pieces: sizes in bytes to try, besides not cutting. merges: sizes in bytes; for each one, members that follow
+    each other in order of readiness are merged until they have that size (a merged member is ready with its last
+    part, needed with its first, and updated as a whole); () keeps the members as they are, which is always tried.
+    Fewer merges come first, then larger pieces; one order is tried once. The other arguments and the errors are those
+    of `cyclic_plans`.
+    """
     _check_cyclic(forward, backward, members, alpha, beta, host)
     for name, given in (("pieces", pieces), ("merges", merges)):
         if not all(isinstance(size, int) and size > 0 for size in given):
@@ -214,12 +159,6 @@ def piece_choices(
 
 def _seconds(nbytes: int, alpha: float, beta: float, host: float) -> float:
     return max(alpha + beta * nbytes, host * nbytes)
-
-
-def _fastest(plans: Sequence[CyclicPlan]) -> CyclicPlan:
-    """Of the plans within `EQUAL` of the shortest period the one with the fewest messages, and of those the first."""
-    limit = min(plan.period for plan in plans) * (1 + EQUAL)
-    return min((plan for plan in plans if plan.period <= limit), key=lambda plan: len(plan.order))
 
 
 def _groups(members: Sequence[CyclicMember], limit: int) -> tuple[tuple[int, ...], ...]:

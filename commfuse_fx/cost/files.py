@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.options import is_int, show
@@ -24,10 +24,60 @@ Reader = Callable[[Mapping[str, Any], str], Any]
 
 _READERS: dict[str, Reader] = {}
 
+_Kept = TypeVar("_Kept", bound="Document")
+_Made = TypeVar("_Made")
 
-def register_kind(kind: str, reader: Reader) -> None:
-    """Let `load_document` read documents of this kind, such as "cluster"."""
-    _READERS[kind] = reader
+
+class Document:
+    """What can be kept as a document: a class made with `kind=`, such as "cluster", which `load_document` then reads.
+
+    A subclass says what its keys are: `_body` gives them, `_from_body` makes an object of them.
+    """
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, *, kind: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.kind = kind
+        _READERS[kind] = cls._from_body
+
+    def _body(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def _from_body(cls: type[_Kept], body: Mapping[str, Any], where: str) -> _Kept:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The text of a JSON document of this kind; `from_json` reads it back."""
+        return document_text(self.kind, self._body())
+
+    @classmethod
+    def from_json(cls: type[_Kept], text: str, where: str = "the text") -> _Kept:
+        """What `to_json` wrote; `where` says in errors where the text comes from.
+
+        Raises ConfigTypeError, ConfigKeyError or ConfigValueError, naming `where`, the field and the fix.
+        """
+        kind, body = parse_document(text, where)
+        if kind != cls.kind:
+            raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "{cls.kind}"')
+        return cls._from_body(body, where)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file. Raises OSError when that fails."""
+        write_document(path, self.to_json())
+
+    @classmethod
+    def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
+        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
+        return cls.from_json(read_text(path), os.fspath(path))
+
+
+def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether an option names a file: a path object, or a str that ends with .json or has a separator."""
+    if isinstance(value, str):
+        return value.endswith(".json") or any(mark in value for mark in ("/", os.sep, os.altsep) if mark)
+    return isinstance(value, os.PathLike)
 
 
 def load_document(path: str | os.PathLike[str]) -> Any:
@@ -95,6 +145,14 @@ def parse_document(text: str, where: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(kind, str):
         raise ConfigTypeError(f'{where}: kind is {show(kind)}; give a str such as "cluster"')
     return kind, body
+
+
+def made_of(made: Callable[..., _Made], fields: Mapping[str, Any], where: str) -> _Made:
+    """An object of a document's fields, whose errors are told with `where` in front."""
+    try:
+        return made(**fields)
+    except (ConfigTypeError, ConfigValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def check_object(value: object, where: str) -> dict[str, Any]:

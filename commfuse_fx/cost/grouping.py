@@ -269,7 +269,10 @@ class _Played:
         ready = [graph.clock[graph.place[start]] for start in starts]
         self.gaps = [after - before for before, after in zip([0.0, *ready], ready, strict=False)]
         self.rest = graph.compute_behind(starts[-1])
-        self.averages = _details(self.start).reduce_op == "avg" and not graph.program.updates
+        # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
+        handed_out = not graph.program.updates
+        self.allocation = graph.costs.cluster.device.op_overhead if handed_out else 0.0
+        self.divides = handed_out and _details(self.start).reduce_op == "avg"
         self.known: dict[Ranges, _Play] = {}
 
     def best(self, candidates: Iterable[Ranges]) -> Ranges:
@@ -302,6 +305,7 @@ class _Played:
         engine = Engine()
         sent: list[tuple[int, int]] = []
         for begin, end in cuts:
+            engine.run(self.allocation)
             for gap in self.gaps[begin:end]:
                 engine.run(gap)
             nbytes = sum(self.sizes[begin:end])
@@ -316,9 +320,9 @@ class _Played:
         return _Play(engine.now + (len(cuts) - 1) * self.each, arrival)
 
     def _division(self, nbytes: int) -> float:
-        """Seconds to make an average of a sum, in place, bucket by bucket; updates do it while they read."""
+        """Seconds to make an average of a sum, in place."""
         device = self.graph.costs.cluster.device
-        return max(device.op_overhead, 2 * nbytes / device.memory_bandwidth) if self.averages else 0.0
+        return max(device.op_overhead, 2 * nbytes / device.memory_bandwidth) if self.divides else 0.0
 
 
 def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:

@@ -6,7 +6,6 @@ measure the machine and give its own cluster. Sources that begin with "estimate"
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -35,46 +34,35 @@ _CPU_CORE = Device(
     ),
 )
 
-_H100 = Device(
-    name="H100 SXM5 80 GB",
-    flops={"f64": 47e12, "f32": 47e12, "bf16": 692e12, "f16": 692e12},
-    memory_bandwidth=3.0e12,
-    memory_bytes=80 * 10**9,
-    op_overhead=5e-6,
-    collective_overhead=5e-6,
-    source=(
-        "NVIDIA H100 datasheet: 67 TFLOP/s f64 (tensor cores) and f32, 989 TFLOP/s bf16 and f16 without sparsity, "
-        "3.35 TB/s, 80 GB; estimate: large products reach 70 % and streams 90 % of these, "
-        "an eager kernel, or the launch of a collective, takes 5 us"
-    ),
-)
 
-_A100_COMPUTE = {"f64": 15.6e12, "f32": 15.6e12, "bf16": 250e12, "f16": 250e12}
+def _gpu(name: str, full: float, half: float, memory_bandwidth: float, source: str) -> Device:
+    """An NVIDIA GPU with 80 GB. full, half: FLOP/s in f64 and f32, and in bf16 and f16."""
+    return Device(
+        name=f"{name} 80 GB",
+        flops={"f64": full, "f32": full, "bf16": half, "f16": half},
+        memory_bandwidth=memory_bandwidth,
+        memory_bytes=80 * 10**9,
+        op_overhead=5e-6,
+        collective_overhead=5e-6,
+        source=f"{source} of these, an eager kernel, or the launch of a collective, takes 5 us",
+    )
+
+
 _A100_SOURCE = (
     "NVIDIA A100 datasheet: 19.5 TFLOP/s f64 (tensor cores) and f32, 312 TFLOP/s bf16 and f16 without sparsity, "
-    "{} TB/s, 80 GB; estimate: large products reach 80 % and streams 90 % of these, "
-    "an eager kernel, or the launch of a collective, takes 5 us"
+    "{} TB/s, 80 GB; estimate: large products reach 80 % and streams 90 %"
 )
 
-_A100 = Device(
-    name="A100 SXM4 80 GB",
-    flops=_A100_COMPUTE,
-    memory_bandwidth=1.84e12,
-    memory_bytes=80 * 10**9,
-    op_overhead=5e-6,
-    collective_overhead=5e-6,
-    source=_A100_SOURCE.format("2.039"),
+_H100 = _gpu(
+    "H100 SXM5",
+    47e12,
+    692e12,
+    3.0e12,
+    "NVIDIA H100 datasheet: 67 TFLOP/s f64 (tensor cores) and f32, 989 TFLOP/s bf16 and f16 without sparsity, "
+    "3.35 TB/s, 80 GB; estimate: large products reach 70 % and streams 90 %",
 )
-
-_A100_PCIE = Device(
-    name="A100 PCIe 80 GB",
-    flops=_A100_COMPUTE,
-    memory_bandwidth=1.74e12,
-    memory_bytes=80 * 10**9,
-    op_overhead=5e-6,
-    collective_overhead=5e-6,
-    source=_A100_SOURCE.format("1.935"),
-)
+_A100 = _gpu("A100 SXM4", 15.6e12, 250e12, 1.84e12, _A100_SOURCE.format("2.039"))
+_A100_PCIE = _gpu("A100 PCIe", 15.6e12, 250e12, 1.74e12, _A100_SOURCE.format("1.935"))
 
 _NCCL_LATENCY = "alpha: NCCL's tuning table (src/graph/tuning.cc), ring with protocol Simple, {}"
 
@@ -146,12 +134,8 @@ def _ethernet(gbit: int, alpha: float) -> ClusterSpec:
     return ClusterSpec(name=f"gloo-{gbit}gbit", device=_CPU_CORE, levels=(level,))
 
 
-def _node(name: str, device: Device, level: Level) -> ClusterSpec:
-    return ClusterSpec(name=name, device=device, levels=(level,), ranks=GPUS_PER_NODE)
-
-
-def _nodes(name: str, count: int, device: Device, inside: Level, between: Level) -> ClusterSpec:
-    return ClusterSpec(name=name, device=device, levels=(inside, between), ranks=GPUS_PER_NODE * count)
+def _nodes(name: str, count: int, device: Device, *levels: Level) -> ClusterSpec:
+    return ClusterSpec(name=name, device=device, levels=levels, ranks=GPUS_PER_NODE * count)
 
 
 _FIXED: Mapping[str, Callable[[], ClusterSpec]] = MappingProxyType(
@@ -159,9 +143,9 @@ _FIXED: Mapping[str, Callable[[], ClusterSpec]] = MappingProxyType(
         "gloo-1gbit": lambda: _ethernet(1, 60e-6),
         "gloo-10gbit": lambda: _ethernet(10, 40e-6),
         "gloo-25gbit": lambda: _ethernet(25, 30e-6),
-        "h100-node": lambda: _node("h100-node", _H100, _H100_NVSWITCH),
-        "a100-node": lambda: _node("a100-node", _A100, _A100_NVSWITCH),
-        "pcie-node": lambda: _node("pcie-node", _A100_PCIE, _PCIE),
+        "h100-node": lambda: _nodes("h100-node", 1, _H100, _H100_NVSWITCH),
+        "a100-node": lambda: _nodes("a100-node", 1, _A100, _A100_NVSWITCH),
+        "pcie-node": lambda: _nodes("pcie-node", 1, _A100_PCIE, _PCIE),
     }
 )
 _SCALED: Mapping[str, tuple[Device, Level, Level]] = MappingProxyType(
@@ -195,18 +179,14 @@ def resolve_cluster(value: object, where: str = "cluster") -> ClusterSpec:
     """
     if isinstance(value, ClusterSpec):
         return value
-    if isinstance(value, str) and not _is_path(value):
+    if isinstance(value, str) and not files.is_path(value):
         return _preset(value, where)
-    if not isinstance(value, (str, os.PathLike)):
+    if not files.is_path(value):
         raise ConfigTypeError(f"{where} is {show(value)}; give a ClusterSpec, the name of a preset, or a path")
     loaded: Any = files.load_document(value)
     if not isinstance(loaded, ClusterSpec):
         raise ConfigTypeError(f"{where} is {show(value)}, a file that describes no cluster; give one that does")
     return loaded
-
-
-def _is_path(text: str) -> bool:
-    return text.endswith(".json") or any(mark in text for mark in ("/", os.sep, os.altsep) if mark)
 
 
 def _preset(name: object, where: str) -> ClusterSpec:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch import fx
 
 from commfuse_fx.cost import files
 from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.files import check_keys, check_number, check_object, check_text
+from commfuse_fx.cost.files import Document, check_keys, check_number, check_object, check_text, made_of
 from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, CostModel, profile_key, update_elements
 from commfuse_fx.cost.presets import resolve_cluster
 from commfuse_fx.cost.rounds import play
@@ -43,7 +42,7 @@ _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepProfile:
+class StepProfile(Document, kind="profile"):
     """The compute of one model's step on one cluster.
 
     cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
@@ -87,9 +86,8 @@ class StepProfile:
                 "give the profile's cluster alone"
             )
 
-    def to_json(self) -> str:
-        """The text of a JSON document of kind "profile"; `from_json` reads it back."""
-        body = {
+    def _body(self) -> Mapping[str, Any]:
+        return {
             "cluster": json.loads(self.cluster.to_json()),
             "world": self.world,
             "model": self.model,
@@ -97,41 +95,14 @@ class StepProfile:
             "device": self.device,
             "node_seconds": dict(self.node_seconds),
         }
-        return files.document_text("profile", body)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "the text") -> StepProfile:
-        """The profile that `to_json` wrote; `where` says in errors where the text comes from.
-
-        Raises ConfigTypeError, ConfigKeyError or ConfigValueError, naming `where`, the key and the fix.
-        """
-        kind, body = files.parse_document(text, where)
-        if kind != "profile":
-            raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "profile"')
-        return _from_body(body, where)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file. Raises OSError when that fails."""
-        files.write_document(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepProfile:
-        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
-        return cls.from_json(files.read_text(path), os.fspath(path))
-
-
-def _from_body(body: Mapping[str, Any], where: str) -> StepProfile:
-    check_keys(body, where, _KEYS)
-    nested = json.dumps(check_object(body["cluster"], f"{where}: cluster"))
-    cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
-    check_object(body["node_seconds"], f"{where}: node_seconds")
-    try:
-        return StepProfile(**{**body, "cluster": cluster})
-    except (ConfigTypeError, ConfigValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
-
-
-files.register_kind("profile", _from_body)
+    def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
+        check_keys(body, where, _KEYS)
+        nested = json.dumps(check_object(body["cluster"], f"{where}: cluster"))
+        cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
+        check_object(body["node_seconds"], f"{where}: node_seconds")
+        return made_of(cls, {**body, "cluster": cluster}, where)
 
 
 def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, StepProfile | None]:
@@ -139,12 +110,9 @@ def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, S
 
     value: what `resolve_cluster` takes, a StepProfile, or the path of a file with one. Raises like `resolve_cluster`.
     """
-    is_path = isinstance(value, os.PathLike) or (
-        isinstance(value, str) and (value.endswith(".json") or os.sep in value)
-    )
-    if is_path:
+    if files.is_path(value):
         try:
-            value = files.load_document(value)  # type: ignore[arg-type]
+            value = files.load_document(value)
         except (ConfigTypeError, ConfigKeyError, ConfigValueError) as error:
             raise type(error)(f"{where}: {error.args[0]}") from None
     if isinstance(value, StepProfile):

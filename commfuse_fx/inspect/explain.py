@@ -39,10 +39,15 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How a parameter lies on the mesh: one placement per group of axes, each with who says so."""
+    """How a parameter lies on the mesh: one placement per group of axes, each with who says so; none for one that is
+    whole on every rank, and that no mark speaks of."""
 
     name: str
     placements: tuple[str, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.placements
 
     def __str__(self) -> str:
         return f"{self.name}: {'; '.join(self.placements)}"
@@ -50,7 +55,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class Explanation:
-    """layouts: of the parameters that are divided, or that a mark speaks of. redistributions: changes of layout, with
+    """layouts: of the parameters of a step that is divided. redistributions: changes of layout, with
     the bytes of the tensor and who needs it so. simulation: the prediction that hidden and exposed times come from;
     cluster: what for."""
 
@@ -86,7 +91,10 @@ class Explanation:
             lines.extend(f"  {line}" for line in self.flat_updates)
         if self.layouts:
             lines.append("layouts (R whole, S(d) divided along dimension d, S(d;n) inside of each of n blocks)")
-            lines.extend(f"  {each}" for each in self.layouts)
+            lines.extend(f"  {each}" for each in self.layouts if not each.is_plain)
+            plain = [each.name for each in self.layouts if each.is_plain]
+            if plain:
+                lines.append(f"  R, as nothing asks for parts of them: {', '.join(plain)}")
         if self.redistributions:
             lines.append("redistributions (P summands)")
             lines.extend(f"  {_redistribution(each)}" for each in self.redistributions)
@@ -106,11 +114,13 @@ def _redistribution(each: Redistribution) -> str:
 
 
 def _layouts(program: Program) -> tuple[ParameterLayout, ...]:
-    found: dict[str, list[str]] = {}
+    if not program.config.divides_graphs:
+        return ()
+    found: dict[str, list[str]] = {name: [] for name in program.params}
     for note in program.notes:
         if note.topic == LAYOUT:
-            found.setdefault(note.subject, []).append(note.reason)
-    return tuple(ParameterLayout(name, tuple(found[name])) for name in program.params if name in found)
+            found[note.subject].append(note.reason)
+    return tuple(ParameterLayout(name, tuple(reasons)) for name, reasons in found.items())
 
 
 def _ms(seconds: float) -> str:

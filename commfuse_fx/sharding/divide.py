@@ -266,7 +266,7 @@ class Division:
                 # What is a partial sum already is owed as it is; one that is made for this op relieves nobody.
                 owed = [R if P not in value.versions else p for value, p in zip(values, strategy.inputs, strict=True)]
                 debt = _debt(call.outputs, strategy.outputs) - _debt(call.inputs, owed)
-                rank = (sent + debt if forward else sent, cut, debt, number)
+                rank = (sent + debt if forward else sent, cut, sent, debt, number)
                 if best is None or rank < best[0]:
                     best = rank, strategy
         assert best is not None, "every op can work on whole tensors"
@@ -440,6 +440,9 @@ class Division:
     def _apply(self, node: fx.Node, described: _Described, strategy: Strategy) -> None:
         call, inputs, numbers = described.call, described.inputs, described.numbers
         taken = [self._get(value, placement, node) for value, placement in zip(inputs, strategy.inputs, strict=True)]
+        unchanged = not strategy.steps and all(
+            info(value).spec == spec for value, spec in zip(taken, call.inputs, strict=True)
+        )
         steps = strategy.steps or (Step(call.target, call.args, call.kwargs),)
         made: list[fx.Node] = []
 
@@ -463,7 +466,7 @@ class Division:
                 continue
             args, kwargs = tuple(bind(arg) for arg in step.args), {name: bind(value) for name, value in step.kwargs}
             if number == len(steps) - 1 and not strategy.results:
-                made.append(self._emit(step.target, args, kwargs, node))
+                made.append(self._emit(step.target, args, kwargs, node, unchanged))
             else:
                 made.append(self._part_of(node, step.target, args, kwargs, f"step.{number}"))
         for each in made:
@@ -498,9 +501,11 @@ class Division:
         made = replace(like, spec=spec, name=self.program.names.reserve(name), serves=())
         return set_info(node, made)
 
-    def _emit(self, target: Any, args: Any, kwargs: Mapping[str, Any], old: fx.Node) -> fx.Node:
-        """The node that stands for an old one, on this rank's parts."""
-        target, spec = self._spec(target, args, kwargs)
+    def _emit(
+        self, target: Any, args: Any, kwargs: Mapping[str, Any], old: fx.Node, unchanged: bool = False
+    ) -> fx.Node:
+        """The node that stands for an old one, on this rank's parts; `unchanged`, which are as large as the whole."""
+        target, spec = (target, info(old).spec) if unchanged else self._spec(target, args, kwargs)
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         return set_info(node, replace(info(old), spec=spec))
 

@@ -79,6 +79,35 @@ def _at(letters: str, letter: str) -> int | None:
     return letters.index(letter) if letter in letters else None
 
 
+_GROUPED = {
+    (2, 3): ("mk", "gkn", "mn"),
+    (3, 2): ("gmk", "kn", "mn"),
+    (2, 2): ("mk", "kn", "gmn"),
+    (3, 3): ("gmk", "gkn", "gmn"),
+}
+"""By the ranks of the factors. The dimension that the groups' rows (columns, summands) lie along in one tensor cannot
+be divided: where a group begins is known only when the step runs."""
+
+_RAGGED = {(2, 3): "m", (3, 2): "n", (2, 2): "k", (3, 3): ""}
+
+
+@rule(aten._grouped_mm.default)
+def _grouped_product(call: OpCall) -> Sequence[Strategy]:
+    ranks = (len(call.inputs[0].shape), len(call.inputs[1].shape))
+    first, second, result = _GROUPED[ranks]
+    if any(given is not None for given in (call.arg(3, "bias"), call.arg(4, "out_dtype"))):
+        return []
+    others = (R,) * (len(call.inputs) - 2)
+    found = [summed(call, (P, R, *others)), summed(call, (R, P, *others))]
+    for letter in dict.fromkeys(first + second):
+        places = (_at(first, letter), _at(second, letter))
+        if letter == _RAGGED[ranks] or (letter == "g" and ranks != (3, 3)):
+            continue
+        inputs = (place(places[0]), place(places[1]), *others)
+        found.append(Strategy((place(result.index(letter)),), inputs) if letter in result else summed(call, inputs))
+    return found
+
+
 @rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def _add_product(call: OpCall) -> Sequence[Strategy]:
     first, second, result = _LETTERS[call.target]
