@@ -177,7 +177,7 @@ class Lowered:
     def _costs(self, cluster: Any) -> Costs:
         program = self._program
         given = program.config.cluster if cluster is None else resolve_costs(cluster)
-        specs = {name: param.spec for name, param in program.params.items()}
+        specs = {name: param.whole or param.spec for name, param in program.params.items()}
         device = next((spec.device for spec in specs.values()), "cpu").split(":")[0]
         return priced_for(given, device, program.mesh, specs)
 

@@ -151,6 +151,52 @@ def test_with_every_schedule(ranks: Ranks, options: dict[str, Any]) -> None:
             torch.testing.assert_close(have[key], value, rtol=1e-5, atol=2e-6)
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def images() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(8, 3, 8, 8, generator=generator).double(), torch.randint(0, 4, (8,), generator=generator))
+        for _ in range(3)
+    ]
+
+
+def train_on_images(mesh: tuple[int, ...] | None, mark: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if mesh is None:
+        for x, y in images():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    else:
+        for pattern, strategies in mark.items():
+            cf.shard(model, pattern, **strategies)
+        step = cf.compile(
+            model, loss_fn=nn.functional.cross_entropy, optimizer=optimizer, parallel_mode="semi_auto", mesh=mesh,
+            full_batch=True,
+        )  # fmt: skip
+        for x, y in images():
+            step(x, y)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mark"),
+    [((4,), {}), ((2, 2), {"0": {"weight": ("tp", None, None, None)}, "5": {"weight": (None, "tp")}})],
+    ids=["data", "mixed"],
+)
+def test_statistics_are_those_of_the_whole_batch(ranks: Ranks, mesh: tuple[int, ...], mark: dict[str, Any]) -> None:
+    want = train_on_images(None, {})
+    for have in ranks.values(train_on_images, mesh, mark, size=4):
+        for name, value in want.items():
+            torch.testing.assert_close(have[name], value, rtol=1e-9, atol=1e-9)
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

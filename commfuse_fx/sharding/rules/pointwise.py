@@ -110,6 +110,8 @@ def pointwise_rule(target: Any) -> Rule | None:
         return None
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None
+    if any(str(result.type) != "Tensor" for result in target._schema.returns):
+        return None  # such as aten.equal
     return pointwise
 
 
