@@ -7,6 +7,8 @@ import torch
 
 import commfuse_fx as cf
 
+pytest_plugins = ["pytester"]
+
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

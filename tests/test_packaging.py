@@ -24,6 +24,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = ROOT / "commfuse_fx" / "passes"
+PLUGIN = "pytest_commfuse.py"
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -71,7 +72,7 @@ def checkout(tmp_path: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("commfuse_fx", "passes"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", PLUGIN):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
     return copy
@@ -80,7 +81,7 @@ def checkout(tmp_path: Path) -> Path:
 def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name for name in names if name.endswith(".py")} == source_files()
+    assert {name for name in names if name.endswith(".py")} == source_files() | {PLUGIN}
     assert "commfuse_fx/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -88,7 +89,7 @@ def check_wheel(wheel: Path) -> None:
 def check_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = {member.name.partition("/")[2]: member for member in archive}
-    expected = source_files() | {"commfuse_fx/py.typed", "pyproject.toml", "LICENSE"}
+    expected = source_files() | {"commfuse_fx/py.typed", "pyproject.toml", "LICENSE", PLUGIN}
     assert expected <= set(members)
     assert [name for name in expected if not members[name].isreg()] == []
 

@@ -22,7 +22,7 @@ def gpt2(**options: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=8, vocab_size=VOCABULARY, n_positions=LENGTH, use_cache=False,
+        n_layer=1, n_embd=32, n_head=8, vocab_size=VOCABULARY, n_positions=LENGTH, use_cache=False,
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **options},
     )  # fmt: skip
     return GPT2LMHeadModel(config)
@@ -36,7 +36,7 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -46,7 +46,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=VOCABULARY,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8, vocab_size=VOCABULARY,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertForMaskedLM(config)
