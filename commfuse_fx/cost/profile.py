@@ -316,8 +316,9 @@ def _undone(executor: Executor, inputs: Mapping[str, torch.Tensor]) -> Iterator[
     try:
         yield
     finally:
-        for tensor, before in kept:
-            tensor.copy_(before)
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
         if restore_optimizer is not None:
             restore_optimizer()
         torch.set_rng_state(random)

@@ -251,3 +251,25 @@ def own_rows(optimizer: bool) -> Any:
 @pytest.mark.parametrize("optimizer", [True, False], ids=["whole-step", "gradients"])
 def test_every_rank_brings_its_rows(ranks: Ranks, optimizer: bool) -> None:
     assert all(ranks.values(own_rows, optimizer, size=4))
+
+
+def profiled() -> tuple[float, float]:
+    """A profile in between changes nothing, and prices the step and another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    cf.shard(model[0], weight=("dp", None))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4, 8)
+    step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, parallel_mode="semi_auto", full_batch=True)
+    step(x, x)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    profile = step.profile(x, x, rounds=1)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name])
+    return step.lower(x, x).simulate(profile).step_seconds, float(step(x, x))
+
+
+def test_a_divided_step_can_be_profiled(ranks: Ranks) -> None:
+    (seconds, loss), (other, same) = ranks.values(profiled, size=2)
+    assert 0 < seconds == other
+    assert loss == same
