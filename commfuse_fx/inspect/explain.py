@@ -50,7 +50,7 @@ class ParameterLayout:
         return not self.placements
 
     def __str__(self) -> str:
-        return f"{self.name}: {'; '.join(self.placements)}"
+        return f"{self.name}: {'; '.join(self.placements) or 'R'}"
 
 
 @dataclass(frozen=True)
