@@ -26,6 +26,7 @@ from commfuse_fx.errors import (
     VirtualWorldError,
 )
 from commfuse_fx.inspect.diff import diff
+from commfuse_fx.inspect.diff_result import GraphDiff
 from commfuse_fx.inspect.lockstep import lockstep
 from commfuse_fx.lowered import Collective, Lowered
 from commfuse_fx.marks import set_comm_fusion
@@ -48,6 +49,7 @@ __all__ = [
     "ConfigTypeError",
     "ConfigValueError",
     "Device",
+    "GraphDiff",
     "Level",
     "Lowered",
     "NotAvailableError",

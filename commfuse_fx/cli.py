@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from commfuse_fx.commands import diff
 from commfuse_fx.cost.calibrate import DEFAULT_SECONDS, Calibration, calibrate
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.runtime.world import init, is_distributed
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="commfuse", description="Tools of commfuse-fx, a graph compiler for distributed training.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_calibrate(commands)
+    diff.register(commands)
     return parser
 
 

@@ -138,6 +138,11 @@ def test_wheel_made_from_the_checkout_imports_when_installed(checkout: Path, tmp
     package, passes = import_from(elsewhere, PYTHONPATH=str(site))
     assert package == site / "commfuse_fx" / "__init__.py"
     assert passes == site / "commfuse_fx" / "passes" / "__init__.py"
+    # Named as well, the plugin is one and the same.
+    for options in ((), ("-p", "pytest_commfuse")):
+        assert "--graph-update" in run(
+            sys.executable, "-m", "pytest", *options, "--help", cwd=elsewhere, PYTHONPATH=str(site)
+        )
 
 
 def test_bare_checkout_imports() -> None:

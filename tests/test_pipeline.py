@@ -247,9 +247,3 @@ def test_the_networkx_graph_has_every_value_and_its_flow() -> None:
     assert graph.nodes["bucket.0/in_place"]["collective"].kind == "all_reduce"
     assert list(graph.successors("bucket.0/in_place")) == ["bucket.0/reduced"]
     assert len(graph) == sum(line.startswith(("in ", "fwd", "bwd", "upd")) for line in lowered.text().splitlines())
-
-
-def test_what_is_planned_says_so() -> None:
-    lowered = lower()
-    with pytest.raises(cf.NotAvailableError, match="not available yet"):
-        cf.diff(lowered, lowered)

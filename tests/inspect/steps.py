@@ -51,7 +51,8 @@ def written(*lines: str, result: str, header: Sequence[str] = HEADER) -> str:
 
 def chain(count: int, relu_after: int = -1) -> str:
     """`count` nodes of one module, one after the other; behind node `relu_after` there is one ReLU more."""
-    lines, last, ordinals = ["in  %x: f32[4,4] = input"], "x", {}
+    lines, last = ["in  %x: f32[4,4] = input"], "x"
+    ordinals: dict[str, int] = {}
     for i in range(count):
         for op in ("sin", "relu", "cos")[i % 3], *(("relu",) if i == relu_after else ()):
             ordinals[op] = ordinals.get(op, -1) + 1

@@ -136,7 +136,7 @@ def test_one_more_relu_in_150_nodes_is_one_added_node_and_its_rewired_reader() -
     diff = cf.diff(before, after)
     assert diff.nodes == (149, 150)
     only(diff, "added", "changed", "renumbered")
-    assert [(each.after, each.op) for each in diff.added] == [("/relu.15", "aten.relu")]
+    assert [(each.after, each.op) for each in diff.added] == [("/relu.15", "aten.relu_")]
     (reader,) = diff.changed
     assert (reader.before, reader.after) == ("layers.15/addmm.0", "layers.15/addmm.0")
     assert reader.details == ("argument 1: %/relu.14 -> %/relu.15 (added)",)

@@ -153,6 +153,15 @@ def test_exceeded_budgets_name_figure_budget_and_cause() -> None:
         assert lines[5 + 2 * number] == f"    {each.description}"
 
 
+def test_a_step_that_exposes_nothing_says_so() -> None:
+    lines = said(assert_budget, lowered(1), None, max_step_seconds=0)
+    assert lines[0].endswith(", budget 0 ms (max_step_seconds)")
+    assert lines[1:] == [
+        "simulated on the cluster that the step was compiled for, or the default",
+        "no collective is exposed",
+    ]
+
+
 def test_the_gap_names_the_bound() -> None:
     step = lowered().simulate("gloo-1gbit")
     (line, *_) = said(assert_budget, lowered(), "gloo-1gbit", max_gap=step.gap / 2)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import tests.testing.graphs  # noqa: F401  here, so that the runs inside of the tests share what it has compiled
+import commfuse_fx as cf
 from commfuse_fx.testing.goldens import compare, golden_path, read_golden, write_golden
+from tests.testing.graphs import lowered
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -48,6 +49,13 @@ class Project:
 
     def goldens(self) -> list[str]:
         return sorted(path.name for path in self.pytester.path.glob("**/__graphs__/*"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """pytester forgets what is imported while it is there, and parts of torch cannot be imported twice."""
+    for features in (4, 5):
+        lowered(features).text()
 
 
 @pytest.fixture
@@ -113,7 +121,9 @@ def test_a_difference_fails_with_the_graphs_first_and_then_the_lines(
     golden = project.made()
     monkeypatch.setenv("FEATURES", "5")
     text = project.outcome(failed=1)
-    title = text.index(f"the graph differs from its golden {GOLDEN}\n")
+    (line, *_) = cf.diff(golden, lowered(5).text()).text().splitlines()
+    title = text.index(f"the graph differs from its golden {GOLDEN}\n{line}\n")
+    assert line.startswith("compute changed: ")
     lines = text.index("--- golden\n+++ this graph\n")
     assert title < lines < text.index("if that is meant, make the golden again: pytest --graph-update test_graph.py::")
     assert "-in  %weight: f32[2,4] = parameter\n" in text
@@ -209,6 +219,7 @@ def test_a_golden_that_is_no_graph_fails_and_can_be_written(project: Project) ->
     project.golden.write_bytes(b"<<<<<<< \xff merge\n")
     text = project.outcome(failed=1)
     assert f"the graph differs from its golden {GOLDEN}\n" in text
+    assert "no comparison of graphs, only of lines: " in text
     assert "-<<<<<<< \N{REPLACEMENT CHARACTER} merge\n" in text
     project.outcome(*UPDATE_ONE, passed=1)
     project.outcome(passed=1)
