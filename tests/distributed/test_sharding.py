@@ -118,7 +118,6 @@ def divided_training(name: str, mesh: tuple[int, ...], plan: str, options: dict[
         ("gpt2", (2, 2), "sequence"),
         ("gpt2-eager", (2, 2), "vocabulary"),
         ("llama", (4,), "sequence"),
-        ("llama", (2, 2), "tensor"),
         ("bert", (2, 2), "sequence"),
     ],
 )
@@ -137,9 +136,8 @@ def test_trains_as_one_device(ranks: Ranks, name: str, mesh: tuple[int, ...], pl
     [
         {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}},
         {"schedule": cf.ScheduleConfig(across_steps=True)},
-        {"schedule": "none", "comm_fusion": {"openstate": False}},
     ],
-    ids=["optimal", "across-steps", "plain"],
+    ids=["optimal", "across-steps"],
 )
 def test_with_every_schedule(ranks: Ranks, options: dict[str, Any]) -> None:
     want_losses, want = eager_training("gpt2")

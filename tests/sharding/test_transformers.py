@@ -125,7 +125,6 @@ def plan(name: str, axis: str) -> Callable[[nn.Module], object]:
         ("llama", "sdpa", "vocabulary", (8,)),  # fewer key and value heads than ranks
         ("llama", "sdpa", "mixed", (2, 4)),
         ("bert", "sdpa", "tensor", (8,)),
-        ("bert", "eager", "vocabulary", (2, 4)),
         ("bert", "sdpa", "sequence", (2, 4)),
     ],
 )
