@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.ir.functions import pure
+
 _WHY_NOT = "redistributions are lowered to collectives before a graph runs"
 
 
@@ -46,9 +48,8 @@ def exchange_parts(x: torch.Tensor, group: str, ways: int, from_dim: int, to_dim
 
 COLLECTIVES = (sum_partial, sum_and_divide, gather_parts, exchange_parts)
 
-_function: Any
 for _function in (own_part, *COLLECTIVES):
-    _function.commfuse_pure = True
+    pure(_function)
 
 
 def is_redistribution(node: fx.Node) -> bool:

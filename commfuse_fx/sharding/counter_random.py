@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.meta import TensorSpec, contiguous_stride
 
 aten = torch.ops.aten
@@ -292,7 +293,7 @@ _PURE: tuple[Callable[..., Any], ...] = (
     randperm_at,
 )
 for _function in _PURE:
-    _function.commfuse_pure = True  # type: ignore[attr-defined]
+    pure(_function)
 
 
 @dataclass(frozen=True)

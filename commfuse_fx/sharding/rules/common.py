@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P, Placement, R, S
 from commfuse_fx.sharding.call import INDEX, AllReduce, OpCall, Ref, Step, Strategy
@@ -100,12 +101,10 @@ def unit_of(sizes: Iterable[int]) -> int:
     return gcd(*sizes)
 
 
+@pure
 def on_first(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """The tensor on rank 0, zeros on the others: a summand of what every rank has."""
     return tensor.clone() if index == 0 else torch.zeros_like(tensor)
-
-
-on_first.commfuse_pure = True  # type: ignore[attr-defined]
 
 
 def first_only(index: int) -> Step:

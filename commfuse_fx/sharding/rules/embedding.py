@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.sharding.call import INDEX, OpCall, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import strategy, subdivided
@@ -14,6 +15,7 @@ from commfuse_fx.sharding.rules.registry import rule
 aten = torch.ops.aten
 
 
+@pure
 def embedding_of_rows(rows: torch.Tensor, indices: torch.Tensor, index: int) -> torch.Tensor:
     """Vectors of the indices that fall into this rank's rows; zeros for the others."""
     local = indices - index * rows.shape[0]
@@ -22,6 +24,7 @@ def embedding_of_rows(rows: torch.Tensor, indices: torch.Tensor, index: int) -> 
     return vectors.masked_fill(~inside.unsqueeze(-1), 0)
 
 
+@pure
 def embedding_gradient_of_rows(
     grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int, scale_grad_by_freq: bool, index: int
 ) -> torch.Tensor:
@@ -35,10 +38,6 @@ def embedding_gradient_of_rows(
         grad, torch.where(inside, local, rows), rows + 1, rows, scale_grad_by_freq
     )
     return whole.narrow(0, 0, rows)
-
-
-embedding_of_rows.commfuse_pure = True  # type: ignore[attr-defined]
-embedding_gradient_of_rows.commfuse_pure = True  # type: ignore[attr-defined]
 
 
 @rule(aten.embedding.default)

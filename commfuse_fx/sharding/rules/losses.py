@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
 from commfuse_fx.sharding.call import INDEX, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import along, on_contiguous, spec_of_argument, strategy, subdivided
@@ -40,6 +41,7 @@ def _weights_of(
     return torch.where(counted, weight[torch.where(counted, target, 0)], 0)
 
 
+@pure
 def nll_loss_of_classes(
     x: torch.Tensor,
     target: torch.Tensor,
@@ -62,6 +64,7 @@ def nll_loss_of_classes(
     return loss.sum(), weights.sum()
 
 
+@pure
 def nll_loss_gradient_of_classes(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -76,10 +79,6 @@ def nll_loss_gradient_of_classes(
     weights = _weights_of(target, weight, ignore_index, x)
     value = torch.where(inside, -weights * grad, 0)
     return torch.zeros_like(x).scatter(dim, position.unsqueeze(dim), value.unsqueeze(dim))
-
-
-nll_loss_of_classes.commfuse_pure = True  # type: ignore[attr-defined]
-nll_loss_gradient_of_classes.commfuse_pure = True  # type: ignore[attr-defined]
 
 
 def _class_dim(call: OpCall) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
 from commfuse_fx.sharding.call import AllReduce, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import strategy
@@ -83,7 +84,7 @@ _PURE: tuple[Callable[..., Any], ...] = (
     log_softmax_gradient,
 )
 for _function in _PURE:
-    _function.commfuse_pure = True  # type: ignore[attr-defined]
+    pure(_function)
 
 
 def _sum_bytes(dtype: torch.dtype) -> int:
