@@ -20,6 +20,7 @@ from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
@@ -173,15 +174,17 @@ class Compiled:
         """Run the passes again and keep a text after each."""
         assert self.captured is not None
         program = self.captured.copy()
-        stages = {"capture": Snapshot("capture", True, canonical_text(program))}
         texts: dict[str, str] = {}
+        collectives: dict[str, tuple[CollectiveInfo, ...]] = {}
 
         def keep(name: str, program: Program) -> None:
             texts[name] = canonical_text(program)
+            found = (info(node).collective for node in program.collectives())
+            collectives[name] = tuple(details for details in found if details is not None)
 
-        for record in self.pipeline.run(program, observers=(keep,)):
-            stages[record.name] = Snapshot(record.name, record.modified, texts[record.name])
-        return stages
+        keep("capture", program)
+        modified = {record.name: record.modified for record in self.pipeline.run(program, observers=(keep,))}
+        return {name: Snapshot(name, modified.get(name, True), texts[name], collectives[name]) for name in texts}
 
 
 def compile_call(

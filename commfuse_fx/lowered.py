@@ -64,11 +64,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The program after one pass."""
+    """The program after one pass. collectives: in issue order; their groups name mesh axes."""
 
     name: str
     modified: bool
     _text: str
+    collectives: tuple[CollectiveInfo, ...]
 
     def text(self) -> str:
         return self._text
