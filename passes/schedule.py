@@ -19,11 +19,12 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Note, Program
 from commfuse_fx.passes.across_steps import AcrossSteps
+from commfuse_fx.passes.issue_by_need import IssueByNeed
 from commfuse_fx.passes.overlap import Overlap, can_start_late, start_late
 from commfuse_fx.passes.reinplace import reinplace
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 
-log = logging.getLogger("commfuse_fx")
+log = logging.getLogger("commfuse_fx.passes.schedule")
 
 LEADS = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 """How far ahead of its wait a collective that allocates memory may start, in parts of the step's compute time; tried in
@@ -75,6 +76,9 @@ class Schedule:
             overlapped.restore(program)
         yield self._judged("overlap", program, costs)
         overlapped.restore(program)
+        if IssueByNeed(costs)(program):
+            yield self._judged("overlap, needed first goes first", program, costs)
+            overlapped.restore(program)
         if StreamBuckets()(program):
             yield self._judged("overlap, large buckets in pieces", program, costs)
         start.restore(program)

@@ -88,13 +88,13 @@ def optimal_plan(
     alpha: float,
     beta: float,
     exact_limit: int = 8,
-    in_order: bool = False,
+    merge: bool = True,
 ) -> Plan:
     """Buckets and their order on one stream, so that the compute program ends first.
 
     The arguments are those of `simulate_plan`. Each member has one "ready" and, after it, at least one "need"; only
-    the first counts. Members merge legally when all are ready before the first of them is needed. in_order: only plans
-    that send each bucket where it is ready, for a schedule that knows no other order.
+    the first counts. Members merge legally when all are ready before the first of them is needed. merge: False for the
+    best order of members as they are, each a message of its own.
 
     Up to `exact_limit` members (at most 12) the result is optimal over all legal partitions and orders. Above, it is
     the best of `starting_plans` improved by a local search along the critical chain (merge, swap, move, split, shift a
@@ -107,7 +107,7 @@ def optimal_plan(
     """
     if not isinstance(exact_limit, int) or not 0 <= exact_limit <= _EXACT_MOST:
         raise ConfigValueError(f"exact_limit is {exact_limit!r}; pass an int from 0 to {_EXACT_MOST}")
-    program = _Program(items, sizes, alpha, beta, in_order)
+    program = _Program(items, sizes, alpha, beta, merge)
     starts = sorted(_starts(program), key=lambda plan: (program.finish(plan), len(plan)))
     found = min(
         (_improve(program, start, _WORK // _TRIED) for start in _different(starts)[:_TRIED]),
@@ -133,7 +133,7 @@ class _Program:
     """A checked compute program: where each member is ready and first needed, and the compute time up to there."""
 
     def __init__(
-        self, items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float, in_order: bool = False
+        self, items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float, merge: bool = True
     ) -> None:
         check_time("alpha", alpha)
         check_time("beta", beta)
@@ -142,7 +142,7 @@ class _Program:
         self.sizes = tuple(sizes)
         self.alpha = alpha
         self.beta = beta
-        self.in_order = in_order
+        self.merge = merge
         self.clock: list[float] = []
         self.ready: list[int] = [-1] * len(sizes)
         self.need: list[int] = [-1] * len(sizes)
@@ -201,8 +201,6 @@ class _Program:
         for index, (_, ready, need, seconds) in enumerate(buckets):
             if ready > issue:
                 issue = ready
-            elif self.in_order:
-                return inf, []
             if need < issue:
                 return inf, []
             while waits[done][0] < issue:
@@ -253,6 +251,9 @@ def _starts(program: _Program) -> list[list[_Bucket]]:
     by_ready = sorted(members, key=program.ready.__getitem__)
     by_need = sorted(members, key=program.need.__getitem__)
     starts = [[program.bucket([member]) for member in by_ready]]
+    if not program.merge:
+        starts.append(_earliest_need_first(program, starts[0]))
+        return starts
     times = [program.clock[program.ready[member]] for member in by_ready]
     cuts = optimal_cuts(times, [program.sizes[member] for member in by_ready], program.alpha, program.beta)
     starts.append([bucket for begin, end in cuts.buckets for bucket in _cut(program, by_ready[begin:end], inf)])
@@ -376,6 +377,8 @@ def _around(program: _Program, plan: list[_Bucket], chain: Sequence[int]) -> Ite
 
 def _merged(program: _Program, plan: list[_Bucket], first: int, last: int) -> list[_Bucket]:
     """The plan with the pairs (i, i + 1), first <= i < last, merged that can be, each bucket in one pair at most."""
+    if not program.merge:
+        return plan
     made: list[_Bucket] = []
     index = first
     while index <= last and index < len(plan):
@@ -438,7 +441,7 @@ def _exact(program: _Program, incumbent: list[_Bucket]) -> list[_Bucket]:
         left = full ^ mask
         part = left
         while part and labels[mask]:
-            if program.in_order and bucket[part].ready < bucket[mask].ready:
+            if not program.merge and part & (part - 1):  # more than one member
                 part = (part - 1) & left
                 continue
             issue, need = max(bucket[mask].ready, bucket[part].ready), bucket[part].need

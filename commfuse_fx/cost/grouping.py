@@ -168,8 +168,7 @@ class _Graph:
             items.extend(sorted(events[place], key=lambda item: item[0], reverse=True))
             reached = place
         items.append(("run", self.clock[-1] - self.clock[reached]))
-        # Starts stand where their inputs are ready, whatever is needed first.
-        plan = optimal_plan(items, sizes, alpha, beta, in_order=True)
+        plan = optimal_plan(items, sizes, alpha, beta)
         return [[starts[i] for i in bucket] for bucket in plan.buckets], "fewest and earliest for their consumers"
 
     def _across(self, starts: list[fx.Node], sizes: list[int]) -> tuple[list[list[fx.Node]], str] | None:

@@ -77,20 +77,14 @@ def test_exact_plan_of_five_matches_every_legal_plan() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(programs(4), alphas, st.sampled_from([0.0, 1.0]))
-def test_plan_in_order_matches_every_legal_plan_in_order(
+def test_order_without_merging_matches_every_order(
     program: tuple[list[Item], list[float]], alpha: float, beta: float
 ) -> None:
     items, sizes = program
-    ready = {int(member): at for at, (kind, member) in enumerate(items) if kind == "ready"}
-
-    def is_in_order(plan: Sequence[Sequence[int]]) -> bool:
-        issued = [max(ready[member] for member in bucket) for bucket in plan]
-        return issued == sorted(issued)
-
-    best, _ = min(every_plan(items, sizes, alpha, beta, is_in_order))
+    best, _ = min(every_plan(items, sizes, alpha, beta, lambda plan: all(len(bucket) == 1 for bucket in plan)))
     for exact_limit in (8, 0):
-        plan = optimal_plan(items, sizes, alpha, beta, exact_limit, in_order=True)
-        assert is_in_order(plan.buckets)
+        plan = optimal_plan(items, sizes, alpha, beta, exact_limit, merge=False)
+        assert all(len(bucket) == 1 for bucket in plan.buckets)
         assert plan.finish == simulate_plan(items, sizes, alpha, beta, plan.buckets)
         assert plan.finish >= best and (plan.finish == best or not exact_limit)
 
