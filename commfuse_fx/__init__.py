@@ -31,9 +31,10 @@ from commfuse_fx.inspect.lockstep import lockstep
 from commfuse_fx.lowered import Collective, Lowered
 from commfuse_fx.marks import set_comm_fusion
 from commfuse_fx.runtime.world import get_group_size, get_rank, init
+from commfuse_fx.saved import load
 from commfuse_fx.sharding import plans
-from commfuse_fx.sharding.marks import shard
 from commfuse_fx.sharding.register import register_rule
+from commfuse_fx.sharding.shard import shard
 from commfuse_fx.step import CompiledStep
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "get_group_size",
     "get_rank",
     "init",
+    "load",
     "lockstep",
     "ops",
     "plans",

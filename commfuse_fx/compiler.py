@@ -19,6 +19,7 @@ from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
+from commfuse_fx.inspect.watch import graph_log
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import OptimizerInfo, Program
@@ -44,7 +45,7 @@ from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
-from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord
+from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
@@ -87,10 +88,11 @@ def batch_ways(marks: Marks, mesh: Mesh, config: CompileConfig) -> int:
 @dataclass(frozen=True)
 class Variant:
     """One way to plan a step. across_steps: communication may run on into the next one. postponed: compute that can
-    wait stands behind the last gradient."""
+    wait stands behind the last gradient; last_layers: that of the last layers."""
 
     across_steps: bool = False
     postponed: bool = False
+    last_layers: bool = False
 
 
 def variants(config: CompileConfig, nodes: int) -> list[Variant]:
@@ -99,6 +101,8 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     found.append(Variant())
     if config.comm_fusion.is_optimal and nodes <= MANY_NODES:
         found += [replace(each, postponed=True) for each in found]
+        if config.across_steps:
+            found.append(Variant(across_steps=True, postponed=True, last_layers=True))
     return found[:1] if config.schedule == "none" or nodes > MOST_NODES else found
 
 
@@ -119,7 +123,7 @@ def build_pipeline(
     passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
     passes.append(UpdateParameters())
     if costs is not None and variant.postponed:
-        passes.append(PostponeGradients(costs))
+        passes.append(PostponeGradients(costs, variant.last_layers))
     passes += [
         FuseCollectives(config.comm_fusion, costs, variant.across_steps),
         FlattenStorage(flat_updates, singles=costs is not None),
@@ -212,6 +216,8 @@ def compile_call(
             if ways != sharding.batch_ways:
                 raise OtherBatch(ways)
         captured = program.copy() if keep_captured else None
+        if (watcher := graph_log()) is not None:
+            watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding)
     return Compiled(program, captured, pipeline, records, seconds)
 
@@ -229,29 +235,33 @@ def plan_step(
         build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding)
         for variant in variants(config, len(program.graph.nodes))
     ]
-    return _fastest(program, pipelines, check)
+    return _fastest(program, pipelines, check, graph_log())
 
 
 _Planned = tuple[Program, PassPipeline, list[PassRecord]]
 
 
 def _fastest(
-    program: Program, pipelines: Sequence[PassPipeline], check: Callable[[Program, str], None] | None
+    program: Program,
+    pipelines: Sequence[PassPipeline],
+    check: Callable[[Program, str], None] | None,
+    watcher: Watcher | None = None,
 ) -> _Planned:
     """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result."""
     if len(pipelines) == 1:
-        return program, pipelines[0], pipelines[0].run(program, check)
+        return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
     shared = _shared_passes(pipelines)
-    begun = pipelines[0].run(program, check, part=slice(shared))
+    begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
     planned: list[_Planned] = []
     failed: list[TooLittleMemory] = []
     for pipeline in pipelines:
         own = program.copy()
-        first = pipeline.run(own, check, part=slice(shared, shared + 1))
+        first = pipeline.run(own, check, part=slice(shared, shared + 1), watcher=watcher)
         if isinstance(pipeline.passes[shared], PostponeGradients) and not first[0].modified:
             continue  # the same as without that pass
         try:
-            records = [*begun, *first, *pipeline.run(own, check, part=slice(shared + 1, None))]
+            rest = pipeline.run(own, check, part=slice(shared + 1, None), watcher=watcher)
+            records = [*begun, *first, *rest]
             planned.append((own, pipeline, records))
         except TooLittleMemory as error:
             failed.append(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.pipeline import PassRecord
+from commfuse_fx.pipeline import PassPipeline, PassRecord
 
 
 @dataclass(frozen=True)
@@ -94,18 +93,28 @@ class Lowered:
         pass_records: Sequence[PassRecord],
         replay: Callable[[], Mapping[str, Snapshot]],
         call: LoweredCall,
+        captured: Program | None = None,
+        pipeline: PassPipeline | None = None,
     ) -> None:
         self._program = program
         self._rank = rank
         self._replay = replay
         self._call = call
+        self._captured = captured
+        self.pipeline = pipeline
+        """The passes that made the final graph of the captured one; None where that is not known."""
         self.pass_records = tuple(pass_records)
-        """What each pass did and how long it took."""
+        """What each pass did and how long it took; empty for a step that was loaded."""
 
     @property
     def program(self) -> Program:
         """A copy of the final graph with what its inputs and outputs mean: what passes work on."""
         return self._program.copy()
+
+    @property
+    def captured(self) -> Program | None:
+        """A copy of the graph before all passes; None where it was not kept."""
+        return None if self._captured is None else self._captured.copy()
 
     @cached_property
     def graph_module(self) -> fx.GraphModule:
@@ -140,7 +149,7 @@ class Lowered:
         return self._canonical
 
     def to_json(self) -> str:
-        """The final graph as JSON: `{"schema", "header", "nodes"}`."""
+        """The final graph as JSON, `{"schema", "header", "nodes", "program"}`, which `cf.load` reads from a file."""
         return to_json(self._program)
 
     @cached_property
@@ -183,21 +192,12 @@ class Lowered:
         return priced_for(given, device, program.mesh, specs)
 
     def dump(self, directory: str | Path) -> Path:
-        """Write `rank<r>/` under `directory`: index.json, one text per stage, the final graph as text and JSON.
+        """Write `rank<r>/` under `directory`: index.json and, beside it, one text per stage, the final and the captured
+        graph as data, the explanation, the graph for Graphviz, and a report for a browser.
 
-        Returns the folder of this rank. Existing files of the same names are replaced.
+        Returns the folder of this rank. Files of an earlier dump there are replaced or removed, other files stay.
+        Raises ConfigValueError, which names the folder, where it cannot be written.
         """
-        folder = Path(directory) / f"rank{self._rank}"
-        (folder / "stages").mkdir(parents=True, exist_ok=True)
-        stages = []
-        for number, (name, snapshot) in enumerate(self.stages.items()):
-            path = folder / "stages" / f"{number:02d}-{name}.txt"
-            path.write_text(snapshot.text())
-            stages.append({"pass": name, "modified": snapshot.modified, "file": f"stages/{path.name}"})
-        files = {"text": "graph.txt", "json": "graph.json", "explain": "explain.txt"}
-        (folder / files["text"]).write_text(self.text())
-        (folder / files["json"]).write_text(self.to_json())
-        (folder / files["explain"]).write_text(self.explain().text())
-        index = {"schema": 1, "rank": self._rank, "fingerprint": self.fingerprint, **files, "stages": stages}
-        (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n")
-        return folder
+        from commfuse_fx.inspect.dump import dump  # which reads a Lowered
+
+        return dump(self, self._rank, directory)

@@ -43,6 +43,22 @@ class PassRecord:
     nodes_after: int
 
 
+class Watcher(Protocol):
+    """Looks on while passes run. It changes nothing."""
+
+    def before(self, name: str, program: Program) -> None:
+        """The pass of this name is about to run."""
+        ...
+
+    def after(self, record: PassRecord, program: Program) -> None:
+        """A pass has run, and its result was verified if results are."""
+        ...
+
+    def failed(self, name: str, error: Exception) -> None:
+        """The pass of this name, or the verification of its result, has raised."""
+        ...
+
+
 @dataclass(frozen=True)
 class PassPipeline:
     passes: tuple[Pass, ...]
@@ -61,18 +77,33 @@ class PassPipeline:
         check: Callable[[Program, str], None] | None = None,
         observers: Sequence[Callable[[str, Program], None]] = (),
         part: slice = slice(None),
+        watcher: Watcher | None = None,
     ) -> list[PassRecord]:
         """Apply all passes, or a part of them. `check(program, pass name)` verifies after each; observers see each
-        result."""
+        result, and a watcher also what fails."""
         records: list[PassRecord] = []
         for item in self.passes[part]:
-            before = len(program.graph.nodes)
-            start = time.perf_counter()
-            modified = item(program)
-            seconds = time.perf_counter() - start
-            records.append(PassRecord(item.name, modified, seconds, before, len(program.graph.nodes)))
-            if check is not None:
-                check(program, item.name)
+            if watcher is not None:
+                watcher.before(item.name, program)
+            try:
+                record = _apply(item, program)
+                if check is not None:
+                    check(program, item.name)
+            except Exception as error:
+                if watcher is not None:
+                    watcher.failed(item.name, error)
+                raise
+            records.append(record)
             for observe in observers:
                 observe(item.name, program)
+            if watcher is not None:
+                watcher.after(record, program)
         return records
+
+
+def _apply(item: Pass, program: Program) -> PassRecord:
+    before = len(program.graph.nodes)
+    start = time.perf_counter()
+    modified = item(program)
+    seconds = time.perf_counter() - start
+    return PassRecord(item.name, modified, seconds, before, len(program.graph.nodes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,14 +18,16 @@ from commfuse_fx.config import CompileConfig
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo
+from commfuse_fx.logs import logger
 from commfuse_fx.optim import check_optimizer, describe_optimizer
 from commfuse_fx.passes.divide import Layouts
 from commfuse_fx.progress import progress
+from commfuse_fx.publish import is_dumped, publish
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.storage import LayoutConflict
 from commfuse_fx.sharding.marks import collect
 
-log = logging.getLogger("commfuse_fx")
+_RETRACE, _PLAN = logger("retrace"), logger("plan")
 
 MAX_GRAPHS = 16
 """Graphs kept per compiled step; the least recently used one goes first."""
@@ -65,12 +66,14 @@ class Planner:
         optimizer: torch.optim.Optimizer | None,
         config: CompileConfig,
         mesh: Mesh,
+        rank: int = 0,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
         self.mesh = mesh
+        self.rank = rank
         self.watch = Watch(model, optimizer)
         self.plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._last: Signature | None = None
@@ -99,7 +102,7 @@ class Planner:
         if plan is None:
             signature = self.signature(call)
             if self._last is not None:
-                log.info("re-tracing: %s", signature.difference(self._last))
+                _RETRACE.info("re-tracing: %s", signature.difference(self._last))
             plan = self._keep(signature, Plan(self._compile(call)))
             self._last = signature
         return plan
@@ -118,7 +121,7 @@ class Planner:
 
     def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
         """Compile the plan again so that it suits the optimizer's present state."""
-        log.info("re-planning the update: %s", conflict)
+        _PLAN.info("re-planning the update: %s", conflict)
         plan.flat_updates = False
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
@@ -184,18 +187,12 @@ class Planner:
                 optimizer,
                 sliced,
                 flat_updates,
-                keep_captured,
+                keep_captured or is_dumped(),
                 sharding,
             )
-        for record in compiled.records:
-            log.debug(
-                "pass %s: %s, %d -> %d nodes, %.1f ms",
-                record.name,
-                "modified" if record.modified else "unchanged",
-                record.nodes_before,
-                record.nodes_after,
-                record.seconds * 1e3,
-            )
+        publish(compiled, self.rank)
+        if not keep_captured:
+            compiled.captured = None
         return compiled
 
     def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:

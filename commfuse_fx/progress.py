@@ -1,7 +1,9 @@
-"""A line on stderr while the user waits; nothing when stderr is not a terminal or rich is not installed."""
+"""A line on stderr while the user waits; nothing when stderr is not a terminal or rich is not installed, on other ranks
+than 0, and while log messages go to the same place."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     """Show `what` with a spinner and the elapsed time until the block ends."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0" or os.environ.get("COMMFUSE_LOGS"):
         yield
         return
     try:

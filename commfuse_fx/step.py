@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldErr
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.logs import configure_logs
 from commfuse_fx.lowered import Lowered, LoweredCall
 from commfuse_fx.planner import Call, Plan, Planner
 from commfuse_fx.runtime.agreement import Agreement, checksum, hash62
@@ -36,8 +36,6 @@ from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
-
-log = logging.getLogger("commfuse_fx")
 
 
 class CompiledStep:
@@ -55,6 +53,7 @@ class CompiledStep:
         optimizer: torch.optim.Optimizer | None,
         config: CompileConfig,
     ) -> None:
+        configure_logs()
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -63,7 +62,7 @@ class CompiledStep:
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         self.mesh = _mesh_of(config)
         self.config = config = _priced(config, model, self.mesh)
-        self.planner = Planner(model, loss_fn, optimizer, config, self.mesh)
+        self.planner = Planner(model, loss_fn, optimizer, config, self.mesh, self.rank)
         self._groups: Groups | None = None
         self._agreement: Agreement | None = None
         self._pool = FlatPool()
@@ -129,7 +128,10 @@ class CompiledStep:
         self.synchronize()
         with self.shapes_only():
             compiled = self.planner.read(self.planner.take_apart(args, kwargs))
-        return Lowered(compiled.program, self.rank, compiled.records, compiled.replay, LoweredCall(self, args, kwargs))
+        call = LoweredCall(self, args, kwargs)
+        return Lowered(
+            compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline
+        )
 
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
         """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.

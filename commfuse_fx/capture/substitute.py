@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-log = logging.getLogger("commfuse_fx")
+log = logging.getLogger("commfuse_fx.trace")
 
 _OWN = ("_parameters", "_buffers", "_modules")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from commfuse_fx.cost.numbers import check_time, check_times
@@ -18,6 +18,10 @@ from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 PIECES = tuple(int(mebibytes * 2**20) for mebibytes in (0.5, 1, 2, 4, 8, 16, 32))
 """Sizes in bytes that `piece_choices` tries."""
+
+
+_MUCH_LATER = 0.25
+"""Part of the forward."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def piece_choices(
 
     pieces: sizes in bytes to try, besides not cutting. merges: sizes in bytes; for each one, members that follow
     each other in order of readiness are merged until they have that size (a merged member is ready with its last
-    part, needed with its first, and updated as a whole); () keeps the members as they are, which is always tried.
+    part, needed with its first, and updated as a whole); () keeps the members as they are, which is always tried. Where
+    members are ready last and needed late (`_turn`), merges that stop there are tried too.
     Fewer merges come first, then larger pieces; one order is tried once. The other arguments and the errors are those
     of `cyclic_plans`.
     """
@@ -142,8 +147,10 @@ def piece_choices(
         if not all(isinstance(size, int) and size > 0 for size in given):
             raise ConfigValueError(f"{name} is {given!r}; pass positive numbers of bytes")
     seen: dict[tuple[tuple[int, ...], ...], None] = {}
-    for limit in (0, *sorted(merges)):
-        groups = _groups(members, limit)
+    by_ready = sorted(range(len(members)), key=lambda index: members[index].ready)
+    turn = _turn(forward, members, by_ready)
+    for limit, closed in product((0, *sorted(merges)), (0, turn) if turn else (0,)):
+        groups = (*_groups(members, by_ready[:closed], limit), *_groups(members, by_ready[closed:], limit))
         if groups in seen:
             continue
         seen[groups] = None
@@ -161,11 +168,22 @@ def _seconds(nbytes: int, alpha: float, beta: float, host: float) -> float:
     return max(alpha + beta * nbytes, host * nbytes)
 
 
-def _groups(members: Sequence[CyclicMember], limit: int) -> tuple[tuple[int, ...], ...]:
+def _turn(forward: Sequence[float], members: Sequence[CyclicMember], by_ready: Sequence[int]) -> int:
+    """Where, in order of readiness, members begin that the forward needs much later than the one before; 0: nowhere.
+
+    Gradients become ready in the reverse order of need, but for those whose computation was put off to the end.
+    """
+    clock = list(accumulate(forward, initial=0.0))
+    rises = [clock[members[j].need] - clock[members[i].need] for i, j in pairwise(by_ready)]
+    highest = max(rises, default=0.0)
+    return rises.index(highest) + 1 if highest > _MUCH_LATER * clock[-1] else 0
+
+
+def _groups(members: Sequence[CyclicMember], by_ready: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     groups: list[tuple[int, ...]] = []
     group: list[int] = []
     size = 0
-    for index in sorted(range(len(members)), key=lambda i: members[i].ready):
+    for index in by_ready:
         group.append(index)
         size += members[index].nbytes
         if size >= limit:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
@@ -16,60 +14,29 @@ from commfuse_fx.inspect.diff_records import (
     parse_arguments,
     split_members,
 )
-from commfuse_fx.inspect.diff_text import check_schema
+from commfuse_fx.ir.documents import LARGEST, Fields, load_object
 from commfuse_fx.ir.meta import PHASES, contiguous_stride
+from commfuse_fx.ir.serialize import SCHEMA
 
-_LARGEST = 2**63
-
-
-def load_json(text: str, label: str) -> dict[str, Any]:
-    """A JSON object with a schema that can be read. Raises ConfigValueError."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigValueError(
-            f"{label}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); write the dump again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigValueError(f"{label}: this JSON cannot be read ({reason}); write the dump again") from None
-    if not isinstance(found, dict):
-        raise ConfigValueError(f"{label}: the JSON is no object; give the graph.json that Lowered.dump wrote")
-    schema = found.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool):
-        raise ConfigValueError(f'{label}: there is no "schema"; give the graph.json that Lowered.dump wrote')
-    check_schema(str(schema), label)
-    return found
+_TEXTS = ("dtype", "device", "layout", "memory_format", "number", "text")
+"""Values of arguments that are an object with a text."""
 
 
 def read_json(text: str, label: str) -> GraphRecord:
     """Records of a graph as JSON. Raises ConfigValueError that names the place, what is wrong, and the fix."""
     try:
-        return _Reader(load_json(text, label), label).read()
+        return _Reader(load_object(text, label, SCHEMA), label).read()
     except RecursionError:
         raise ConfigValueError(f"{label}: a value is nested too deeply; write the dump again") from None
 
 
-class _Reader:
+class _Reader(Fields):
+    """Reads what can be compared. Unlike `from_json` it takes ops that this process does not know."""
+
     def __init__(self, data: dict[str, Any], label: str) -> None:
+        super().__init__(label)
         self.data = data
-        self.label = label
         self.names: dict[str, None] = {}
-
-    def error(self, place: str, problem: str) -> ConfigValueError:
-        return ConfigValueError(f"{self.label}, {place}: {problem}; write the dump again")
-
-    def get(self, record: Mapping[str, Any], key: str, kind: type[Any], place: str, default: Any = ...) -> Any:
-        value = record.get(key, default)
-        if value is default and default is not ...:
-            return default
-        if value is ...:
-            raise self.error(place, f'"{key}" is missing')
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(f"{place}.{key}", f"this is no {_NOUNS[kind]}")
-        if kind is int and not -_LARGEST < value < _LARGEST:
-            raise self.error(f"{place}.{key}", "this number is too large")
-        return value
 
     def read(self) -> GraphRecord:
         header = self.get(self.data, "header", dict, "the file")
@@ -164,7 +131,7 @@ class _Reader:
 
     def sizes(self, spec: dict[str, Any], key: str, place: str) -> list[int]:
         sizes: list[int] = self.get(spec, key, list, place)
-        if not all(type(size) is int and -_LARGEST < size < _LARGEST for size in sizes):
+        if not all(type(size) is int and -LARGEST < size < LARGEST for size in sizes):
             raise self.error(f"{place}.{key}", "these are not all integers of 64 bits")
         return sizes
 
@@ -180,10 +147,22 @@ class _Reader:
             return value if isinstance(value, str) else str(value)
         if "node" in value:
             return self.reference(value["node"], place)
-        text = value.get("dtype", value.get("text"))
+        if isinstance(value.get("tuple"), list):
+            return self.value(value["tuple"], place)
+        if "complex" in value:
+            return self.complex_number(value["complex"], place)
+        text = next((value[key] for key in _TEXTS if key in value), None)
         if not isinstance(text, str):
-            raise self.error(place, 'an object here has "node", "dtype" or "text"')
+            raise self.error(place, f'an object here has "node", "dtype" or "text", or one of {", ".join(_TEXTS)}')
         return text
+
+    def complex_number(self, parts: Any, place: str) -> str:
+        if not (isinstance(parts, list) and len(parts) == 2):
+            raise self.error(place, "a complex number is two numbers")
+        try:
+            return str(complex(*(float(self.value(each, place)) for each in parts)))
+        except (ValueError, OverflowError):
+            raise self.error(place, "a complex number is two numbers") from None
 
     def extras(self, record: dict[str, Any], place: str) -> tuple[Argument, ...]:
         found = [Argument("kept between steps")] if record.get("kept") else []
@@ -222,6 +201,3 @@ class _Reader:
             None if identity is None else self.get(record, "fusion_id", int, place),
             split_members(", ".join(members)),
         )
-
-
-_NOUNS = {str: "text", int: "integer", list: "list", dict: "object"}

@@ -16,6 +16,7 @@ from commfuse_fx.inspect.diff_records import (
     parse_arguments,
     split_members,
 )
+from commfuse_fx.ir.documents import check_schema
 from commfuse_fx.ir.naming import PHASE_TAG
 from commfuse_fx.ir.text import SCHEMA
 
@@ -32,17 +33,6 @@ _COLLECTIVE = re.compile(
 def read_text(text: str, label: str) -> GraphRecord:
     """Records of a canonical text. Raises ConfigValueError that names the line, what is wrong, and the fix."""
     return _Reader(text, label).read()
-
-
-def check_schema(found: str, label: str) -> None:
-    """Raises ConfigValueError unless this version can be read."""
-    if not (found.isascii() and found.isdecimal() and len(found) < 10 and int(found) > 0):
-        raise ConfigValueError(f"{label}: schema is {found[:40]!r}, not a version number; write the dump again")
-    if int(found) > SCHEMA:
-        raise ConfigValueError(
-            f"{label}: schema is {found}, and this version of commfuse-fx reads schemas up to {SCHEMA}; "
-            "update commfuse-fx, or write the dump with this version"
-        )
 
 
 class _Reader:
@@ -65,7 +55,7 @@ class _Reader:
         if next(iter(header), "") != "schema":
             self.number = 1
             raise self.error("a canonical text begins with `# schema: <version>`")
-        check_schema(header["schema"], self.label)
+        check_schema(header["schema"], self.label, SCHEMA)
         body = self.lines[self.number :]
         start = self.number
         split = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -133,6 +134,9 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
     simulated = {each.name: each for each in simulation.collectives}
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
+    # How many nodes before each place compute; `own`: without those that run in the next step.
+    computing = list(accumulate((_computes(node) for node in nodes), initial=0))
+    own = list(accumulate((_computes(node) and info(node).next_step is None for node in nodes), initial=0))
     sends: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         for start, _ in info(node).sends:
@@ -144,8 +148,11 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
         wait = min((user for user in start.users), key=position.__getitem__)
         ahead = sends.get(start, [])
         issued = min([position[start], *(position[node] for node in ahead)])
-        compute = _computes_between(nodes, issued, wait, position)
         anchor = info(wait).next_step
+        if anchor is None:
+            compute = computing[position[wait]] - computing[issued + 1]
+        else:  # over the end of the step, to the place in the next one
+            compute = own[-1] - own[issued + 1] + own[position[anchor]]
         predicted = simulated[info(start).name]
         text = f"{details.kind} {collective_text(details, program.mesh.size(details.group))}"
         pieces = len(ahead) + max(len(info(start).rest), 1)
@@ -172,12 +179,3 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
     notes = tuple(note for note in program.notes if note.topic != LAYOUT)
     layouts, changes = _layouts(program), tuple(program.redistributions)
     return Explanation(tuple(reports), tuple(flat), notes, simulation, label, layouts, changes)
-
-
-def _computes_between(nodes: list[fx.Node], issued: int, wait: fx.Node, position: dict[fx.Node, int]) -> int:
-    anchor = info(wait).next_step
-    if anchor is None:
-        return sum(1 for node in nodes[issued + 1 : position[wait]] if _computes(node))
-    # Over the end of the step, to the place in the next one.
-    own = [n for i, n in enumerate(nodes) if info(n).next_step is None and (i > issued or i < position[anchor])]
-    return sum(1 for node in own if _computes(node))

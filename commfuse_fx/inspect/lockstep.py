@@ -170,6 +170,11 @@ def lockstep(
         raise ConfigTypeError(f"lowered={lowered!r} is not a lowered step: pass step.lower(*args)")
     if isinstance(drop, str):
         raise ConfigTypeError(f"drop={drop!r} is one string: pass a list of names, [{drop!r}]")
+    if lowered._call.step is None:
+        raise ConfigValueError(
+            "lowered is one that cf.load read: values of constants, model and optimizer are not in its files; pass "
+            "step.lower(*args) of the step itself"
+        )
     size = lowered._call.step.mesh.world
     if world is not None and world != size:
         raise ConfigValueError(

@@ -9,11 +9,21 @@ import torch
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Name -> function of every function that a graph may call, so that saved graphs can be read."""
+
+
+def in_graphs(function: FunctionT) -> FunctionT:
+    """Decorator: graphs may call the function. Raises ValueError when another one has its name."""
+    if FUNCTIONS.setdefault(function.__name__, function) is not function:
+        raise ValueError(f"graphs call another function of the name {function.__name__!r}; rename this one")
+    return function
+
 
 def pure(function: FunctionT) -> FunctionT:
     """Decorator: the function only computes its result, so a call of it may move, and goes when nobody uses it."""
     function.commfuse_pure = True  # type: ignore[attr-defined]
-    return function
+    return in_graphs(function)
 
 
 @pure
@@ -22,6 +32,7 @@ def axis_index(group: str) -> int:
     raise RuntimeError(f"axis_index({group!r}) has a value only on a rank")
 
 
+@in_graphs
 def optimizer_step(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Any:
     """Call the user's optimizer on these gradients. Nothing is known of its effects, so nothing moves across it."""
     raise RuntimeError("optimizer_step is bound to the user's optimizer when the step runs")

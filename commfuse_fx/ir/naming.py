@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -38,6 +39,18 @@ class Names:
         other._next = dict(self._next)
         other._taken = dict(self._taken)
         return other
+
+    def state(self) -> tuple[dict[str, int], list[str]]:
+        """The next number of each numbered name, and the names that are taken: what `restored` takes."""
+        return dict(self._next), list(self._taken)
+
+    @classmethod
+    def restored(cls, numbers: Mapping[str, int], taken: Iterable[str]) -> Names:
+        """Names that go on where others were."""
+        made = cls()
+        made._next = dict(numbers)
+        made._taken = dict.fromkeys(taken)
+        return made
 
     def reserve(self, name: str) -> str:
         """Take exactly this name; a number is added only if it is taken already."""

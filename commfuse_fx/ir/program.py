@@ -106,7 +106,8 @@ class Redistribution:
 
 @dataclass
 class Program:
-    """The unit that passes transform. `batch_axes`: the group of mesh axes over which inputs are divided; "": none."""
+    """The unit that passes transform. `batch_axes`: the group of mesh axes over which inputs are divided; "": none.
+    `torch_version`: of the torch whose ops the graph calls."""
 
     graph: fx.Graph
     mesh: Mesh
@@ -123,6 +124,7 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     redistributions: list[Redistribution] = field(default_factory=list)
     batch_axes: str = ""
+    torch_version: str = torch.__version__.split("+")[0]
 
     def __post_init__(self) -> None:
         self._by_source = {source: node for node, source in self.sources.items()}
@@ -140,6 +142,7 @@ class Program:
         return replace(
             self,
             graph=graph,
+            params=dict(self.params),
             sources={same[node]: source for node, source in self.sources.items()},
             loss=same[self.loss],
             grads={name: same[node] for name, node in self.grads.items()},

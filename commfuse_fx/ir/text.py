@@ -19,7 +19,7 @@ def header(program: Program) -> list[tuple[str, str]]:
     config = program.config
     lines = [
         ("schema", str(SCHEMA)),
-        ("torch", torch.__version__.split("+")[0]),
+        ("torch", program.torch_version),
         ("world", str(program.mesh.world)),
         ("mesh", str(program.mesh)),
         ("step", "train" if program.training else "eval"),

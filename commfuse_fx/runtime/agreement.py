@@ -21,7 +21,7 @@ from commfuse_fx.runtime.distress import Distress, keep_forever
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import world_timeout
 
-log = logging.getLogger("commfuse_fx")
+log = logging.getLogger("commfuse_fx.runtime")
 
 
 def hash62(text: str) -> int:

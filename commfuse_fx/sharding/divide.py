@@ -33,7 +33,7 @@ from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.rules.registry import find_rule
 from commfuse_fx.sharding.values import Value
 
-log = logging.getLogger("commfuse_fx")
+log = logging.getLogger("commfuse_fx.sharding")
 aten = torch.ops.aten
 
 DIVIDED_WEIGHT = 1 << 20

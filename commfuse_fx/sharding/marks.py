@@ -1,37 +1,19 @@
-"""`cf.shard`: give modules, parameters, functions and tensors a layout; the compiler completes the rest."""
+"""The marks that modules and parameters carry: what `cf.shard` has said of their layouts."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from commfuse_fx.capture.provenance import user_line
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.options import show
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.sharding.fit import check_shape
-from commfuse_fx.sharding.layout_op import NodeMark, is_mark, mark_of, mark_tensor, strip_marks
-from commfuse_fx.sharding.logical import kind_of_function, kind_of_module
-from commfuse_fx.sharding.paths import find_modules, find_parameters, nothing_matches
-from commfuse_fx.sharding.plans import Layouts
-from commfuse_fx.sharding.strategy import TensorStrategy, on_axis, parse_tensor, parse_tensors
-from commfuse_fx.sharding.torch_plans import expand_style, is_style
-
-__all__ = ["Marks", "add_module_mark", "collect", "is_mark", "mark_of", "marks_traced", "shard", "strip_marks"]
+from commfuse_fx.sharding.logical import kind_of_module
+from commfuse_fx.sharding.strategy import TensorStrategy
 
 _MARKS = "_commfuse_marks"
-
-_calls: ContextVar[Iterator[int] | None] = ContextVar("commfuse_marked_calls", default=None)
-"""The numbers of marked calls while a step is traced with its marks; None otherwise."""
 
 
 @dataclass(frozen=True)
@@ -92,119 +74,6 @@ class Marks:
         return bool(self.modules or self.parameters)
 
 
-def shard(
-    target: Any,
-    *args: Any,
-    in_strategy: Any = None,
-    out_strategy: Any = None,
-    plan: Any = None,
-    axis: str | None = None,
-    **parameters: Any,
-) -> Any:
-    """Give a module, parameter, function or tensor a layout; `parallel_mode="semi_auto"` completes the rest.
-
-    A strategy says how one tensor is divided. Any of these will do, here for a [rows, columns] tensor on mesh=(2, 4),
-    whose axes are "dp" and "tp":
-
-        (2, 1)                      # slices per dimension: rows in 2, columns whole
-        ("dp", None)                # mesh axes per dimension; (("dp", "tp"), None) divides the rows by both
-        [Shard(0), Replicate()]     # a torch.distributed.tensor placement per mesh axis; None leaves that axis open
-        {"tp": "S(1)"}              # placements by axis, all others left open; "S(1;3)": dimension 1 is 3 blocks
-
-    A module: one strategy per input of forward (None: not marked), and one for each result. Where there is only one,
-    it need not be in a tuple. Parameters are marked by their name in the module. The module itself is returned:
-
-        cf.shard(model.fc, in_strategy=((2, 1),), out_strategy=((2, 4),), weight=(4, 1), bias=(4,))
-
-    Many modules or parameters, by path: `*` stands for part of one component, `**` for any number of components:
-
-        cf.shard(model, "transformer.h.*.mlp.c_fc", weight=(None, "tp"), bias=("tp",))
-        cf.shard(model, "**.c_attn.weight", (None, "tp"))
-
-    A parameter is marked in place and returned:
-
-        cf.shard(model.head.weight, ("tp", None))
-
-    A function: one strategy per tensor argument. Returns the marked function, to be called in forward:
-
-        y = cf.shard(torch.matmul, in_strategy=((2, 1), (1, 4)))(x, w)
-        y = cf.shard(torch.mul, ((8, 1), (8, 1)))(x, w)
-
-    A tensor, inside forward; returns the marked tensor:
-
-        hidden = cf.shard(hidden, ("dp", None, "tp"))
-
-    A plan: path pattern -> strategy of a parameter, `cf.plans.Layouts` of a module, or a style of
-    torch.distributed.tensor.parallel, for which `axis` names the mesh axis (the last one, if not given):
-
-        cf.shard(model, cf.plans.tensor_parallel(model, axis="tp"))
-        cf.shard(model, {"**.up": ColwiseParallel(), "**.down": RowwiseParallel()}, axis="tp")
-
-    Outside of a compiled step marked modules, functions and tensors behave as if they were not marked.
-
-    Slices of one call take the axes of the mesh in the order of its dimensions: in ((2, 1), (1, 4)) of a matmul on
-    mesh=(2, 4) the rows of x are divided by "dp" and the columns of w by "tp"; on mesh=(8,), "dp" is split into "dp.0"
-    and "dp.1". What a call returns may be divided by the axes that its contraction leaves. A marked activation and its
-    gradient get the same layout.
-
-    Raises ConfigTypeError (a target or strategy of the wrong type, a count that is no int) or ConfigValueError (a
-    pattern that matches nothing, a parameter that the module does not have, a strategy that does not fit the shape of
-    a parameter). What depends on the mesh or on the shapes of activations is checked when the step is compiled: names
-    of axes, whether the product of slices divides the world, and two layouts for one parameter.
-    """
-    place = user_line(sys._getframe(1)) or "an interactive line"
-    given = _Arguments(args, in_strategy, out_strategy, plan, axis, parameters, place)
-    if isinstance(target, nn.Module):
-        return _shard_modules(target, given)
-    given.refuse_for_others(target)
-    if isinstance(target, torch.Tensor):
-        strategy = parse_tensor(given.only_strategy("a tensor"), f"{place}: the strategy of a tensor")
-        if isinstance(target, nn.Parameter) and _calls.get() is None:
-            check_shape(strategy, target.shape, f"{place}: the strategy of a parameter")
-            _add(target, ParameterMark(strategy, place))
-            return target
-        return _marked_tensor(target, strategy, place)
-    if callable(target):
-        inputs, outputs = given.in_and_out(f"{place}: ", _name_of(target))
-        return MarkedFunction(target, inputs, outputs, place)
-    hint = "; give the model first: cf.shard(model, pattern, ...)" if isinstance(target, str) else ""
-    raise ConfigTypeError(f"{place}: target is {show(target)}, which is no module, parameter, function or tensor{hint}")
-
-
-@dataclass(frozen=True)
-class MarkedFunction:
-    """A function with layouts for the tensors of its call; outside of a compiled step it is just that function.
-
-    inputs: one strategy per tensor argument, in the order in which they are given, those in lists included.
-    """
-
-    function: Callable[..., Any]
-    inputs: tuple[TensorStrategy | None, ...]
-    outputs: tuple[TensorStrategy | None, ...]
-    place: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ConfigValueError while traced, where there are not as many tensors as strategies."""
-        numbers = _calls.get()
-        if numbers is None:
-            return self.function(*args, **kwargs)
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
-        name = _name_of(self.function)
-        if self.inputs and len(self.inputs) != len(tensors):
-            raise ConfigValueError(
-                f"{self.place}: in_strategy of {name} has {len(self.inputs)} entries, but it is called with "
-                f"{len(tensors)} tensors; give one per tensor, None for one to be left unmarked"
-            )
-        kind = kind_of_function(self.function, tuple(flat[i].ndim for i in tensors))
-        call = _TracedCall(next(numbers), kind, name, 0, self.place)
-        for position, (i, strategy) in enumerate(zip(tensors, self.inputs, strict=False)):
-            if strategy is not None:
-                flat[i] = call.mark(flat[i], strategy, f"in{position}")
-        args, kwargs = pytree.tree_unflatten(flat, structure)
-        return call.mark_results(self.function(*args, **kwargs), self.outputs)
-
-
 def collect(model: nn.Module) -> Marks:
     """All marks on the model's modules and parameters. Tied parameters are one, under their first name."""
     names: dict[int, str] = {}
@@ -212,221 +81,14 @@ def collect(model: nn.Module) -> Marks:
     parameters: list[MarkedParameter] = []
     for name, param in model.named_parameters():
         names[id(param)] = name
-        marks = _marks(param)
+        marks = marks_of(param)
         parameters.extend(MarkedParameter(name, tuple(param.shape), mark) for mark in marks)
     for path, module in model.named_modules():
-        for index, mark in enumerate(_marks(module)):
+        for index, mark in enumerate(marks_of(module)):
             owned = [module.get_parameter(name) for name, _ in mark.parameters]
             named = tuple((names[id(param)], tuple(param.shape)) for param in owned)
             modules.append(MarkedModule(path, index, kind_of_module(module), mark, named))
     return Marks(tuple(modules), tuple(parameters))
-
-
-@contextmanager
-def marks_traced(model: nn.Module) -> Iterator[None]:
-    """While a step is traced: marks of modules, functions and tensors become nodes of the graph."""
-    numbers = count()
-    token = _calls.set(numbers)
-    handles: list[Any] = []
-    try:
-        for path, module in model.named_modules():
-            for index, mark in enumerate(_marks(module)):
-                if mark.on_activations:
-                    hooks = _ModuleHooks(module, path, index, mark, numbers)
-                    handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-                    handles.append(module.register_forward_hook(hooks.after))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        _calls.reset(token)
-
-
-@dataclass(frozen=True)
-class _TracedCall:
-    number: int
-    kind: str
-    subject: str
-    index: int
-    place: str
-    gradient: bool = True
-
-    def mark(self, x: torch.Tensor, strategy: TensorStrategy, position: str) -> torch.Tensor:
-        mark = NodeMark(strategy, self.number, self.kind, self.subject, self.index, position, False, self.place)
-        return mark_tensor(x, mark, self.gradient)
-
-    def mark_results(self, results: Any, strategies: tuple[TensorStrategy | None, ...]) -> Any:
-        """The results of the call, the first tensors of which are marked."""
-        if not any(strategies):
-            return results
-        flat, structure = pytree.tree_flatten(results)
-        tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
-        if len(strategies) > len(tensors):
-            raise ConfigValueError(
-                f"{self.place}: out_strategy of {self.subject} has {len(strategies)} entries, but it returns "
-                f"{len(tensors)} tensors; give at most one per tensor"
-            )
-        for position, (i, strategy) in enumerate(zip(tensors, strategies, strict=False)):
-            if strategy is not None:
-                flat[i] = self.mark(flat[i], strategy, f"out{position}")
-        return pytree.tree_unflatten(flat, structure)
-
-
-@dataclass
-class _ModuleHooks:
-    """Marks inputs and results of one module. Calls may nest: activation checkpointing runs a module inside another."""
-
-    module: nn.Module
-    path: str
-    index: int
-    mark: ModuleMark
-    numbers: Iterator[int]
-    open: list[_TracedCall] = field(default_factory=list)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mark = self.mark
-        kind = kind_of_module(module)
-        call = _TracedCall(next(self.numbers), kind, self.path, self.index, mark.place, mark.gradient)
-        self.open.append(call)
-        given, named = list(args), dict(kwargs)
-        for key, strategy in mark.inputs:
-            held, at = self._slot(key, given, named)
-            if not isinstance(held[at], torch.Tensor):
-                raise ConfigValueError(
-                    f"{mark.place}: input {at!r} of module {self.path or 'the model'} is marked {strategy}, but is "
-                    f"{show(held[at])}; give None for what is no tensor"
-                )
-            held[at] = call.mark(held[at], strategy, f"in{key}" if isinstance(key, int) else f"in:{key}")
-        return tuple(given), named
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.open.pop().mark_results(output, self.mark.outputs)
-
-    def _slot(self, key: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an input is found: the list or dict that holds it, and its place there."""
-        if isinstance(key, int) and key < len(args):
-            return args, key
-        names = list(inspect.signature(self.module.forward).parameters)
-        name = key if isinstance(key, str) else names[key] if key < len(names) else ""
-        if name in kwargs:
-            return kwargs, name
-        if name in names and names.index(name) < len(args):
-            return args, names.index(name)
-        raise ConfigValueError(
-            f"{self.mark.place}: in_strategy of module {self.path or 'the model'} marks its input {key!r}, but forward "
-            f"is called with {len(args)} positional inputs and {', '.join(kwargs) or 'no named ones'}; give None for "
-            "an input that is not there"
-        )
-
-
-def _marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torch.Tensor:
-    numbers = _calls.get()
-    if numbers is None:
-        return x
-    check_shape(strategy, x.shape, f"{place}: the strategy of a tensor")
-    return _TracedCall(next(numbers), "tensor", "a tensor", 0, place).mark(x, strategy, "in0")
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of `shard` but the target."""
-
-    args: tuple[Any, ...]
-    in_strategy: Any
-    out_strategy: Any
-    plan: Any
-    axis: str | None
-    parameters: Mapping[str, Any]
-    place: str
-
-    def refuse_for_others(self, target: Any) -> None:
-        """What only modules take."""
-        for name, value in (("plan", self.plan), ("axis", self.axis), *self.parameters.items()):
-            if value is not None:
-                raise ConfigTypeError(
-                    f"{self.place}: {name} is {show(value)}, but target is {show(target)}; give a module"
-                )
-
-    def only_strategy(self, subject: str) -> Any:
-        """The one strategy of a tensor, given by position or as in_strategy."""
-        given = [*self.args, *(value for value in (self.in_strategy, self.out_strategy) if value is not None)]
-        if len(given) != 1:
-            raise ConfigTypeError(
-                f"{self.place}: {subject} takes one strategy, not {len(given)}; write cf.shard(x, (2, 1)) or "
-                'cf.shard(x, ("dp", None))'
-            )
-        return given[0]
-
-    def in_and_out(
-        self, prefix: str, subject: str
-    ) -> tuple[tuple[TensorStrategy | None, ...], tuple[TensorStrategy | None, ...]]:
-        """in_strategy and out_strategy, given by name or by position."""
-        named = {"in_strategy": self.in_strategy, "out_strategy": self.out_strategy}
-        if len(self.args) > len(named):
-            raise ConfigTypeError(
-                f"{prefix}{subject} is given {len(self.args)} strategies by position; give in_strategy and "
-                "out_strategy, each with one entry per tensor"
-            )
-        for name, value in zip(named, self.args, strict=False):
-            if named[name] is not None:
-                raise ConfigTypeError(
-                    f"{prefix}{name} of {subject} is given twice, by position and by name; give it once"
-                )
-            named[name] = value
-        inputs, outputs = (parse_tensors(value, f"{prefix}{name} of {subject}") for name, value in named.items())
-        if not (any(inputs) or any(outputs) or self.parameters):
-            raise ConfigTypeError(f"{prefix}{subject} is given no strategy; give in_strategy=, out_strategy= or both")
-        return inputs, outputs
-
-
-def _shard_modules(model: nn.Module, given: _Arguments) -> nn.Module:
-    plan, args = given.plan, given.args
-    if args and plan is None and (isinstance(args[0], (Mapping, Layouts)) or is_style(args[0])):
-        plan, args = args[0], args[1:]
-    if plan is not None:
-        if args or given.parameters or given.in_strategy is not None or given.out_strategy is not None:
-            raise ConfigTypeError(f"{given.place}: a plan is given together with strategies; give them in the plan")
-        _apply_plan(model, plan, given.axis, given.place)
-        return model
-    if given.axis is not None:
-        raise ConfigTypeError(f"{given.place}: axis is {show(given.axis)}, but no plan is given for it; leave it out")
-    if not (args and isinstance(args[0], str)):
-        _mark_module(model, "", given, f"{given.place}: ")
-        return model
-    pattern, rest = args[0], replace(given, args=args[1:])
-    modules = find_modules(model, pattern)
-    parameters = {} if modules else find_parameters(model, pattern)
-    if not modules and not parameters:
-        raise nothing_matches(model, pattern, given.place)
-    for path, module in modules.items():
-        _mark_module(module, path, rest, f"{given.place}: ")
-    if parameters:
-        _mark_parameters(model, parameters, rest)
-    return model
-
-
-def _mark_module(module: nn.Module, path: str, given: _Arguments, prefix: str) -> None:
-    inputs, outputs = given.in_and_out(prefix, path or type(module).__name__)
-    numbered: tuple[tuple[int | str, TensorStrategy], ...] = tuple(
-        (position, strategy) for position, strategy in enumerate(inputs) if strategy is not None
-    )
-    named = tuple((name, parse_tensor(value, f"{prefix}{name}")) for name, value in given.parameters.items())
-    add_module_mark(module, path, ModuleMark(numbered, outputs, named, True, given.place))
-
-
-def _mark_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter], given: _Arguments) -> None:
-    if given.parameters or given.out_strategy is not None:
-        name = next(iter(given.parameters), "out_strategy")
-        raise ConfigTypeError(
-            f"{given.place}: {name} is given for parameter {next(iter(parameters))}; a pattern that names parameters "
-            "takes one strategy"
-        )
-    value = given.only_strategy("a pattern that names parameters")
-    strategy = parse_tensor(value, f"{given.place}: the strategy of parameters")
-    for name in parameters:
-        owner, _, own = name.rpartition(".")
-        mark = ModuleMark((), (), ((own, strategy),), True, given.place)
-        add_module_mark(model.get_submodule(owner), owner, mark)
 
 
 def add_module_mark(module: nn.Module, path: str, mark: ModuleMark) -> None:
@@ -443,82 +105,16 @@ def add_module_mark(module: nn.Module, path: str, mark: ModuleMark) -> None:
             )
         label = f"{path}.{name}" if path else name
         check_shape(strategy, found[name].shape, f"{mark.place}: the strategy of parameter {label}")
-    _add(module, mark)
+    add_mark(module, mark)
 
 
-def _apply_plan(model: nn.Module, plan: Any, axis: str | None, place: str) -> None:
-    if axis is not None and not isinstance(axis, str):
-        raise ConfigTypeError(f"{place}: axis is {show(axis)}; give the name of a mesh axis")
-    if not isinstance(plan, Mapping):
-        plan = {"": plan}
-    for pattern, entry in plan.items():
-        if not isinstance(pattern, str):
-            raise ConfigTypeError(f"{place}: plan has the key {show(pattern)}; give path patterns as keys")
-        modules = {"": model} if pattern == "" else find_modules(model, pattern)
-        parameters = {} if modules else find_parameters(model, pattern)
-        if not modules and not parameters:
-            raise nothing_matches(model, pattern, place)
-        for path, module in modules.items():
-            for layouts in _layouts_of(entry, module, path, pattern, place):
-                add_module_mark(module, path, _mark_of(layouts, path, axis, place))
-        if parameters:
-            if isinstance(entry, (Layouts, list)) or is_style(entry):
-                raise ConfigTypeError(
-                    f"{place}: plan[{pattern!r}] is {show(entry)}, but the pattern names parameters; give a strategy"
-                )
-            strategy = on_axis(parse_tensor(entry, f"{place}: plan[{pattern!r}]"), axis)
-            _mark_parameters(model, parameters, _Arguments((strategy,), None, None, None, None, {}, place))
-
-
-def _layouts_of(entry: Any, module: nn.Module, path: str, pattern: str, place: str) -> list[Layouts]:
-    """What a plan says of one module: one or several layouts or styles."""
-    entries = entry if isinstance(entry, list) else [entry]
-    found: list[Layouts] = []
-    for each in entries:
-        if isinstance(each, Layouts):
-            found.append(each)
-        elif is_style(each):
-            found.extend(expand_style(each, module, path, place))
-        else:
-            raise ConfigTypeError(
-                f"{place}: plan[{pattern!r}] is {show(each)}, but the pattern names modules; give "
-                "cf.plans.Layouts(...) or a style of torch.distributed.tensor.parallel"
-            )
-    return found
-
-
-def _mark_of(layouts: Layouts, path: str, axis: str | None, place: str) -> ModuleMark:
-    prefix = f"{place}: "
-
-    def one(value: Any, name: str) -> TensorStrategy:
-        return on_axis(parse_tensor(value, f"{prefix}{name}"), axis)
-
-    def several(value: Any, name: str) -> list[TensorStrategy | None]:
-        found = parse_tensors(value, f"{prefix}{name} of {path}")
-        return [None if strategy is None else on_axis(strategy, axis) for strategy in found]
-
-    inputs: list[tuple[int | str, TensorStrategy]] = [
-        (position, strategy)
-        for position, strategy in enumerate(several(layouts.in_strategy, "in_strategy"))
-        if strategy is not None
-    ]
-    inputs.extend((name, one(value, name)) for name, value in layouts.keywords.items())
-    outputs = tuple(several(layouts.out_strategy, "out_strategy"))
-    named = tuple((name, one(value, name)) for name, value in layouts.parameters.items())
-    return ModuleMark(tuple(inputs), outputs, named, layouts.gradient, place)
-
-
-def _marks(holder: nn.Module | torch.Tensor) -> tuple[Any, ...]:
+def marks_of(holder: nn.Module | torch.Tensor) -> tuple[Any, ...]:
+    """The marks of one module or parameter, in the order in which they were made."""
     found: tuple[Any, ...] = getattr(holder, _MARKS, ())
     return found
 
 
-def _add(holder: nn.Module | torch.Tensor, mark: Any) -> None:
+def add_mark(holder: nn.Module | torch.Tensor, mark: Any) -> None:
     """Add a mark, unless the same line has said the same before."""
-    if mark not in _marks(holder):
-        setattr(holder, _MARKS, (*_marks(holder), mark))
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    name = str(getattr(function, "__name__", None) or show(function))
-    return f"torch.{name}" if getattr(torch, name, None) is function else name
+    if mark not in marks_of(holder):
+        setattr(holder, _MARKS, (*marks_of(holder), mark))

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import commfuse_fx as cf
-from commfuse_fx.cli import _write_whole, main
+from commfuse_fx.cli import main
 from commfuse_fx.cost import calibrate as module
 from commfuse_fx.cost.calibrate import Calibration, calibrate
 from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.presets import preset, resolve_cluster
 from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_step
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.writing import write_whole
 from tests.distributed.harness import Ranks, rank_environment
 from tests.distributed.models import adamw, assert_same, compiled, mlp, snapshot, xy
 
@@ -184,17 +185,17 @@ def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(tmp_path
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
-    _write_whole(path, "old")
+    write_whole(path, "old")
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("commfuse_fx.cli.os.replace", interrupted)
+        patch.setattr("commfuse_fx.writing.os.replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            _write_whole(path, "new")
+            write_whole(path, "new")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("mine.json", "old")]
-    _write_whole(path, "new")
+    write_whole(path, "new")
     assert path.read_text() == "new"
 
 
@@ -217,7 +218,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "required: COMMAND"),
         (("calibrat",), "invalid choice: 'calibrat'"),
         (("calibrate", "--seconds", "soon"), "'soon' must be a positive number of seconds"),
         (("calibrate", "--seconds", "0"), "'0' must be a positive number of seconds"),
@@ -247,7 +247,7 @@ def test_failures_and_interrupts_have_their_own_codes(
 
         return init
 
-    monkeypatch.setattr("commfuse_fx.cli.init", fails(RuntimeError("no route to host\nmore")))
+    monkeypatch.setattr("commfuse_fx.commands.calibrate.init", fails(RuntimeError("no route to host\nmore")))
     assert run(capsys, "calibrate")[::2] == (1, "commfuse: RuntimeError: no route to host (--traceback shows where)\n")
-    monkeypatch.setattr("commfuse_fx.cli.init", fails(KeyboardInterrupt()))
+    monkeypatch.setattr("commfuse_fx.commands.calibrate.init", fails(KeyboardInterrupt()))
     assert run(capsys, "calibrate")[::2] == (130, "commfuse: interrupted\n")

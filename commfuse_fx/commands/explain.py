@@ -1,0 +1,55 @@
+"""`commfuse explain TARGET|SAVED`: why a graph is as it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from commfuse_fx.commands.options import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
+from commfuse_fx.commands.sources import compiled_or_saved, prices
+
+_DESCRIPTION = f"""\
+Say why a graph is as it is: its buckets, merges that were illegal, parameters that are not reduced; and for each
+collective how much of it is predicted to be hidden behind compute, and why the rest is not.
+
+{TARGETS}
+
+{SAVED}
+"""
+
+_EPILOG = f"""\
+examples:
+  commfuse explain train.py:make --devices 8 --fusion optimal --cluster gloo-10gbit
+  commfuse explain before/                        # what lowered.dump("before") has written
+  commfuse explain before/ --cluster gloo-1gbit   # the same graph, priced for another cluster
+
+{EXIT_CODES}
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the subparsers of the command line."""
+    command = commands.add_parser(
+        "explain",
+        help="say why a graph is as it is",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("source", metavar="TARGET|SAVED", help="what to compile, or what was saved")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    add_compile(command)
+    add_common(command)
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = compiled_or_saved(options).explain(prices(options))
+    if options.json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        sys.stdout.write(found.text())
+    return 0

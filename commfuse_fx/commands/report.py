@@ -1,0 +1,70 @@
+"""`commfuse report TARGET|SAVED`: write a page about a step for a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from commfuse_fx.commands.files import check_writable, write_result
+from commfuse_fx.commands.options import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
+from commfuse_fx.commands.sources import compiled_or_saved, prices
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.report.page import report
+
+_DESCRIPTION = f"""\
+Write one HTML file about a step: its graph by module, its collectives and the predicted timeline. It needs no network.
+
+{TARGETS}
+
+{SAVED}
+"""
+
+_EPILOG = f"""\
+examples:
+  commfuse report train.py:make --devices 8 --cluster gloo-1gbit
+  commfuse report before/ --out before.html
+
+{EXIT_CODES}
+"""
+
+_HEAD_BYTES, _TITLE = 4096, b"<title>Compiled training step</title>"
+"""What a report is known by."""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the subparsers of the command line."""
+    command = commands.add_parser(
+        "report",
+        help="write a page about a step for a browser",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("source", metavar="TARGET|SAVED", help="what to compile, or what was saved")
+    command.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("report.html"), help="where to write it (default: %(default)s)"
+    )
+    command.add_argument("--force", action="store_true", help="replace FILE even if it is no report")
+    add_compile(command)
+    add_common(command)
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    path = options.out
+    check_writable(path, "--out")
+    if path.exists() and not options.force and not _is_report(path):
+        raise ConfigValueError(f"--out {path} exists and is no report of commfuse: give another name, or --force")
+    lowered = compiled_or_saved(options)
+    write_result(path, report(lowered, prices(options)), "--out")
+    print(path)
+    return 0
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return head.startswith(b"<!DOCTYPE html>") and _TITLE in head
