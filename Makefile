@@ -20,7 +20,7 @@ demo: $(STAMP) ## train the digits example on NPROC (2) processes and show the c
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(NPROC) examples/train_digits.py --dump-graph $(ARGS)
 
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check

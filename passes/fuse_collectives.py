@@ -25,7 +25,7 @@ from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.simplify import replace_all
 
-log = logging.getLogger("commfuse_fx")
+log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,23 @@ class _Order:
                 self._emit(node)
         for start in [node for node in self.emitted if node in self.missing]:
             self._emit(wait_of(start))
+            self._emit_ready_users(wait_of(start))
         for node in late:
             self._emit(node)
         for node in self.nodes[:-1]:
             self._emit(node)
         return [*self.emitted, output]
+
+    def _emit_ready_users(self, node: fx.Node) -> None:
+        """What else follows from a result, but for updates: it runs while the next result is on the wire."""
+        pending = list(node.users)
+        while pending:
+            user = pending.pop()
+            if info(user).phase == "update" or user in self.emitted or user.op == "output":
+                continue
+            if all(other in self.emitted for other in self.dependence.direct[user]):
+                self._emit(user)
+                pending.extend(user.users)
 
     def _emit(self, node: fx.Node) -> None:
         """Emit a node after whatever it still needs; iterative, since chains of lazy nodes can be long."""

@@ -1,12 +1,14 @@
 """Compute the last gradient earlier, and behind it what others have been waiting for.
 
 When the last gradient to become ready is a large one (an embedding's, say), nothing is left to compute while it
-is on the wire. Gradients of weights are needed by nobody but their own collectives: those that stand just before
-it can as well be computed after it.
+is on the wire. Gradients of weights are needed by nobody but their own collectives: others can as well be
+computed after it. Those that stand just before it hold least memory in the meantime; those of the last layers,
+with which the backward begins, have the most time when it is the next step's forward that waits for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,9 +23,13 @@ from commfuse_fx.ir.program import Program
 
 @dataclass(frozen=True)
 class PostponeGradients:
-    """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral."""
+    """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral.
+
+    `last_layers`: that of the gradients with which the backward begins, instead of those just before the last one.
+    """
 
     costs: CostModel
+    last_layers: bool = False
     name: str = "postpone_gradients"
     requires: tuple[str, ...] = ("reduced", "updated")
     ensures: tuple[str, ...] = ()
@@ -52,15 +58,13 @@ class PostponeGradients:
         nodes = list(program.graph.nodes)
         candidates: list[fx.Node] = []
         left = self.costs.cost_of(last, mesh=program.mesh).seconds
-        for node in reversed(nodes[: nodes.index(last)]):
-            if left <= 0 or info(node).phase != "backward":
+        backward = _backward(nodes[: nodes.index(last)])
+        for node in backward if self.last_layers else reversed(backward):
+            if left <= 0:
                 break
-            if node in needed or is_start(node):
-                continue
-            if is_opaque(node) or draws_random_numbers(node.target):
-                break
-            candidates.append(node)
-            left -= self.costs.compute_seconds(node)
+            if node not in needed and not is_start(node):
+                candidates.append(node)
+                left -= self.costs.compute_seconds(node)
         chosen = dict.fromkeys(candidates)
         moved: dict[fx.Node, None] = {}
         for node in nodes[: nodes.index(last)]:
@@ -69,6 +73,15 @@ class PostponeGradients:
                     return {}
                 moved[node] = None
         return moved
+
+
+def _backward(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The end of these nodes, as far back as all are of the backward and known to have no effect on others."""
+    for i in range(len(nodes) - 1, -1, -1):
+        node = nodes[i]
+        if info(node).phase != "backward" or is_opaque(node) or draws_random_numbers(node.target):
+            return list(nodes[i + 1 :])
+    return list(nodes)
 
 
 def _role(start: fx.Node) -> str:

@@ -201,7 +201,7 @@ def _bert_config() -> Any:
     return BertConfig(
         vocab_size=61,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=48,
         max_position_embeddings=16,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx import compiler
 from tests.models import (
+    BERT_CLASSIFIER,
+    BERT_MLM,
     CASES,
     CONTRASTIVE,
     CONV,
@@ -65,11 +67,33 @@ COSTED: dict[str, dict[str, Any]] = {
     "auto-across": {**ACROSS_STEPS, "comm_fusion": None},
     "off-across": APART_ACROSS_STEPS,
 }
+SENT: list[tuple[str, Any]] = [("auto", None), ("off", OFF), ("optimal", OPTIMAL)]
 # One step after another, and communication that runs on into the next step.
 PLANS: dict[str, dict[str, Any]] = {"plain": {}, "across": ACROSS_STEPS, "apart-across": APART_ACROSS_STEPS}
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+def turns(plans: Iterable[str]) -> list[Any]:
+    """(case, plan, ranks): every case with every plan, some on 2 ranks and some on 4.
+
+    The two BERTs, which are one model with two heads, share the plans.
+    """
+    berts = (BERT_MLM, BERT_CLASSIFIER)
+    found = []
+    for row, case in enumerate(CASES):
+        for column, plan in enumerate(plans):
+            if case in berts and case is not berts[column % 2]:
+                continue
+            world = (2, 4)[(row + column + column // 2) % 2]
+            found.append(pytest.param(case, plan, world, id=f"{case.name}-{plan}-{world}"))
+    return found
+
+
+# On one rank, where nothing is sent, each case once.
+ALONE = [
+    pytest.param(case, list(FUSIONS)[number % len(FUSIONS)], 1, id=f"{case.name}-alone")
+    for number, case in enumerate(CASES)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +113,16 @@ def mark_ids(model: nn.Module, fusion: str) -> None:
             param.comm_fusion = number % 3  # type: ignore[attr-defined]
 
 
-@each_case
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_parameters_after_three_steps(case: Case, world: int, fusion: str) -> None:
+@pytest.mark.parametrize(("case", "fusion", "world"), [*turns(FUSIONS), *ALONE])
+def test_parameters_after_three_steps(case: Case, fusion: str, world: int) -> None:
     model, batches = case.model(), case.batches(3)
     mark_ids(model, fusion)
     want = train_reference(case, model, batches, world, sgd)
     assert_same(train_world(make_world(case, model, world, sgd, FUSIONS[fusion]), batches), want)
 
 
-@each_case
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("plan", COSTED)
-def test_parameters_with_plans_by_cost(case: Case, world: int, plan: str) -> None:
+@pytest.mark.parametrize(("case", "plan", "world"), turns(COSTED))
+def test_parameters_with_plans_by_cost(case: Case, plan: str, world: int) -> None:
     model, batches = case.model(), case.batches(3)
     want = train_reference(case, model, batches, world, sgd)
     assert_same(train_world(make_world(case, model, world, sgd, **COSTED[plan]), batches), want)
@@ -131,8 +151,13 @@ def test_every_fusion_across_steps(case: Case, fusion: str) -> None:
     assert_same(world.models, want)
 
 
-@pytest.mark.parametrize("case", [WIDE, CONV, GPT2], ids=lambda case: case.name)
-@pytest.mark.parametrize("fusion", [None, OFF, OPTIMAL], ids=["auto", "off", "optimal"])
+@pytest.mark.parametrize(
+    ("case", "fusion"),
+    [
+        *(pytest.param(case, fusion, id=f"{case.name}-{name}") for case in (WIDE, CONV) for name, fusion in SENT),
+        pytest.param(GPT2, OPTIMAL, id="gpt2-optimal"),
+    ],
+)
 def test_the_schedule_changes_no_gradient(case: Case, fusion: Any) -> None:
     """Losses of later steps show the parameters of earlier ones, bit by bit but for the rounding of updates."""
     batches = case.batches(4)
@@ -271,7 +296,7 @@ def test_a_world_of_three_and_a_mesh(plan: dict[str, Any]) -> None:
     assert_same(train_world(make_world(DIGITS, model, 4, sgd, mesh=(2, 2), **plan), batches), want * 4)
 
 
-@each_case
+@pytest.mark.parametrize("case", [case for case in CASES if case is not BERT_CLASSIFIER], ids=lambda case: case.name)
 def test_fusion_keeps_the_bits_on_two_ranks(case: Case) -> None:
     (batch,) = case.batches(1, dtype=torch.float32)
     fused, unfused = (

@@ -10,7 +10,7 @@ import torch
 
 from commfuse_fx.lockstep import LockstepWorld
 from tests.models import CONTRASTIVE, DIGITS, GPT2, WIDE, Case, shards
-from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, eager_gradients, make_world, sgd
+from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, cluster, eager_gradients, make_world, sgd
 from tests.test_user_collectives import lockstep, make, one_device
 
 OFF = {"openstate": False}
@@ -61,22 +61,33 @@ def test_gradient_reduction_with_optimal_fusion(case: Case, least: int, world: i
     assert assert_every_collective_matters(ranks, shards(batch, world), want) >= least
 
 
-@pytest.mark.parametrize("plan", [ACROSS_STEPS, APART_ACROSS_STEPS], ids=["optimal", "unfused"])
-@pytest.mark.parametrize("case", [DIGITS, WIDE, GPT2, CONTRASTIVE], ids=lambda case: case.name)
+# Its own collectives are urgent: only where messages are dear does it pay to let the gradients run on.
+LATENT = {**ACROSS_STEPS, "cluster": cluster("latent", 1e-4, 1e7)}
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        *(pytest.param(case, ACROSS_STEPS, id=f"{case.name}-optimal") for case in (DIGITS, WIDE, GPT2)),
+        *(pytest.param(case, APART_ACROSS_STEPS, id=f"{case.name}-unfused") for case in (DIGITS, WIDE)),
+        pytest.param(CONTRASTIVE, LATENT, id="collectives-in-the-model"),
+    ],
+)
 def test_a_reduction_that_the_next_step_waits_for(case: Case, plan: dict[str, Any]) -> None:
     """Dropped in the second of three steps: what the third one leaves in the parameters shows it."""
     batches = case.batches(3)
-    names = make_world(case, case.model(), 2, sgd, **plan).collectives(shards(batches[0], 2)[0])
-    chosen = dict.fromkeys([names[0], names[len(names) // 2], names[-1]])
-    results: dict[str | None, list[torch.Tensor]] = {}
-    for name in (None, *chosen):
+
+    def train(*drop: str) -> tuple[list[torch.Tensor], list[str]]:
         ranks = make_world(case, case.model(), 2, sgd, **plan)
         for number, batch in enumerate(batches):
-            ranks(shards(batch, 2), drop=() if name is None or number != 1 else (name,))
+            ranks(shards(batch, 2), drop=drop if number == 1 else ())
             assert ranks.is_pending
-        results[name] = [param.detach().clone() for each in ranks.models for param in each.parameters()]
-    for name in chosen:
-        same = [torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(results[name], results[None], strict=True)]
+        params = [param.detach().clone() for each in ranks.models for param in each.parameters()]
+        return params, ranks.collectives(shards(batches[0], 2)[0])
+
+    want, names = train()
+    for name in dict.fromkeys([names[0], names[len(names) // 2], names[-1]]):
+        same = [torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(train(name)[0], want, strict=True)]
         assert not all(same), f"dropping {name} went unnoticed"
 
 

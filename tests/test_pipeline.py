@@ -22,6 +22,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.across_steps import AcrossSteps
+from commfuse_fx.passes.issue_by_need import IssueByNeed
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.pipeline import PassPipeline
@@ -43,7 +44,8 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
     plain, by_cost = (build_pipeline(config, mesh).passes for config in configs)
     divided = build_pipeline(configs[0], mesh, sharding=Sharding(collect(torch.nn.Linear(2, 2)))).passes
     costs = cost_model(configs[1].cluster)
-    passes = {each.name: each for each in (*plain, *by_cost, *divided, AcrossSteps(costs), PostponeGradients(costs))}
+    inner = (AcrossSteps(costs), IssueByNeed(costs), PostponeGradients(costs))
+    passes = {each.name: each for each in (*plain, *by_cost, *divided, *inner)}
     assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
     assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]
     for each in passes.values():

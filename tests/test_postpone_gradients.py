@@ -25,7 +25,7 @@ from tests.oracle import (
 )
 
 
-def begun(case: Case, world: int = 2) -> tuple[Program, PostponeGradients]:
+def begun(case: Case, world: int = 2, last_layers: bool = False) -> tuple[Program, PostponeGradients]:
     """A program up to the pass, and the pass."""
     ranks = make_world(case, case.model(torch.float32), world, sgd, OPTIMAL, cluster=SLOW)
     step = ranks.step
@@ -33,7 +33,7 @@ def begun(case: Case, world: int = 2) -> tuple[Program, PostponeGradients]:
     captured = step.planner.read(step.planner.take_apart(batch, {})).captured
     assert captured is not None
     program = captured.copy()
-    pipeline = build_pipeline(step.config, step.mesh, variant=Variant(postponed=True))
+    pipeline = build_pipeline(step.config, step.mesh, variant=Variant(postponed=True, last_layers=last_layers))
     number = next(i for i, each in enumerate(pipeline.passes) if isinstance(each, PostponeGradients))
     pipeline.run(program, verify, part=slice(number))
     found = pipeline.passes[number]
@@ -59,10 +59,28 @@ def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
     assert sum(compute) - max(compute) <= postpone.costs.cost_of(last, mesh=program.mesh).seconds
 
 
+def test_gradients_of_the_last_layers_have_the_most_time() -> None:
+    """They are computed first, needed last by the next forward, and move behind the last gradient."""
+    program, postpone = begun(GPT2, last_layers=True)
+    before = list(program.graph.nodes)
+    last = [node for node in before if is_start(node)][-1]
+    assert postpone(program)
+    verify(program, "postpone_gradients")
+    after = list(program.graph.nodes)
+    moved = [node for node in after[after.index(last) :] if before.index(node) < before.index(last)]
+    computing = [node for node in moved if postpone.costs.compute_seconds(node)]
+    others = [node for node in before if info(node).phase == "backward" and is_start(node) and node not in moved]
+    assert computing and all(before.index(node) < before.index(others[0]) for node in computing)
+
+
+@pytest.mark.parametrize("last_layers", [False, True], ids=["nearest", "last-layers"])
 @pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
 @pytest.mark.parametrize("case", [GPT2, TIED, DIGITS, CONV], ids=lambda case: case.name)
-def test_parameters_are_those_of_one_device(case: Case, across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [Variant(across, postponed=True)])
+def test_parameters_are_those_of_one_device(
+    case: Case, across: bool, last_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = Variant(across, postponed=True, last_layers=last_layers)
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [variant])
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)

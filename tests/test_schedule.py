@@ -79,10 +79,17 @@ def test_the_fastest_by_simulation_is_picked(case: Case, across: bool, cluster: 
     assert seconds(program, cluster) * 1e3 == pytest.approx(times[chosen], abs=2e-3)
 
 
-@each_cluster
-@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
-@pytest.mark.parametrize("fusion", [None, {"openstate": False}, OPTIMAL], ids=["auto", "off", "optimal"])
-@pytest.mark.parametrize("case", [DIGITS, WIDE, TIED, CONTRASTIVE], ids=lambda case: case.name)
+FUSIONS: dict[str, Any] = {"auto": None, "off": {"openstate": False}, "optimal": OPTIMAL}
+# Every case with every fusion, within a step and across steps, on one of the clusters in turn.
+COMPARED = [
+    pytest.param(case, fusion, across, SLOW if (row + column + across) % 2 else FAST, id=f"{case.name}-{name}-{across}")
+    for row, case in enumerate((DIGITS, WIDE, TIED, CONTRASTIVE))
+    for column, (name, fusion) in enumerate(FUSIONS.items())
+    for across in (False, True)
+]
+
+
+@pytest.mark.parametrize(("case", "fusion", "across", "cluster"), COMPARED)
 def test_never_slower_than_unscheduled(case: Case, fusion: Any, across: bool, cluster: cf.ClusterSpec) -> None:
     schedule = cf.ScheduleConfig(across_steps=across)
     step = make_world(case, case.model(), 4, sgd, fusion, cluster=cluster, schedule=schedule).step
@@ -170,13 +177,19 @@ def peaks(case: Case, **options: Any) -> int:
     return peak_memory(lower(case, **options).program)
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
-@pytest.mark.parametrize("case", [DIGITS, WIDE, CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "across"),
+    [
+        *((case, False) for case in (DIGITS, WIDE, CONTRASTIVE)),
+        *((case, True) for case in (DIGITS, WIDE, CONV, CONTRASTIVE, GPT2)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else ("across" if value else "within"),
+)
 def test_the_peak_stays_below_the_limit(case: Case, across: bool) -> None:
     free = peaks(case, schedule=cf.ScheduleConfig(across_steps=across))
     least = least_memory(case, across)
     assert least <= free
-    for limit in sorted({least, (least + free) // 2, free, 2 * free}):
+    for limit in sorted({least, (least + free) // 2, free}):
         schedule = cf.ScheduleConfig(memory_limit=limit, across_steps=across)
         assert peaks(case, schedule=schedule) <= limit
     if least > 1:
@@ -295,17 +308,14 @@ def digest() -> str:
 
 
 def test_hash_seeds_change_nothing() -> None:
-    digests = [
-        subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()[-1]
-        for seed in ("1", "4711")
-    ]
-    assert digests == [digest()] * 2
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "PYTHONHASHSEED": "4711", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == digest()
 
 
 # Wrong annotations.

@@ -235,6 +235,14 @@ def test_small_members_are_merged_and_large_ones_cut() -> None:
     assert cut.plan.period < cyclic_plan([0.05, 0.01], [0.01, 0.02], pair, 1e-5, 1e-9, None).period
 
 
+def test_gradients_that_were_put_off_are_not_merged_with_urgent_ones() -> None:
+    """Two layers of the front, ready last but for one of the back: the forward comes to that much later."""
+    members = [CyclicMember(2**20, 0, 2), CyclicMember(2**20, 1, 0), CyclicMember(2**20, 2, 3)]
+    choices = piece_choices([1.0] * 4, [1.0] * 4, members, 1e-3, 1e-9, merges=(2**30,))
+    groups = list(dict.fromkeys(choice.groups for choice, _ in choices))
+    assert groups == [((0,), (1,), (2,)), ((0, 1, 2),), ((0, 1), (2,))]
+
+
 def test_cyclic_refuses_what_it_cannot_mean() -> None:
     with pytest.raises(ConfigValueError, match=r"members\[0\].ready is 1; pass the index of one of the 1 backward"):
         cyclic_plan([1.0], [1.0], [CyclicMember(1, 1, 0)], 0.0, 1.0, None)

@@ -1,13 +1,10 @@
-"""One pool of rank processes per test process."""
+"""What needs real ranks is marked. With --dist loadgroup all of it runs in one test process, which starts them once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.distributed.harness import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,10 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.dist)
             item.add_marker(pytest.mark.xdist_group("dist"))
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()

@@ -15,7 +15,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import connection, get_context
 from typing import Any
 
@@ -24,6 +26,19 @@ WORLD_TIMEOUT = 60.0
 
 RUN_TIMEOUT = 90.0
 """Seconds until a run counts as hung: all its ranks are killed, and their stacks are shown."""
+
+OWN = 2
+"""How many ranks are started as programs of their own. Later ones, and those that replace a dead one, are forks of a
+server that has imported everything: that saves seconds, but forks of one server share its hash seed and addresses,
+in which ranks must be free to differ."""
+
+IMPORTED = [
+    "commfuse_fx",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+"""What every rank has imported when it starts."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +67,14 @@ class Hung(AssertionError):
 class _Worker:
     """One process, its pipe, and the file that holds what it prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
         self.log = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".log")  # noqa: SIM115
-        self.pipe, theirs = get_context("spawn").Pipe()
-        self.process = get_context("spawn").Process(target=_serve, args=(theirs, self.log.name), daemon=True)
+        context = get_context("spawn" if own else "forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, self.log.name), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -83,10 +102,13 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 class Ranks:
-    """A pool of rank processes. Not thread-safe; close it at the end."""
+    """A pool of rank processes, the first `own` of which are programs of their own. Not thread-safe; close it at the
+    end."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: int = OWN) -> None:
         self._workers: list[_Worker] = []
+        self._own = own
+        self._started = 0
 
     def run(
         self,
@@ -104,7 +126,8 @@ class Ranks:
         import torch.distributed as dist
 
         while len(self._workers) < size:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(self._started < self._own))
+            self._started += 1
         # The store lives here, as torchrun's does in its agent: a rank that dies does not take it along.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = self._workers[:size]
@@ -173,7 +196,11 @@ def _serve(pipe: connection.Connection, log: str) -> None:
 
     import commfuse_fx as cf
 
+    with suppress(ImportError):
+        for name in IMPORTED:
+            import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; looking through it after every run would take most of its time
     while True:
         try:
             function, args, environment, world_timeout = pickle.loads(pipe.recv_bytes())

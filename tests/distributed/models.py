@@ -51,7 +51,7 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     model: nn.Module = GPT2LMHeadModel(config)
     return model

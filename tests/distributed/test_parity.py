@@ -47,7 +47,7 @@ def _build(kind: str, fusion: str) -> torch.nn.Module:
 
 
 def match_ddp(kind: str, fusion: str) -> str:
-    """Three steps, as whole steps and with the user's own optimizer."""
+    """Three steps as whole steps; with and without fusion also with the user's own optimizer."""
     reference = MODELS[kind]()
     make = optimizer_for(kind)
     expected = plain_steps(reference, make(reference), range(3), kind)
@@ -60,6 +60,8 @@ def match_ddp(kind: str, fusion: str) -> str:
     assert_parameters_close(whole, reference)
     if dist.get_rank() == 0:  # DistributedDataParallel sends rank 0's statistics to the others
         torch.testing.assert_close(dict(whole.named_buffers()), dict(reference.named_buffers()))
+    if fusion not in ("auto", "off"):
+        return digest(whole)
 
     own = _build(kind, fusion)
     optimizer = make(own)
@@ -91,7 +93,7 @@ def gradients(kind: str, fusion: str) -> dict[str, torch.Tensor]:
 
 def fused_is_bitwise(kind: str) -> None:
     plain = gradients(kind, "off")
-    for fusion in FUSIONS:
+    for fusion in [name for name in FUSIONS if name != "off"]:
         assert_same(gradients(kind, fusion), plain, fusion)
 
 

@@ -11,13 +11,7 @@ from commfuse_fx.sharding.call import call_of
 from commfuse_fx.sharding.prove import check_call, describe
 from commfuse_fx.sharding.rules import embedding, matmul, slicing, transforms  # noqa: F401  (registers the rules)
 from commfuse_fx.sharding.rules.registry import compute_strategies
-
-aten = torch.ops.aten
-WAYS = pytest.mark.parametrize("ways", [2, 4])
-
-
-def made(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=dtype)
+from tests.sharding.layers import WAYS, aten, made
 
 
 def proved(target: Any, args: list[Any], ways: int) -> set[str]:

@@ -200,9 +200,9 @@ def _swap(model: Any, optimizer: Any) -> None:
 WRITES = [_ema, _set_data, _load, _numpy, _states, _load_states, _no_states, _one_state, _swap]
 
 
-@pytest.mark.parametrize("options", [{}, ACROSS], ids=["", "across"])
+# Before the first step nothing is under way, whatever the schedule.
+@pytest.mark.parametrize(("after", "options"), [(0, {}), (2, {}), (2, ACROSS)], ids=["first", "later", "across"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("after", [0, 2])
 def test_what_the_user_writes_is_taken_over(write: Any, after: int, options: Any) -> None:
     if after == 0 and write in (_states, _one_state):
         after = 1  # there is no state before the first step
