@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -87,12 +87,19 @@ def batch_ways(marks: Marks, mesh: Mesh, config: CompileConfig) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to plan a step. across_steps: communication may run on into the next one. postponed: compute that can
-    wait stands behind the last gradient; last_layers: that of the last layers."""
+    """One way to plan a step.
+
+    across_steps: communication may run on into the next one. postponed: this part of the last gradient's all_reduce is
+    covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
+    just before it, across steps that of the last layers.
+    """
 
     across_steps: bool = False
-    postponed: bool = False
-    last_layers: bool = False
+    postponed: float = 0.0
+
+
+PARTS = (0.3, 0.5, 1.0)
+"""What is tried as `Variant.postponed` across steps."""
 
 
 def variants(config: CompileConfig, nodes: int) -> list[Variant]:
@@ -100,9 +107,9 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     found = [Variant(across_steps=True)] if config.across_steps else []
     found.append(Variant())
     if config.comm_fusion.is_optimal and nodes <= MANY_NODES:
-        found += [replace(each, postponed=True) for each in found]
         if config.across_steps:
-            found.append(Variant(across_steps=True, postponed=True, last_layers=True))
+            found += [Variant(across_steps=True, postponed=part) for part in PARTS]
+        found.append(Variant(postponed=1.0))
     return found[:1] if config.schedule == "none" or nodes > MOST_NODES else found
 
 
@@ -123,7 +130,7 @@ def build_pipeline(
     passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
     passes.append(UpdateParameters())
     if costs is not None and variant.postponed:
-        passes.append(PostponeGradients(costs, variant.last_layers))
+        passes.append(PostponeGradients(costs, last_layers=variant.across_steps, part=variant.postponed))
     passes += [
         FuseCollectives(config.comm_fusion, costs, variant.across_steps),
         FlattenStorage(flat_updates, singles=costs is not None),

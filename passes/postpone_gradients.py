@@ -26,10 +26,12 @@ class PostponeGradients:
     """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral.
 
     `last_layers`: that of the gradients with which the backward begins, instead of those just before the last one.
+    `part`: of what the all_reduce takes; less leaves room for updates, and more of the backward to send in.
     """
 
     costs: CostModel
     last_layers: bool = False
+    part: float = 1.0
     name: str = "postpone_gradients"
     requires: tuple[str, ...] = ("reduced", "updated")
     ensures: tuple[str, ...] = ()
@@ -57,7 +59,7 @@ class PostponeGradients:
         needed = _ancestors(last, before)
         nodes = list(program.graph.nodes)
         candidates: list[fx.Node] = []
-        left = self.costs.cost_of(last, mesh=program.mesh).seconds
+        left = self.part * self.costs.cost_of(last, mesh=program.mesh).seconds
         backward = _backward(nodes[: nodes.index(last)])
         for node in backward if self.last_layers else reversed(backward):
             if left <= 0:

@@ -25,15 +25,15 @@ from tests.oracle import (
 )
 
 
-def begun(case: Case, world: int = 2, last_layers: bool = False) -> tuple[Program, PostponeGradients]:
+def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients]:
     """A program up to the pass, and the pass."""
-    ranks = make_world(case, case.model(torch.float32), world, sgd, OPTIMAL, cluster=SLOW)
+    ranks = make_world(case, case.model(torch.float32), 2, sgd, OPTIMAL, cluster=SLOW)
     step = ranks.step
-    batch = shards(case.batches(1, dtype=torch.float32)[0], world)[0]
+    batch = shards(case.batches(1, dtype=torch.float32)[0], 2)[0]
     captured = step.planner.read(step.planner.take_apart(batch, {})).captured
     assert captured is not None
     program = captured.copy()
-    pipeline = build_pipeline(step.config, step.mesh, variant=Variant(postponed=True, last_layers=last_layers))
+    pipeline = build_pipeline(step.config, step.mesh, variant=variant)
     number = next(i for i, each in enumerate(pipeline.passes) if isinstance(each, PostponeGradients))
     pipeline.run(program, verify, part=slice(number))
     found = pipeline.passes[number]
@@ -43,7 +43,7 @@ def begun(case: Case, world: int = 2, last_layers: bool = False) -> tuple[Progra
 
 @pytest.mark.parametrize("case", [GPT2, TIED], ids=lambda case: case.name)
 def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
-    program, postpone = begun(case)
+    program, postpone = begun(case, Variant(postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
     assert postpone(program)
@@ -61,7 +61,7 @@ def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
 
 def test_gradients_of_the_last_layers_have_the_most_time() -> None:
     """They are computed first, needed last by the next forward, and move behind the last gradient."""
-    program, postpone = begun(GPT2, last_layers=True)
+    program, postpone = begun(GPT2, Variant(across_steps=True, postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
     assert postpone(program)
@@ -73,14 +73,14 @@ def test_gradients_of_the_last_layers_have_the_most_time() -> None:
     assert computing and all(before.index(node) < before.index(others[0]) for node in computing)
 
 
-@pytest.mark.parametrize("last_layers", [False, True], ids=["nearest", "last-layers"])
-@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize(
+    ("across", "part"), [(False, 1.0), (True, 1.0), (True, 0.3)], ids=["within", "across", "across-less"]
+)
 @pytest.mark.parametrize("case", [GPT2, TIED, DIGITS, CONV], ids=lambda case: case.name)
 def test_parameters_are_those_of_one_device(
-    case: Case, across: bool, last_layers: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, across: bool, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = Variant(across, postponed=True, last_layers=last_layers)
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [variant])
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [Variant(across, part)])
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)
