@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,14 @@ def _int(value: Any, where: str, program: Program) -> int:
     if value < 0:
         raise ConfigValueError(f"{where} is {value}; give an int >= 0")
     return value
+
+
+def _float(value: Any, where: str, program: Program) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{where} is {show(value)}; give a number")
+    if not 0 <= value < inf:
+        raise ConfigValueError(f"{where} is {value}; give a number >= 0")
+    return float(value)
 
 
 def _group(value: Any, where: str, program: Program) -> str:
@@ -142,6 +151,7 @@ _LAYOUTS = _Form(_write_layouts, _layouts, "as captured.json says")
 _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
         "bool": _Form(_same, _bool, "true or false"),
+        "float": _Form(_same, _float, "number >= 0"),
         "int": _INT,
         "int | None": _optional(_INT),
         "str": _GROUP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -82,7 +83,8 @@ def shard(
     a parameter). What depends on the mesh or on the shapes of activations is checked when the step is compiled: names
     of axes, whether the product of slices divides the world, and two layouts for one parameter.
     """
-    place = user_line(sys._getframe(1)) or "an interactive line"
+    # Places stand in graphs and dumps, which are the same wherever the project lies: no folders.
+    place = os.path.basename(user_line(sys._getframe(1))) or "an interactive line"
     given = _Arguments(args, in_strategy, out_strategy, plan, axis, parameters, place)
     if isinstance(target, nn.Module):
         return _shard_modules(target, given)
