@@ -15,7 +15,7 @@ from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.profile import StepProfile, matched_to_steps, model_fingerprint, profile_step
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_step, with_overhead
 from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
 from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
@@ -155,7 +155,7 @@ class CompiledStep:
         given = default_cluster(device, self.mesh.world) if given is None else given
         inputs = dict(call.leaves)
         measured = profile_step(executor, inputs, given, rounds, model_fingerprint(params))
-        return matched_to_steps(
+        return with_overhead(
             measured, executor, inputs, lambda: self(*args, **kwargs), self.synchronize, max(rounds, 3)
         )
 

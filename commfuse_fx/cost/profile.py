@@ -36,14 +36,9 @@ from commfuse_fx.options import check_int, show
 from commfuse_fx.runtime.world import is_distributed
 
 if TYPE_CHECKING:
-    from commfuse_fx.ir.program import Program
     from commfuse_fx.runtime.executor import Executor
 
 _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
-
-
-LEAST_FACTOR = 0.5
-"""Nodes that were measured one by one are not made faster than by this, whatever whole steps take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +153,7 @@ def profile_step(
     )
 
 
-def matched_to_steps(
+def with_overhead(
     profile: StepProfile,
     executor: Executor,
     inputs: Mapping[str, torch.Tensor],
@@ -166,7 +161,7 @@ def matched_to_steps(
     finish: Callable[[], Any],
     rounds: int,
 ) -> StepProfile:
-    """The profile with which the simulation of this program takes as long as its real steps do (`matched_to`).
+    """The profile with what real steps take longer than the simulation of the same program, if they do.
 
     run: one step; finish: waits for what it leaves on the wire. The slowest rank counts, by the median of the steps.
     Leaves parameters, buffers, optimizer state and random number generators as they were. All ranks together.
@@ -181,19 +176,9 @@ def matched_to_steps(
             times.append(perf_counter() - start)
         finish()
     everybody = _gather(median(times), dist.get_world_size()) if together else [median(times)]
-    return matched_to(profile, executor.program, max(everybody))
-
-
-def matched_to(profile: StepProfile, program: Program, seconds: float) -> StepProfile:
-    """The profile, if a step of this program takes so many seconds: what the nodes lack is `step.overhead`; if they are
-    too slow together, all are made faster by one factor, since nodes that are measured one by one pay for the clock
-    and for caches that others have used."""
-    played = play(program, CostModel(profile.cluster, profile.node_seconds))
-    lacking = seconds - (played.ended - played.began)
-    if lacking >= 0:
-        return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: lacking})
-    factor = max(1 + lacking / played.compute_seconds, LEAST_FACTOR)
-    return replace(profile, node_seconds={key: factor * each for key, each in profile.node_seconds.items()})
+    played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
+    overhead = max(max(everybody) - (played.ended - played.began), 0.0)
+    return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: overhead})
 
 
 def _gather(mine: Any, world: int) -> list[Any]:
