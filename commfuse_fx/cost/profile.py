@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
 
 
+MOST_STEPS = 40
+"""Whole steps that are timed at most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepProfile(Document, kind="profile"):
     """The compute of one model's step on one cluster.
@@ -136,12 +140,9 @@ def profile_step(
     median over the ranks.
     Leaves parameters, buffers, optimizer state and random number generators as they were.
     """
-    together = is_distributed() and executor.program.mesh.world > 1
-    world = dist.get_world_size() if together else 1
-    if together:
-        _gather(None, world)  # start together
-    mine = measure_step(executor, inputs, rounds)
-    everybody = _gather(mine, world) if together else [mine]
+    world = dist.get_world_size() if is_distributed() and executor.program.mesh.world > 1 else 1
+    _gather(None, world)  # start together
+    everybody = _gather(measure_step(executor, inputs, rounds), world)
     seconds = {key: median(each[key] for each in everybody if key in each) for key in everybody[0]}
     return StepProfile(
         cluster=cluster,
@@ -163,25 +164,34 @@ def with_overhead(
 ) -> StepProfile:
     """The profile with what real steps take longer than the simulation of the same program, if they do.
 
-    run: one step; finish: waits for what it leaves on the wire. The slowest rank counts, by the median of the steps.
-    Leaves parameters, buffers, optimizer state and random number generators as they were. All ranks together.
+    run: one step; rounds: how many are timed at least; finish: waits for what they leave on the wire. The slowest rank
+    counts, by the median of the steps. Leaves parameters, buffers, optimizer state and random number generators as they
+    were. All ranks together.
     """
-    together = is_distributed() and profile.world > 1
+    world = dist.get_world_size() if is_distributed() and profile.world > 1 else 1
     with _undone(executor, inputs):
         run()
-        times = []
-        for _ in range(rounds):
-            start = perf_counter()
-            run()
-            times.append(perf_counter() - start)
+        first = _timed(run)
+        # Short steps vary more from one to the next: all ranks take as many of them as fit into a second.
+        fitting = int(1 / max(_gather(first, world)))
+        times = [_timed(run) for _ in range(max(rounds, min(fitting, MOST_STEPS)))]
         finish()
-    everybody = _gather(median(times), dist.get_world_size()) if together else [median(times)]
+    everybody = _gather(median(times), world)
     played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
     overhead = max(max(everybody) - (played.ended - played.began), 0.0)
     return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: overhead})
 
 
+def _timed(run: Callable[[], Any]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
 def _gather(mine: Any, world: int) -> list[Any]:
+    """What every rank has, in a world of several."""
+    if world == 1:
+        return [mine]
     found: list[Any] = [None] * world
     dist.all_gather_object(found, mine)
     return found
