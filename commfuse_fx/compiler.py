@@ -54,6 +54,9 @@ MANY_NODES, MOST_NODES = 8_000, 50_000
 the second, one above."""
 
 
+PLANS = "plans"
+"""Topic of notes on whole plans that were compared; no pass makes them."""
+
 NOT_SIMULATED = 0.01
 """Part of a step by which a plan across steps has to be faster than one that ends with its step: its smaller updates
 and further waits were measured to cost about that much more than the simulation says."""
@@ -301,7 +304,7 @@ def _best(planned: Sequence[_Planned]) -> _Planned:
     across = min((each for each, run in zip(seconds, played, strict=True) if run.deferred), default=None)
     if across is not None and not played[best].deferred:
         program.note(
-            "schedule",
+            PLANS,
             "across steps",
             f"not chosen: {across * 1e3:.3f} ms simulated, and {seconds[best] * 1e3:.3f} ms within the step; it has to "
             f"be {NOT_SIMULATED:.0%} faster",

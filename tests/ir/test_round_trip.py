@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.compiler import PLANS
 from commfuse_fx.cost.profile import model_fingerprint
 from commfuse_fx.cost.simulate import simulate
 from commfuse_fx.cost.source import cost_model, resolve_costs
@@ -115,6 +116,7 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "by index": lambda: train(Net(), {"allreduce": {"mode": "index", "config": [2, 6]}}),
     "in pieces": lambda: train(Net(2, width=300_000)),
     "optimal": lambda: train(Net(), OPTIMAL, schedule=ACROSS),
+    "across steps": lambda: train(Net(8, width=256), OPTIMAL, schedule=ACROSS),
     "within memory": lambda: train(Net(), OPTIMAL, schedule=cf.ScheduleConfig(memory_limit=10**8)),
     "sliced": lambda: train(Net(2), full_batch=True, mesh=(1, 2), gradients_mean=False),
     "user collectives": lambda: train(Exchange()),
@@ -168,11 +170,13 @@ def test_every_kind_of_graph(kind: str) -> None:
     assert read is not None
     read.run(begun, verify)
     assert canonical_text(begun) == lowered.text()
+    begun.notes += [note for note in final.notes if note.topic == PLANS]
     assert to_json(begun) == lowered.to_json()
 
 
 def test_every_stage_goes_on_from_its_file() -> None:
-    lowered = made("optimal")
+    lowered = made("across steps")
+    assert "in the next step" in lowered.text()
     captured, pipeline = lowered.captured, lowered.pipeline
     assert captured is not None and pipeline is not None
     current = read_again(captured)
@@ -223,7 +227,7 @@ def test_every_function_of_graphs_is_found_by_its_name() -> None:
     assert find_target("aten.mm.out") is torch.ops.aten.mm.out
 
 
-@pytest.mark.parametrize("kind", ["fused", "optimal", "divided"])
+@pytest.mark.parametrize("kind", ["fused", "optimal", "across steps", "divided"])
 def test_load(kind: str, tmp_path: Path) -> None:
     lowered = made(kind)
     folder = lowered.dump(tmp_path / "first")
