@@ -54,14 +54,6 @@ MANY_NODES, MOST_NODES = 8_000, 50_000
 the second, one above."""
 
 
-PLANS = "plans"
-"""Topic of notes on whole plans that were compared; no pass makes them."""
-
-NOT_SIMULATED = 0.01
-"""Part of a step by which a plan across steps has to be faster than one that ends with its step: its smaller updates
-and further waits were measured to cost about that much more than the simulation says."""
-
-
 @dataclass(frozen=True)
 class Sharding:
     """What dividing a step takes besides its graph.
@@ -282,7 +274,7 @@ def _fastest(
             failed.append(error)
     if not planned:
         raise min(failed, key=lambda error: error.needed)
-    return _best(planned) if len(planned) > 1 else planned[0]
+    return min(planned, key=lambda each: _predicted_seconds(each[0])) if len(planned) > 1 else planned[0]
 
 
 def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
@@ -294,22 +286,10 @@ def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
     return count
 
 
-def _best(planned: Sequence[_Planned]) -> _Planned:
-    """The plan that is predicted to be fastest, to the nanosecond: of equally fast ones the first."""
-    played = [play(program, cost_model(program.config.cluster)) for program, _, _ in planned]
-    seconds = [round(each.ended - each.began, 9) for each in played]
-    judged = [each * (1 + NOT_SIMULATED * run.deferred) for each, run in zip(seconds, played, strict=True)]
-    best = judged.index(min(judged))
-    program = planned[best][0]
-    across = min((each for each, run in zip(seconds, played, strict=True) if run.deferred), default=None)
-    if across is not None and not played[best].deferred:
-        program.note(
-            PLANS,
-            "across steps",
-            f"not chosen: {across * 1e3:.3f} ms simulated, and {seconds[best] * 1e3:.3f} ms within the step; it has to "
-            f"be {NOT_SIMULATED:.0%} faster",
-        )
-    return planned[best]
+def _predicted_seconds(program: Program) -> float:
+    """Rounded to nanoseconds: of equally fast plans the first is taken."""
+    played = play(program, cost_model(program.config.cluster))
+    return round(played.ended - played.began, 9)
 
 
 @contextmanager
