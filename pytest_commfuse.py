@@ -6,8 +6,11 @@ torch, which takes seconds. The package is imported when a test asks for the fix
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +63,7 @@ def _check_update(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def graph_snapshot(request: pytest.FixtureRequest) -> GraphSnapshot:
+def graph_snapshot(request: pytest.FixtureRequest) -> Iterator[GraphSnapshot]:
     """`graph_snapshot.check(lowered)` holds a compiled graph against a golden in `__graphs__` next to the test."""
     from commfuse_fx.testing.snapshot import GraphSnapshot, SnapshotTest
 
@@ -70,16 +73,30 @@ def graph_snapshot(request: pytest.FixtureRequest) -> GraphSnapshot:
     def wrote(path: Path) -> None:
         node.user_properties.append((_WRITTEN, _relative(path, config)))
 
-    return GraphSnapshot(
-        SnapshotTest(
-            file=node.path,
-            names=names,
-            command=f"pytest --graph-update {shlex.quote('::'.join((_relative(node.path, config), *names)))}",
-            other_torch=config.getini("graph_snapshot_other_torch"),
-            update=config.getoption("graph_update"),
-            wrote=wrote,
+    with _without_torch_traces():
+        yield GraphSnapshot(
+            SnapshotTest(
+                file=node.path,
+                names=names,
+                command=f"pytest --graph-update {shlex.quote('::'.join((_relative(node.path, config), *names)))}",
+                other_torch=config.getini("graph_snapshot_other_torch"),
+                update=config.getoption("graph_update"),
+                wrote=wrote,
+            )
         )
-    )
+
+
+@contextmanager
+def _without_torch_traces() -> Iterator[None]:
+    """Keep torch's structured trace, dozens of lines for every compile, out of what pytest shows of a failed test."""
+    trace = logging.getLogger("torch.__trace")
+    level = trace.level
+    if "TORCH_TRACE" not in os.environ:
+        trace.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        trace.setLevel(level)
 
 
 def _relative(path: Path, config: pytest.Config) -> str:
