@@ -49,9 +49,9 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-MANY_NODES, MOST_NODES = 8_000, 50_000
-"""Several plans are made to the end and compared: all variants up to the first size, those without `postponed` up to
-the second, one above."""
+FEW_NODES, MANY_NODES, MOST_NODES = 3_000, 8_000, 50_000
+"""Several plans are made to the end and compared: all variants up to the first size, one `postponed` of each kind up to
+the second, none up to the third, a single plan above."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Variant:
     postponed: float = 0.0
 
 
-PARTS = (0.3, 0.5, 1.0)
+PARTS = (0.5, 1.0)
 """What is tried as `Variant.postponed` across steps."""
 
 
@@ -108,7 +108,8 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     found.append(Variant())
     if config.comm_fusion.is_optimal and nodes <= MANY_NODES:
         if config.across_steps:
-            found += [Variant(across_steps=True, postponed=part) for part in PARTS]
+            parts = PARTS if nodes <= FEW_NODES else PARTS[-1:]
+            found += [Variant(across_steps=True, postponed=part) for part in parts]
         found.append(Variant(postponed=1.0))
     return found[:1] if config.schedule == "none" or nodes > MOST_NODES else found
 

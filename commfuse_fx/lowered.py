@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import torch
@@ -22,6 +22,9 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.pipeline import PassPipeline, PassRecord
+
+if TYPE_CHECKING:
+    from commfuse_fx.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,16 @@ class Lowered:
         specs = {name: param.whole or param.spec for name, param in program.params.items()}
         device = next((spec.device for spec in specs.values()), "cpu").split(":")[0]
         return priced_for(given, device, program.mesh, specs)
+
+    def report(self, cluster: Any = None, measured: Timeline | None = None) -> str:
+        """One self-contained HTML page about the step: it fetches nothing, and it is the same at every run.
+
+        cluster: what the times are predicted for, as for `simulate`. measured: what `CompiledStep.record_communication`
+        has recorded; its steps are shown below the predicted one. Raises what `simulate` raises for a bad cluster.
+        """
+        from commfuse_fx.inspect.report.page import report  # which reads a Lowered
+
+        return report(self, cluster, measured)
 
     def dump(self, directory: str | Path) -> Path:
         """Write `rank<r>/` under `directory`: index.json and, beside it, one text per stage, the final and the captured

@@ -46,6 +46,7 @@ def data_in(html: str) -> object:
 
 def test_the_file_holds_the_data_and_fetches_nothing() -> None:
     html = report(step())
+    assert html == step().report()
     assert data_in(html) == json.loads(json.dumps(asdict(data())))
     assert html == report(train(Net(), CUT, cluster="gloo-1gbit")), "the same at every run"
     assert set(re.findall(r"""(?:src|href)=["']?([^#"'>]*)""", html.partition("<script")[0])) <= {"data:,", ""}
