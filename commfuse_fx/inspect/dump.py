@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commfuse_fx.dump_files import INDEX, INDEX_SCHEMA
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.dot import to_dot
 from commfuse_fx.inspect.report.page import report
@@ -15,11 +16,6 @@ from commfuse_fx.writing import write_whole
 
 if TYPE_CHECKING:
     from commfuse_fx.lowered import Lowered
-
-SCHEMA = 1
-"""Of index.json."""
-
-INDEX = "index.json"
 
 PURPOSES = {
     "graph.txt": "the final graph as canonical text",
@@ -91,7 +87,7 @@ def _index(lowered: Lowered, rank: int, contents: dict[str, str]) -> dict[str, A
         for number, (name, stage) in enumerate(lowered.stages.items())
     ]
     return {
-        "schema": SCHEMA,
+        "schema": INDEX_SCHEMA,
         "rank": rank,
         "fingerprint": lowered.fingerprint,
         **{role: name for role, name in _ROLES.items() if name in contents},
