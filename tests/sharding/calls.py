@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
-
 aten = torch.ops.aten
 
 Tensor = torch.Tensor

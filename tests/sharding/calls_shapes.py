@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from tests.sharding.calls import Case, aten, case, ints, x
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.ir.placement import local_shape
 from commfuse_fx.sharding.call import OpCall, Strategy, call_of
 from commfuse_fx.sharding.prove import check_call, describe, run

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import Partial, Replicate, local_shape
 from commfuse_fx.sharding.call import OpCall, call_of

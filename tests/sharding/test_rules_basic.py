@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.ir.placement import P, R, S, take
 from commfuse_fx.sharding.call import OpCall, Step, Strategy, call_of
 from commfuse_fx.sharding.prove import check_call, check_strategy, describe

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.sharding.call import AllReduce, Result, call_of
 from commfuse_fx.sharding.prove import check_call, describe, run
 from commfuse_fx.sharding.rules import embedding, losses, softmax

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.ir.placement import Shard
 from commfuse_fx.sharding.call import call_of
 from commfuse_fx.sharding.rules.registry import compute_strategies

@@ -9,7 +9,6 @@ import torch
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import commfuse_fx.sharding.rules  # noqa: F401  (registers the rules)
 from commfuse_fx.ir.placement import Partial, Placement, Shard
 from commfuse_fx.sharding.call import OpCall, call_of
 from commfuse_fx.sharding.prove import run
