@@ -1,8 +1,10 @@
-"""The modes of commfuse-fx that `step_time` measures, and the cluster they are priced for."""
+"""The modes of commfuse-fx that `step_time` measures, and the clusters they are priced for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,35 +17,59 @@ CALIBRATION_SECONDS = 8.0
 
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
 
-MODES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
-    "overlap": lambda cluster: {},
-    "optimal": lambda cluster: {"comm_fusion": OPTIMAL, "cluster": cluster},
-    "across steps": lambda cluster: {
-        "comm_fusion": OPTIMAL,
-        "cluster": cluster,
-        "schedule": cf.ScheduleConfig(across_steps=True),
-    },
+
+@dataclass(frozen=True)
+class Mode:
+    """options: of `commfuse_fx.compile`, given a cluster. by_rate: they depend on it, so each rate has a plan."""
+
+    options: Callable[[Any], Mapping[str, Any]]
+    by_rate: bool = True
+
+
+MODES = {
+    "overlap": Mode(lambda cluster: {}, by_rate=False),
+    "optimal": Mode(lambda cluster: {"comm_fusion": OPTIMAL, "cluster": cluster}),
+    "across steps": Mode(
+        lambda cluster: {
+            "comm_fusion": OPTIMAL,
+            "cluster": cluster,
+            "schedule": cf.ScheduleConfig(across_steps=True),
+        }
+    ),
 }
-"""Name -> options of `commfuse_fx.compile`, given the cluster that `prepare` made.
-
-A mode whose options compile refuses is left out of the table with the reason, like a peer that is not installed.
-"""
+"""A mode whose options compile refuses is left out of the table with the reason, like a peer that is not installed."""
 
 
-def prepare(rank: int, workload: Workload, rate: float | None) -> Any:
-    """What modes get as their cluster: called once on every rank, before anything is built.
+class Gauge:
+    """Measures the step itself, in the default mode, as a user would before planning by cost. All ranks together.
 
-    `rate` is in Gbit/s, None without a limit. The network is calibrated as it is, and the step's own compute measured.
+    Its step's compute is measured again in turn with the variants, so that a prediction and what it is compared with
+    are of the same moments of the machine.
     """
-    calibration = calibrate(CALIBRATION_SECONDS)
-    torch.manual_seed(0)
-    model = workload.model()
-    step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=torch.optim.AdamW(model.parameters()))
-    args, kwargs = workload.batch(rank)
-    step(*args, **kwargs)
-    return step.profile(*args, rounds=5, cluster=calibration.cluster, **kwargs)
+
+    def __init__(self, workload: Workload, rank: int) -> None:
+        torch.manual_seed(0)
+        model = workload.model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer)
+        self.args, self.kwargs = workload.batch(rank)
+        self.step(*self.args, **self.kwargs)
+
+    def calibrated(self, rounds: int = 5) -> cf.StepProfile:
+        """The network as it is now, and the step's compute."""
+        return self.again(calibrate(CALIBRATION_SECONDS).cluster, rounds)
+
+    def again(self, cluster: cf.ClusterSpec, rounds: int = 2) -> cf.StepProfile:
+        return self.step.profile(*self.args, rounds=rounds, cluster=cluster, **self.kwargs)
+
+
+def median_profile(profiles: Sequence[cf.StepProfile]) -> cf.StepProfile:
+    """Profiles of one step on one cluster, as one: the median of each node's seconds."""
+    first = profiles[0]
+    seconds = {key: median(each.node_seconds[key] for each in profiles) for key in first.node_seconds}
+    return replace(first, node_seconds=seconds)
 
 
 def simulate(step: cf.CompiledStep, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Any) -> Iterable[Any]:
-    """Events of the simulated call `step(*args, **kwargs)`, for drawing; none of them where no cluster is known."""
-    return () if cluster is None else step.lower(*args, **kwargs).simulate(cluster).events
+    """Events of the simulated call `step(*args, **kwargs)`, for drawing."""
+    return step.lower(*args, **kwargs).simulate(cluster).events

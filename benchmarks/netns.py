@@ -91,6 +91,12 @@ def rate_commands(layout: Layout, rate: float | None) -> list[Command]:
     return [["tc", "-n", name, "qdisc", "replace", "dev", end, "root", *queue] for name, end in layout.ends()]
 
 
+def set_rate(layout: Layout, rate: float | None) -> None:
+    """Hold the network to `rate` Gbit/s, or to none. Any process of this machine may call it. Raises Unavailable."""
+    for command in rate_commands(layout, rate):
+        _run(command)
+
+
 def teardown_commands(layout: Layout) -> list[Command]:
     """Remove the namespaces, and with them the links."""
     return [["ip", "netns", "delete", name] for name in layout.namespaces()]
@@ -124,8 +130,8 @@ class Network:
                 _run(["ip", "netns", "delete", name])
             for command in setup_commands(self.layout):
                 _run(command)
-            self.set_rate(1.0)  # tells now, not after minutes, whether the kernel has the filter
-            self.set_rate(None)
+            set_rate(self.layout, 1.0)  # tells now, not after minutes, whether the kernel has the filter
+            set_rate(self.layout, None)
         except BaseException:
             self.close()
             raise
@@ -133,11 +139,6 @@ class Network:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def set_rate(self, rate: float | None) -> None:
-        """Gbit/s, or None for no limit. Raises Unavailable."""
-        for command in rate_commands(self.layout, rate):
-            _run(command)
 
     def inside(self, rank: int) -> Command:
         """What to put before a command so that it runs on the network as `rank`."""

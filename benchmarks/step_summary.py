@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks.step_task import Result, label
 
 BASELINE = "DDP"
 
@@ -48,25 +50,40 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(math.fsum(logs) / len(logs)) if logs else None
 
 
+def rows(
+    rates: Sequence[float | None], results: Sequence[Result]
+) -> Iterator[tuple[float | None, str, dict[str, Any]]]:
+    """(rate, variant, its `row`) of everything that the ranks measured."""
+    unlimited: Mapping[str, Sequence[float]] = {}
+    if None in rates:
+        unlimited = slowest([result.at[label(None)].seconds for result in results])
+    for rate in rates:
+        at = [result.at[label(rate)] for result in results]
+        times, sent = slowest([each.seconds for each in at]), slowest([each.wire_bytes for each in at])
+        for name in times:
+            nbytes = statistics.median(sent[name]) if name in sent else None
+            yield rate, name, row(name, times, nbytes, rate, unlimited.get(name), at[0].predicted.get(name))
+
+
 def row(
     name: str,
     times: Mapping[str, Sequence[float]],
     wire_bytes: float | None,
     rate: float | None,
-    unlimited: float | None,
+    unlimited: Sequence[float] | None,
     simulated: float | None = None,
 ) -> dict[str, Any]:
     """The figures of one variant at one rate; seconds and bytes are per step.
 
     times: variant -> seconds per step, one for each block, interleaved with those of the others. wire_bytes: what
-    the busiest rank sends. unlimited: median seconds of this variant without a rate. simulated: what was predicted.
-    Unknown figures are None.
+    the busiest rank sends. unlimited: this variant's blocks without a rate, interleaved with `times`. simulated: what
+    was predicted. Unknown figures are None.
     """
     low, middle, high = quartiles(times[name])
-    if rate is None:
-        unlimited = middle
     wire = None if wire_bytes is None else wire_seconds(wire_bytes, rate)
-    limit = limit_seconds(unlimited, wire)
+    limits = [limit_seconds(each, wire) for each in unlimited or [None] * len(times[name])]
+    known = [each for each in limits if each is not None]
+    to_limit = pairwise(times[name], known) if known else None
     against = pairwise(times[name], times[BASELINE]) if BASELINE in times else None
     return {
         "seconds": middle,
@@ -74,8 +91,9 @@ def row(
         "blocks": list(times[name]),
         "wire_bytes": wire_bytes,
         "wire_seconds": wire,
-        "limit_seconds": limit,
-        "ratio_to_limit": None if limit is None else middle / limit,
+        "limit_seconds": statistics.median(known) if known else None,
+        "ratio_to_limit": to_limit[1] if to_limit else None,
+        "ratio_to_limit_quartiles": [to_limit[0], to_limit[2]] if to_limit else None,
         "ratio_to_ddp": against[1] if against else None,
         "ratio_to_ddp_quartiles": [against[0], against[2]] if against else None,
         "simulated_seconds": simulated,

@@ -1,12 +1,12 @@
 """Gloo ranks on networks of known rates: this project's modes against what PyTorch programs do without it.
 
-One core and one network namespace per rank, joined by veth links that tc holds to each rate. All variants of one
-workload at one rate take turns in the same processes, in blocks of consecutive steps. Rates need root; without it
-only the unlimited rate is measured, over loopback.
+One core and one network namespace per rank, joined by veth links that tc holds to each rate. All rates and variants of
+one workload take turns in the same processes, in blocks of consecutive steps: a slow moment of the machine hits them
+all. Rates need root; without it only the unlimited rate is measured, over loopback.
 
-The limit of a variant at a rate is the longer of its step without a rate (measured in the same run) and the
-seconds that its bytes take at the rate. Bytes are those that the rate limiter counts, with the headers of every
-packet. A link that has been idle takes 1 MB at once: small models can be faster than their bytes at the rate.
+The limit of a variant at a rate is the longer of its step without a rate (in the same round) and the seconds that its
+bytes take at the rate. Bytes are those that the rate limiter counts, with the headers of every packet. A link that has
+been idle takes 1 MB at once: small models can be faster than their bytes at the rate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import platform
 import shlex
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -34,12 +33,12 @@ from benchmarks.measure import OUT, save
 from benchmarks.modes import MODES
 from benchmarks.netns import Network, Unavailable
 from benchmarks.peers import PEERS
-from benchmarks.step_rank import Result, Task, run
-from benchmarks.step_summary import errors, means_over_limited, row, slowest
+from benchmarks.step_rank import run
+from benchmarks.step_summary import errors, means_over_limited, rows
+from benchmarks.step_task import UNLIMITED, Result, Task, label
 from benchmarks.workloads import WORKLOADS
 
 VARIANTS = (*PEERS, *MODES)
-UNLIMITED = "unlimited"
 HEADER = (
     f"{'workload':10} {'Gbit/s':>9} {'variant':24} {'ms/step':>9} {'(quartiles)':>17} "
     f"{'/ DDP':>7} {'wire MB':>8} {'wire ms':>8} {'limit ms':>9} {'/ limit':>8} "
@@ -146,10 +145,8 @@ class Benchmark:
                 self._without_network(str(error))
             print(HEADER, flush=True)
             for workload in dict.fromkeys(self.options.workloads):
-                unlimited: dict[str, float] = {}
-                for each in self.rates:
-                    if each is None or self.network is not None:
-                        self._measure(workload, each, unlimited)
+                if rates := [each for each in self.rates if each is None or self.network is not None]:
+                    self._measure(workload, rates)
         self._print_means()
         print(f"written to {save('step_time', self.report)}")
         return 1 if self.failures else 0
@@ -163,40 +160,33 @@ class Benchmark:
         if None in self.rates:
             say(f"no network namespaces ({reason}): the unlimited rate runs over loopback")
 
-    def _measure(self, workload: str, each: float | None, unlimited: dict[str, float]) -> None:
-        """One workload at one rate; fills `unlimited` (seconds by variant) where the rate is None."""
+    def _measure(self, workload: str, rates: Sequence[float | None]) -> None:
         start = time.monotonic()
-        say(f"{workload} at {label(each)}: {len(self.variants)} variants ...")
+        say(f"{workload}: {len(self.variants)} variants at {', '.join(map(label, rates))} ...")
         try:
-            results = self._run_ranks(workload, each)
+            results = self._run_ranks(workload, rates)
         except RanksFailed as error:
             self.failures += 1
-            print(f"{workload:10} {label(each):>9} failed: {str(error).splitlines()[0]}", flush=True)
+            print(f"{workload:10} failed: {str(error).splitlines()[0]}", flush=True)
             say(str(error))
-            self._skip(workload, each, None, str(error).splitlines()[0])
+            self._skip(workload, None, str(error).splitlines()[0])
             save("step_time", self.report)
             return
         for name, reason in results[0].skipped.items():
-            print(f"{workload:10} {label(each):>9} {name:24} skipped: {reason}")
-            self._skip(workload, each, name, reason)
-        times = slowest([result.seconds for result in results])
-        sent = slowest([result.wire_bytes for result in results])
-        for name in times:
-            nbytes = statistics.median(sent[name]) if name in sent else None
-            figures = row(name, times, nbytes, each, unlimited.get(name), results[0].predicted.get(name))
-            if each is None:
-                unlimited[name] = figures["seconds"]
+            print(f"{workload:10} {name:24} skipped: {reason}")
+            self._skip(workload, name, reason)
+        for each, name, figures in rows(rates, results):
             self.report["rows"].append({"workload": workload, "rate_gbit": each, "variant": name, **figures})
             print(table_line(workload, each, name, figures), flush=True)
-        for name, spans in results[0].timelines.items():
-            self._draw(workload, each, name, spans, results[0].simulated.get(name, []))
+        for each in rates:
+            measured = results[0].at[label(each)]
+            for name, spans in measured.timelines.items():
+                self._draw(workload, each, name, spans, measured.simulated.get(name, []))
         save("step_time", self.report)
-        say(f"{workload} at {label(each)}: done in {time.monotonic() - start:.0f} s")
+        say(f"{workload}: done in {time.monotonic() - start:.0f} s")
 
-    def _run_ranks(self, workload: str, each: float | None) -> list[Result]:
+    def _run_ranks(self, workload: str, rates: Sequence[float | None]) -> list[Result]:
         options = self.options
-        if self.network is not None:
-            self.network.set_rate(each)
         with tempfile.TemporaryDirectory() as folder:
             progress = Path(folder) / "progress"
             outs = [Path(folder) / f"rank{rank}.json" for rank in range(options.ranks)]
@@ -204,13 +194,13 @@ class Benchmark:
             for rank, out in enumerate(outs):
                 task = Task(
                     workload=workload,
-                    rate=each,
+                    rates=tuple(rates),
                     variants=self.variants,
                     rounds=options.rounds,
                     block=options.block,
                     timeout=options.timeout,
                     timeline=options.timeline,
-                    interface=None if self.network is None else self.network.layout.interface(rank),
+                    network=None if self.network is None else self.network.layout.pid,
                     out=str(out),
                     progress=str(progress),
                 )
@@ -219,8 +209,8 @@ class Benchmark:
             run_ranks(commands, environments(options.ranks, self.network), options.timeout, progress)
             return [Result.from_json(out.read_text()) for out in outs]
 
-    def _skip(self, workload: str, each: float | None, name: str | None, reason: str) -> None:
-        self.report["skipped"].append({"workload": workload, "rate_gbit": each, "variant": name, "reason": reason})
+    def _skip(self, workload: str, name: str | None, reason: str) -> None:
+        self.report["skipped"].append({"workload": workload, "variant": name, "reason": reason})
 
     def _draw(self, workload: str, each: float | None, name: str, measured: Any, simulated: Any) -> None:
         title = f"{workload}, {name}, {label(each)}{'' if each is None else ' Gbit/s'}: one step, rank 0"
@@ -236,8 +226,8 @@ class Benchmark:
             print(
                 f"simulated against measured, {off['cells']} cells: {off['median']:.1%} off, {off['worst']:.1%} at most"
             )
-        rows = [(each["variant"], each["rate_gbit"], each) for each in self.report["rows"]]
-        means = self.report["means_over_limited_rates"] = means_over_limited(rows)
+        found = [(each["variant"], each["rate_gbit"], each) for each in self.report["rows"]]
+        means = self.report["means_over_limited_rates"] = means_over_limited(found)
         for name, mean in means.items():
             print(
                 f"geometric mean of {mean['cells']} limited runs: {name:24} "
@@ -288,10 +278,6 @@ def table_line(workload: str, each: float | None, name: str, figures: Mapping[st
         f"{number(figures['ratio_to_limit'], 3):>8} {number(figures['simulated_seconds'], 1, 1e3):>8} "
         f"{number(figures['ratio_simulated'], 3):>7}"
     )
-
-
-def label(each: float | None) -> str:
-    return UNLIMITED if each is None else f"{each:g}"
 
 
 def number(value: float | None, digits: int, scale: float = 1.0) -> str:

@@ -16,7 +16,6 @@ from benchmarks.chart import LEFT, blocked_and_sent, draw_timelines, spans_of_ev
 from benchmarks.launch import RanksFailed, run_ranks
 from benchmarks.netns import Layout, rate_commands, setup_commands, stale, teardown_commands
 from benchmarks.peers import PEERS
-from benchmarks.step_rank import Result, Task
 from benchmarks.step_summary import (
     geometric_mean,
     limit_seconds,
@@ -24,9 +23,11 @@ from benchmarks.step_summary import (
     pairwise,
     quartiles,
     row,
+    rows,
     slowest,
     wire_seconds,
 )
+from benchmarks.step_task import Measured, Result, Task
 from benchmarks.step_time import VARIANTS, environments, in_order, parser, table_line
 from benchmarks.workloads import WORKLOADS
 from commfuse_fx.runtime.timeline import Span
@@ -70,9 +71,10 @@ class TestArguments:
         assert in_order([1.0, 4.0, None, 2.0, 4.0]) == [None, 4.0, 2.0, 1.0]
 
     def test_tasks_and_results_survive_json(self) -> None:
-        task = Task("mlp", None, ("DDP", "overlap"), 6, 5, 300.0, True, "veth1", "/x.json", "/progress")
+        task = Task("mlp", (None, 2.5), ("DDP", "overlap"), 6, 5, 300.0, True, 42, "/x.json", "/progress")
         assert Task.from_json(task.to_json()) == task
-        assert Result.from_json('{"seconds": {"DDP": [1.0]}}') == Result(seconds={"DDP": [1.0]})
+        result = Result({"2.5": Measured({"DDP": [1.0]}, predicted={"overlap": 0.5})}, {"FSDP2": "why"})
+        assert Result.from_json(result.to_json()) == result
 
     def test_ranks_on_loopback_find_each_other(self) -> None:
         first, second = environments(2, None)
@@ -113,17 +115,32 @@ class TestArithmetic:
 
     def test_row(self) -> None:
         times = {"DDP": [0.5, 0.6, 0.7], "overlap": [0.4, 0.54, 0.7]}
-        found = row("overlap", times, 100e6, 2.0, unlimited=0.3)
+        found = row("overlap", times, 100e6, 2.0, unlimited=[0.3, 0.3, 0.3])
         assert found["seconds"] == 0.54 and found["wire_seconds"] == pytest.approx(0.4)
         assert found["limit_seconds"] == pytest.approx(0.4) and found["ratio_to_limit"] == pytest.approx(1.35)
         assert found["ratio_to_ddp"] == pytest.approx(0.9)
         assert found["ratio_to_ddp_quartiles"] == pytest.approx([0.85, 0.95])
 
     def test_row_without_a_rate_or_a_baseline(self) -> None:
-        found = row("overlap", {"overlap": [0.5]}, None, None, unlimited=None)
+        found = row("overlap", {"overlap": [0.5]}, None, None, unlimited=[0.5])
         assert found["limit_seconds"] == 0.5 and found["ratio_to_limit"] == 1.0
         assert found["wire_bytes"] is None and found["wire_seconds"] is None and found["ratio_to_ddp"] is None
         assert "500.0" in table_line("mlp", None, "overlap", found) and " - " in table_line("mlp", 1.0, "x", found)
+
+    def test_the_limit_of_a_block_is_of_its_own_round(self) -> None:
+        # The machine was half as fast in the second round.
+        found = row("overlap", {"overlap": [1.1, 2.2, 1.1]}, 1.0, 1.0, unlimited=[1.0, 2.0, 1.0])
+        assert found["ratio_to_limit"] == pytest.approx(1.1)
+        assert row("overlap", {"overlap": [1.1]}, None, 1.0, unlimited=None)["ratio_to_limit"] is None
+
+    def test_rows_take_limits_from_the_unlimited_rate(self) -> None:
+        fast, slow = Measured({"DDP": [1.0]}), Measured({"DDP": [3.0]}, {"DDP": [250e6]}, {"DDP": 2.7})
+        other = Measured({"DDP": [2.0]}, {"DDP": [200e6]})
+        ranks = [Result({"unlimited": fast, "1": slow}), Result({"unlimited": fast, "1": other})]
+        found = {(rate, name): figures for rate, name, figures in rows([None, 1.0], ranks)}
+        assert list(found) == [(None, "DDP"), (1.0, "DDP")]
+        assert found[1.0, "DDP"]["seconds"] == 3.0 and found[1.0, "DDP"]["ratio_simulated"] == pytest.approx(0.9)
+        assert found[None, "DDP"]["ratio_to_limit"] == 1.0 and found[1.0, "DDP"]["ratio_to_limit"] == pytest.approx(1.5)
 
     def test_means_leave_the_unlimited_rate_out(self) -> None:
         rows = [
