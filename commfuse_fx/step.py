@@ -15,7 +15,8 @@ from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_step, with_overhead
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint
+from commfuse_fx.cost.profiling import profile_step, with_overhead
 from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
 from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -425,12 +425,15 @@ def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tup
 
 
 def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> float:
-    """Seconds of matrix products that these all_reduces take away while they are on their way."""
+    """Seconds of matrix products that these all_reduces take away while they are on their way.
+
+    What a product takes without them is measured before and after: a machine's speed may drift.
+    """
     a, b, c = (torch.zeros(256, 256) for _ in range(3))
     torch.mm(a, b, out=c)
+    undisturbed = [_seconds_of_product(group, a, b, c, seconds)]
     found = []
     for _ in range(3):
-        undisturbed = _seconds_of_product(group, a, b, c, seconds)
         group.agreed(0.0)  # start together
         start = perf_counter()
         works = [group.all_reduce(block) for block in blocks]
@@ -440,7 +443,9 @@ def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> floa
             done += 1
         for work in works:
             work.wait()
-        found.append(max(perf_counter() - start - done * undisturbed, 0.0))
+        elapsed = perf_counter() - start
+        undisturbed.append(_seconds_of_product(group, a, b, c, seconds))
+        found.append(max(elapsed - done * mean(undisturbed[-2:]), 0.0))
     return median(found)
 
 

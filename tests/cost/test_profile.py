@@ -17,7 +17,8 @@ import commfuse_fx as cf
 from commfuse_fx.cost import files
 from commfuse_fx.cost.model import PER_ELEMENT, profile_key
 from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.profile import StepProfile, measure_step, model_fingerprint, profile_step, resolve_costs
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint, resolve_costs
+from commfuse_fx.cost.profiling import measure_step, profile_step
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.runtime.executor import Executor

@@ -18,7 +18,8 @@ from commfuse_fx.cost import calibrate as module
 from commfuse_fx.cost.calibrate import Calibration, calibrate
 from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.presets import preset, resolve_cluster
-from commfuse_fx.cost.profile import StepProfile, model_fingerprint, profile_step
+from commfuse_fx.cost.profile import StepProfile, model_fingerprint
+from commfuse_fx.cost.profiling import profile_step
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.writing import write_whole
 from tests.distributed.harness import Ranks, rank_environment
