@@ -26,6 +26,7 @@ from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.lowered import Snapshot
+from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide, Layouts
 from commfuse_fx.passes.flatten_storage import FlattenStorage
@@ -152,6 +153,7 @@ def _data_parallel(config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[st
     return [
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
         LowerUserCollectives(),
+        *([ChannelsLast()] if torch.backends.mkldnn.is_available() else []),
         ReduceGradients(
             group,
             mean=config.gradients_mean,

@@ -11,6 +11,7 @@ from typing import Any
 from commfuse_fx.errors import ConfigKeyError
 from commfuse_fx.options import show
 from commfuse_fx.passes.across_steps import AcrossSteps
+from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide
 from commfuse_fx.passes.flatten_storage import FlattenStorage
@@ -37,6 +38,7 @@ _CLASSES: tuple[type[Any], ...] = (
     Simplify,
     SliceFullBatch,
     LowerUserCollectives,
+    ChannelsLast,
     ReduceGradients,
     RangeLookups,
     CounterRandom,
