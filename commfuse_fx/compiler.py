@@ -50,7 +50,7 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-FEW_NODES, MANY_NODES, MOST_NODES = 3_000, 8_000, 50_000
+FEW_NODES, MANY_NODES, MOST_NODES = 3_000, 4_000, 7_000
 """Several plans are made to the end and compared: all variants up to the first size, one `postponed` of each kind up to
 the second, none up to the third, a single plan above."""
 
@@ -238,14 +238,17 @@ def plan_step(
     sliced_inputs: Sequence[str] = (),
     flat_updates: bool = True,
     sharding: Sharding | None = None,
+    watcher: Watcher | None = None,
 ) -> _Planned:
-    """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did."""
+    """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
+
+    watcher: sees the passes of all variants; by default the graph log."""
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
     pipelines = [
         build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding)
         for variant in variants(config, len(program.graph.nodes))
     ]
-    return _fastest(program, pipelines, check, graph_log())
+    return _fastest(program, pipelines, check, watcher or graph_log())
 
 
 _Planned = tuple[Program, PassPipeline, list[PassRecord]]
@@ -257,7 +260,8 @@ def _fastest(
     check: Callable[[Program, str], None] | None,
     watcher: Watcher | None = None,
 ) -> _Planned:
-    """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result."""
+    """Run the passes that all pipelines begin with once, the others each on a copy (the last on `program` itself), and
+    take the fastest result."""
     if len(pipelines) == 1:
         return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
     shared = _shared_passes(pipelines)
@@ -265,7 +269,7 @@ def _fastest(
     planned: list[_Planned] = []
     failed: list[TooLittleMemory] = []
     for pipeline in pipelines:
-        own = program.copy()
+        own = program if pipeline is pipelines[-1] else program.copy()
         first = pipeline.run(own, check, part=slice(shared, shared + 1), watcher=watcher)
         if isinstance(pipeline.passes[shared], PostponeGradients) and not first[0].modified:
             continue  # the same as without that pass

@@ -11,6 +11,7 @@ Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "By
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from torch import fx
@@ -193,7 +194,8 @@ class _Problem:
         message = self.costs.cluster.device.collective_overhead
         host = cost.host / nbytes
         prices = (cost.latency, shared_beta(cost.transfer / nbytes, host), host, message)
-        loop = Loop(forward, backward, lambda n: self.costs.transfer_of(biggest, n, mesh=self.mesh), message)
+        price = cache(lambda n: self.costs.transfer_of(biggest, n, mesh=self.mesh))
+        loop = Loop(forward, backward, price, message)
         choice, period = loop.best(piece_choices(forward, backward, members, *prices, merges=()))
         part_of = [part for (part,) in choice.groups]  # the plan counts parts in order of readiness
         return period, replace(

@@ -8,6 +8,7 @@ begins, ends its latency or ends) the rates are worked out anew.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -93,6 +94,16 @@ class Engine:
             seconds = max(seconds - (self._next - self.now) * self._speed, 0.0)
             self._reach_next()
 
+    def run_each(self, parts: Iterable[float]) -> None:
+        """`run` for each of these times, to the same rounding."""
+        for seconds in parts:
+            if not self._active:
+                self.now += seconds
+            elif self._computing and (end := self.now + seconds / self._speed) <= self._next:
+                self.now = end
+            else:
+                self.run(seconds)
+
     def issue(self, transfer: Transfer) -> int:
         """Put a transfer behind those of its stream. Takes no compute time. Returns its handle."""
         flight = _Flight(transfer, self.now)
@@ -169,6 +180,8 @@ class Engine:
     def _settle(self) -> None:
         """Account for what has moved since the rates were last worked out."""
         passed = self.now - self._since
+        if not passed:
+            return
         for flight in self._active:
             if flight.loading:
                 flight.left = max(flight.left - flight.rate * passed, 0.0)
@@ -187,18 +200,20 @@ class Engine:
                 flight.rate *= scale
             flight.until = self.now + flight.left / flight.rate
         self._speed = 1.0 - min(demand, share) if computing else 1.0
-        self._next = min((flight.until for flight in self._active), default=inf)
+        self._next = min([flight.until for flight in self._active], default=inf)
 
     @staticmethod
     def _share_links(loading: list[_Flight]) -> float:
         """Set the rates that the links allow. Returns the part of the core that moving at these rates takes."""
+        if len(loading) == 1:
+            loading[0].rate = 1.0
+            return loading[0].demand
         users: dict[str, int] = {}
-        if len(loading) > 1:
-            for flight in loading:
-                for link in dict.fromkeys(flight.transfer.links):
-                    users[link] = users.get(link, 0) + 1
+        for flight in loading:
+            for link in dict.fromkeys(flight.transfer.links):
+                users[link] = users.get(link, 0) + 1
         demand = 0.0
         for flight in loading:
-            flight.rate = 1.0 / max((users.get(link, 1) for link in flight.transfer.links), default=1)
+            flight.rate = 1.0 / max([users[link] for link in flight.transfer.links], default=1)
             demand += flight.rate * flight.demand
         return demand

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class _Graph:
         message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
         beta = shared_beta(beta, host)
-        judge = Loop(forward, backward, self._price(starts[0]), message, each)
+        judge = Loop(forward, backward, self.price(starts[0]), message, each)
         merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[::3]
         pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
         choice, period = judge.best(
@@ -228,8 +229,8 @@ class _Graph:
         ]
         return members, forward, [*backward, max(rest, 0.0)]
 
-    def _price(self, start: fx.Node) -> Callable[[int], Transfer]:
-        return lambda nbytes: self.costs.transfer_of(start, nbytes, mesh=self.program.mesh)
+    def price(self, start: fx.Node) -> Callable[[int], Transfer]:
+        return cache(lambda nbytes: self.costs.transfer_of(start, nbytes, mesh=self.program.mesh))
 
     def _update_overhead(self) -> float:
         """Seconds that an update takes at least, whatever its size."""
@@ -262,7 +263,7 @@ class _Played:
 
     def __init__(self, graph: _Graph, starts: Sequence[fx.Node], sizes: Sequence[int], each: float = 0.0) -> None:
         self.graph = graph
-        self.start = starts[0]
+        self.price = graph.price(starts[0])
         self.sizes = sizes
         self.each = each
         ready = [graph.clock[graph.place[start]] for start in starts]
@@ -271,7 +272,7 @@ class _Played:
         # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
         handed_out = not graph.program.updates
         self.allocation = graph.costs.cluster.device.op_overhead if handed_out else 0.0
-        self.divides = handed_out and _details(self.start).reduce_op == "avg"
+        self.divides = handed_out and _details(starts[0]).reduce_op == "avg"
         self.known: dict[Ranges, _Play] = {}
 
     def best(self, candidates: Iterable[Ranges]) -> Ranges:
@@ -302,15 +303,12 @@ class _Played:
 
     def _play(self, cuts: Ranges) -> _Play:
         engine = Engine()
+        overhead = self.graph.costs.cluster.device.collective_overhead
         sent: list[tuple[int, int]] = []
         for begin, end in cuts:
-            engine.run(self.allocation)
-            for gap in self.gaps[begin:end]:
-                engine.run(gap)
+            engine.run_each((self.allocation, *self.gaps[begin:end], overhead))
             nbytes = sum(self.sizes[begin:end])
-            engine.run(self.graph.costs.cluster.device.collective_overhead)
-            transfer = self.graph.costs.transfer_of(self.start, nbytes, mesh=self.graph.program.mesh)
-            sent.append((engine.issue(transfer), nbytes))
+            sent.append((engine.issue(self.price(nbytes)), nbytes))
         engine.run(self.rest)
         for handle, nbytes in sent:
             engine.wait(handle)

@@ -14,7 +14,7 @@ from commfuse_fx.cost.deferred import execution_order, is_deferred
 from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.collectives import WAIT, is_start
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 
@@ -42,7 +42,7 @@ class Flown:
     wait_left: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Act:
     """What a node does in a round: compute, wait for a collective, send; or none of these.
 
@@ -89,18 +89,19 @@ class Played:
 
 def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[fx.Node, list[Piece]]:
     """What goes onto the wire right after each node has run, in the order of issue."""
-    streamed = dict.fromkeys(start for node in order for start, _ in info(node).sends)
+    infos = [info(node) for node in order]
+    streamed = dict.fromkeys([start for details in infos for start, _ in details.sends])
     found: dict[fx.Node, list[Piece]] = {}
 
     def add(node: fx.Node, start: fx.Node, stretch: Stretch | None) -> None:
         size = None if stretch is None else stretch.size * tensor_spec(start).itemsize
         found.setdefault(node, []).append(Piece(start, model.transfer_of(start, size, mesh=program.mesh)))
 
-    for node in order:
-        if is_start(node):
-            for stretch in info(node).rest or ((None,) if node not in streamed else ()):
+    for node, details in zip(order, infos, strict=True):
+        if details.collective is not None and is_start(node):
+            for stretch in details.rest or ((None,) if node not in streamed else ()):
                 add(node, node, stretch)
-        for start, stretch in info(node).sends:
+        for start, stretch in details.sends:
             add(node, start, stretch)
     return found
 
@@ -144,7 +145,7 @@ def _acts(played: Played, model: CostModel) -> list[_Act]:
             continue
         seconds: float | None = None
         waited: fx.Node | None = None
-        if is_wait(node):
+        if node.target is WAIT:
             waited = node.args[0]  # type: ignore[assignment]
         else:
             seconds = model.compute_seconds(node) or None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
@@ -133,10 +134,11 @@ class Program:
         """An independent program with the same content."""
         graph = fx.Graph()
         same: dict[fx.Node, fx.Node] = {}
-        result = graph.graph_copy(self.graph, same)
-        output = graph.output(result)
-        output.meta = self.output.meta.copy()
-        same[self.output] = output
+        for old in self.graph.nodes:
+            # fx looks through all that it is given along with the op for symbolic numbers, of which there are none.
+            new = same[old] = graph.create_node(old.op, old.target, name=old.name, type_expr=old.type)
+            new._update_args_kwargs(map_arg(old.args, same.__getitem__), map_arg(old.kwargs, same.__getitem__))
+            new.meta.update(old.meta)
         for old, new in same.items():
             set_info(new, info(old).copy(same))
         return replace(
