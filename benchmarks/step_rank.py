@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -70,10 +70,12 @@ class _Rank:
             self._note_progress()
         self._build_all()
         self._warm_up()
-        for _ in range(self.task.rounds):
-            for rate in self.task.rates:
+        for number in range(self.task.rounds):
+            # There and back again: what is slow at the begin of a round is not always the same.
+            onward = -1 if number % 2 else 1
+            for rate in self.task.rates[::onward]:
                 self._set_rate(rate)
-                self._measure(rate)
+                self._measure(rate, list(self.variants[rate])[::onward])
         for rate in self.task.rates:
             self._predict(rate)
         if self.task.timeline:
@@ -134,15 +136,16 @@ class _Rank:
                     warm.append(variant)
             self._note_progress()
 
-    def _measure(self, rate: Rate) -> None:
-        """A block of consecutive steps of each variant; all ranks begin a block together.
+    def _measure(self, rate: Rate, names: Sequence[str]) -> None:
+        """A block of consecutive steps of each of these variants; all ranks begin a block together.
 
         What counts is the time from one step's return to the next one's, in the middle of a loop: a step goes ahead
         of the timed ones, whose rest, if it leaves one on the wire, is theirs; the rest of the last one is the next
         one's.
         """
         block, measured = self.task.block, self.measured[rate]
-        for name, variant in self.variants[rate].items():
+        for name in names:
+            variant = self.variants[rate][name]
             dist.barrier()
             before = self._sent_bytes()
             variant.step()
@@ -158,7 +161,7 @@ class _Rank:
                 sent = (self._sent_bytes() or 0) - before
                 measured.wire_bytes.setdefault(name, []).append(sent / (block + 1))
             self._note_progress()
-        if any(name in MODES for name in self.variants[rate]):
+        if any(name in MODES for name in names):
             self.profiles[rate].append(self.gauge.again(self.profiles[rate][0].cluster))
             self._note_progress()
 
