@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import Sharding, build_pipeline
+from commfuse_fx.compiler import Sharding, Variant, build_pipeline, variants
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
@@ -54,6 +54,14 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
         module = importlib.import_module(f"commfuse_fx.passes.{each.name}")
         assert inspect.getmodule(type(each)) is module
         assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("_"))
+
+
+def test_larger_graphs_compare_fewer_plans() -> None:
+    optimal = {"allreduce": {"mode": "optimal", "config": None}}
+    config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
+    counts = [len(variants(config, nodes)) for nodes in (1_000, 3_000, 3_001, 4_000, 4_001, 7_000, 7_001, 100_000)]
+    assert counts == [5, 5, 4, 4, 2, 2, 1, 1]
+    assert variants(config, 100_000) == [Variant(across_steps=True)]
 
 
 def test_an_order_without_a_required_fact_is_refused() -> None:

@@ -50,6 +50,24 @@ def test_one_stream_is_first_in_first_out() -> None:
     assert engine.times(second) == (1.0, 4.0, 6.0)
 
 
+@given(
+    st.lists(st.floats(0, 2), max_size=6),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0.1, 3), st.floats(0, 1)), max_size=3),
+)
+def test_running_each_of_several_parts_is_running_one_after_the_other(
+    parts: list[float], transfers: list[tuple[float, float, float]]
+) -> None:
+    at_once, singly = Engine(), Engine()
+    for engine in (at_once, singly):
+        for latency, seconds, host in transfers:
+            engine.issue(Transfer("dp", latency, seconds, host * seconds, ("net",)))
+    at_once.run_each(parts)
+    for part in parts:
+        singly.run(part)
+    assert at_once.now == singly.now
+    assert at_once.drain() == singly.drain()
+
+
 def test_waiting_for_the_first_leaves_the_second_on_the_wire() -> None:
     engine = Engine()
     first, second = engine.issue(Transfer("dp", 0.0, 3.0)), engine.issue(Transfer("dp", 0.0, 2.0))
