@@ -242,7 +242,8 @@ def plan_step(
 ) -> _Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
 
-    watcher: sees the passes of all variants; by default the graph log."""
+    watcher: sees the passes of all variants; by default the graph log.
+    """
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
     pipelines = [
         build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding)
