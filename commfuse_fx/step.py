@@ -34,6 +34,7 @@ from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
+from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
@@ -267,6 +268,8 @@ class CompiledStep:
             plan.vote = hash62(plan.texts[0])
             executor.wire.distress = self._agreement.distress
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
+        if executor.has_collectives:
+            let_lock_holders_run()
         plan.executor = executor
         return executor
 

@@ -24,6 +24,7 @@ from commfuse_fx.cost.fit import Sample, fit
 from commfuse_fx.cost.probe import probe, slowest_figures, synchronize
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.progress import progress
+from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.world import is_distributed, world_timeout
 
 DEFAULT_SECONDS = 15.0
@@ -265,6 +266,7 @@ def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> L
     rank = dist.get_rank()
     # Every rank must make every group, in the same order.
     handles = [dist.new_group(list(ranks), timeout=world_timeout()) for ranks in planned.groups]
+    let_lock_holders_run()  # as in a step
     own = [(handle, ranks) for handle, ranks in zip(handles, planned.groups, strict=True) if rank in ranks]
     mine = _Measured()
     for handle, ranks in own:
