@@ -26,9 +26,9 @@ def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
     """The largest of four bounds; the first of equal ones.
 
     Compute: one core does all computing and the backend's host work. Communication: a group moves one message at
-    a time, and a link carries one message's worth at a time. Critical path: the longest chain of nodes that must
-    come one after another; it says nothing of the period of steps that reach into each other, so nodes that run
-    in the following step leave it out. `dependence` None leaves it out, too.
+    a time, and a link carries one message's worth at a time, in bursts too, since it has to earn them. Critical path:
+    the longest chain of nodes that must come one after another; it says nothing of the period of steps that reach
+    into each other, so nodes that run in the following step leave it out. `dependence` None leaves it out, too.
     """
     sent = [piece.transfer for pieces in played.pieces.values() for piece in pieces]
     computing = played.compute_seconds + sum(each.host for each in sent)
@@ -36,7 +36,7 @@ def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
     streams: dict[str, float] = {}
     links: dict[str, float] = {}
     for each in sent:
-        streams[each.stream] = streams.get(each.stream, 0.0) + each.latency + each.transfer
+        streams[each.stream] = streams.get(each.stream, 0.0) + each.least_seconds
         for link in dict.fromkeys(each.links):
             links[link] = links.get(link, 0.0) + each.transfer
     found.extend(Bound(seconds, f"communication on {stream}") for stream, seconds in streams.items())
@@ -59,7 +59,7 @@ def _critical_path(played: Played, dependence: Dependence) -> float:
             ready = max(ready, _last_end(released.get(node.args[0], [])))  # type: ignore[arg-type]
         done[node] = ready + played.seconds.get(node, 0.0)
         for piece in played.pieces.get(node, ()):
-            entry = (done[node], piece.transfer.latency + piece.transfer.transfer)
+            entry = (done[node], piece.transfer.least_seconds)
             released.setdefault(piece.start, []).append(entry)
     return max(done.values(), default=0.0)
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.fit import Sample, fit
+from commfuse_fx.cost.fit import Burst, Sample, burst, fit
 from commfuse_fx.cost.probe import probe, slowest_figures, synchronize
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.progress import progress
@@ -37,6 +37,9 @@ SLOW = 1.0
 
 PIPELINED_BYTES = 4 << 20
 
+PAUSE = 0.05
+"""Seconds in which a network earns back what it may carry at once."""
+
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages, and how small, show what a message costs besides its bytes."""
 
@@ -50,8 +53,8 @@ class LevelReport:
 
     groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second that the level carries
     on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
-    would give, which end before buffers and the allowances of a network are used up). overhead: seconds of compute that
-    a message costs besides its bytes. median_error, max_error:
+    would give, which end before buffers and the allowances of a network are used up). burst: what it carries at once
+    after a pause. overhead: seconds of compute that a message costs besides its bytes. median_error, max_error:
     |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
     """
 
@@ -60,6 +63,7 @@ class LevelReport:
     alpha: float
     bandwidth: float
     fitted_bandwidth: float
+    burst: Burst
     host_seconds_per_byte: float
     overhead: float
     median_error: float
@@ -101,6 +105,11 @@ class Report:
                 f"level {level.name}: {' and '.join(str(len(group)) for group in level.groups)} ranks",
                 f"  alpha {level.alpha * 1e6:.1f} us, bandwidth {level.bandwidth / 1e9:.3f} GB/s (one collective at "
                 f"a time: {level.fitted_bandwidth / 1e9:.3f})",
+            ]
+            if level.burst.nbytes:
+                found = level.burst
+                lines.append(f"  after a pause {found.nbytes / 1e6:.2f} MB at {found.bandwidth / 1e9:.3f} GB/s")
+            lines += [
                 f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte, "
                 f"{level.overhead * 1e6:.1f} us per message",
                 f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
@@ -244,6 +253,8 @@ def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
         domains=planned.domains,
         alpha=level.alpha,
         bandwidth=level.bandwidth,
+        burst_bytes=level.burst.nbytes,
+        burst_bandwidth=level.burst.bandwidth,
         host_seconds_per_byte=level.host_seconds_per_byte,
         source=source,
     )
@@ -258,6 +269,7 @@ class _Measured:
 
     samples: tuple[Sample, ...] = ()
     pipelined: Sample | None = None
+    rested: tuple[Sample, ...] = ()
     contention: float = 0.0
     overhead: float = 0.0
 
@@ -280,10 +292,12 @@ def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> L
 def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Sequence[_Measured]) -> LevelReport:
     samples: list[Sample] = []
     pipelined: list[Sample] = []
+    rested: list[Sample] = []
     for ranks in groups:
         found = [everybody[rank] for rank in ranks]
         samples.extend(_slowest(column) for column in zip(*(each.samples for each in found), strict=True))
         pipelined.append(_slowest([each.pipelined for each in found if each.pipelined is not None]))
+        rested.extend(_slowest(column) for column in zip(*(each.rested for each in found), strict=True))
     single = fit(samples)
     final = fit(samples, min(sample.wire_bytes / sample.seconds for sample in pipelined))
     by_kind: dict[str, list[float]] = {}
@@ -295,6 +309,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         alpha=final.alpha,
         bandwidth=final.bandwidth,
         fitted_bandwidth=single.bandwidth,
+        burst=burst(rested, final.bandwidth),
         host_seconds_per_byte=max(each.contention for each in everybody),
         overhead=max(each.overhead for each in everybody),
         median_error=final.median_error,
@@ -357,15 +372,16 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 def _measure_group(group: _Group, name: str, seconds: float) -> _Measured:
     with _shown(f"collectives of level {name}"):
-        samples = _ladder(group, 0.6 * seconds)
+        samples = _ladder(group, 0.55 * seconds)
     alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
     alone = group.agreed(alone)
     nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
     with _shown(f"several collectives of level {name} at once"):
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
+        rested = _after_pauses(group, nbytes, 0.1 * seconds)
     with _shown(f"compute beside collectives of level {name}"):
-        contention, overhead = _contention(group, nbytes, alone, 0.25 * seconds)
-    return _Measured(tuple(samples), pipelined, contention, overhead)
+        contention, overhead = _contention(group, nbytes, alone, 0.2 * seconds)
+    return _Measured(tuple(samples), pipelined, rested, contention, overhead)
 
 
 def _ladder(group: _Group, seconds: float) -> list[Sample]:
@@ -412,6 +428,22 @@ def _in_flight(group: _Group, nbytes: int, alone: float, seconds: float) -> Samp
     short = median(row(count) for _ in range(3))
     long = median(row(2 * count) for _ in range(3))
     return Sample("all_reduce", group.size, nbytes, max(long - short, long / 4) / count)
+
+
+def _after_pauses(group: _Group, most: int, seconds: float) -> tuple[Sample, ...]:
+    """Single all_reduces of some sizes, on a network that has had time to rest."""
+    found = []
+    sizes = [most >> shift for shift in (6, 4, 2, 0)]
+    repeats = min(max(int(seconds / len(sizes) / PAUSE), 1), 5)
+    for nbytes in sizes:
+        x = torch.zeros(nbytes // 4, device=group.device)
+        times = []
+        for _ in range(repeats):
+            sleep(PAUSE)
+            group.agreed(0.0)  # start together
+            times.append(group.agreed(group.timed(lambda: dist.all_reduce(x, group=group.handle))))  # noqa: B023
+        found.append(Sample("all_reduce", group.size, nbytes, median(times)))
+    return tuple(found)
 
 
 def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float]:

@@ -25,6 +25,9 @@ class Level:
         other ranks do the same. Ranks that share one network card have its bandwidth divided by their number.
     host_seconds_per_byte: seconds of the device's compute that moving one byte takes away (a CPU backend copies
         and adds on the core that computes; 0 where hardware moves the data).
+    burst_bytes, burst_bandwidth: bytes that a link carries at once after a pause, and at how many bytes per second,
+        where the network is a faster one with a limit (a token bucket); 0 where it is not. What has been carried in
+        a burst is earned again at `bandwidth`. Groups that span several levels are priced without.
     source: where the figures come from.
 
     The fields are checked by the ClusterSpec that the level is put into, whose errors can say which level it is.
@@ -35,6 +38,8 @@ class Level:
     alpha: float
     bandwidth: float
     host_seconds_per_byte: float = 0.0
+    burst_bytes: float = 0.0
+    burst_bandwidth: float = 0.0
     source: str = ""
 
 
@@ -166,7 +171,7 @@ class ClusterSpec(Document, kind="cluster"):
             "name": self.name,
             "ranks": self.ranks,
             "device": {**vars(self.device), "flops": dict(self.device.flops)},
-            "levels": [dict(vars(level)) for level in self.levels],
+            "levels": [_level_body(level) for level in self.levels],
             "notes": dict(self.notes),
         }
 
@@ -203,8 +208,25 @@ def _checked_level(level: object, where: str, ranks: int | None) -> Level:
         alpha=check_number(level.alpha, f"{where}.alpha"),
         bandwidth=check_number(level.bandwidth, f"{where}.bandwidth", positive=True),
         host_seconds_per_byte=check_number(level.host_seconds_per_byte, f"{where}.host_seconds_per_byte"),
+        burst_bytes=check_number(level.burst_bytes, f"{where}.burst_bytes"),
+        burst_bandwidth=_checked_burst(level, where),
         source=check_text(level.source, f"{where}.source", empty=True),
     )
+
+
+def _checked_burst(level: Level, where: str) -> float:
+    speed = check_number(level.burst_bandwidth, f"{where}.burst_bandwidth")
+    if (speed > 0) != (level.burst_bytes > 0) or (speed and speed < level.bandwidth):
+        raise ConfigValueError(
+            f"{where}.burst_bandwidth is {show(speed)} with burst_bytes {show(level.burst_bytes)} and bandwidth "
+            f"{show(level.bandwidth)}; give both 0, or some bytes and a speed that is not below the bandwidth"
+        )
+    return speed
+
+
+def _level_body(level: Level) -> dict[str, Any]:
+    """A level in a document; what says nothing of a burst is left out."""
+    return {key: value for key, value in vars(level).items() if value or not key.startswith("burst_")}
 
 
 def _checked_domains(domains: object, where: str, ranks: int | None) -> int | tuple[tuple[int, ...], ...] | None:
@@ -320,7 +342,10 @@ def _domain(domains: int | tuple[tuple[int, ...], ...] | None, table: tuple[int,
 
 
 _KEYS: Mapping[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Level: (("name", "alpha", "bandwidth"), ("domains", "host_seconds_per_byte", "source")),
+    Level: (
+        ("name", "alpha", "bandwidth"),
+        ("domains", "host_seconds_per_byte", "burst_bytes", "burst_bandwidth", "source"),
+    ),
     Device: (("name", "flops", "memory_bandwidth", "memory_bytes", "op_overhead"), ("collective_overhead", "source")),
 }
 """Required and optional keys in a document."""

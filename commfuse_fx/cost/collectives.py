@@ -33,6 +33,8 @@ class CollectiveCost:
     host: seconds of the device's compute that it takes away meanwhile; not part of `seconds`.
     bus_bandwidth: bytes per second as nccl-tests defines it; 0 when it takes no time.
     links: names of the levels that it loads, from the innermost on.
+    burst: seconds of `transfer` that its link carries at once after a pause; boost: how many times as fast. 0 and 1
+        where a level has no bursts, or the group spans several. `seconds` is the time without.
     """
 
     kind: str
@@ -43,6 +45,8 @@ class CollectiveCost:
     host: float
     bus_bandwidth: float
     links: tuple[str, ...]
+    burst: float = 0.0
+    boost: float = 1.0
 
 
 class Work(NamedTuple):
@@ -205,7 +209,15 @@ def collective_cost(
     seconds = rate.seconds(size)
     bus = bus_bandwidth(kind, size, split.size, seconds)
     links = tuple(level.name for level in split.levels)
-    return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links)
+    burst = _burst(split.levels)
+    return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links, *burst)
+
+
+def _burst(levels: Sequence[Level]) -> tuple[float, float]:
+    if len(levels) > 1 or not levels[0].burst_bytes:
+        return 0.0, 1.0
+    level = levels[0]
+    return level.burst_bytes / level.bandwidth, level.burst_bandwidth / level.bandwidth
 
 
 class _Rate(NamedTuple):

@@ -17,14 +17,18 @@ from commfuse_fx.errors import ConfigValueError
 CORE_SHARE = 0.5
 """The part of the core that a backend's threads get at most while the step computes: two threads, one half each."""
 
+_SPENT = 1e-9
+"""Seconds of an allowance that count as nothing: what rounding leaves of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One message, in seconds on an otherwise idle machine.
 
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
-    and of the core `host` seconds, spread evenly. Raises ConfigValueError on a time below 0 or not finite, and on
-    host time without transfer time to spread it over.
+    and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
+    fast after a pause that is as long (a token bucket). Raises ConfigValueError on a time below 0 or not finite, on
+    host time without transfer time to spread it over, and on a boost below 1.
     """
 
     stream: str
@@ -32,14 +36,23 @@ class Transfer:
     transfer: float
     host: float = 0.0
     links: tuple[str, ...] = ()
+    burst: float = 0.0
+    boost: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("latency", "transfer", "host"):
+        for name in ("latency", "transfer", "host", "burst"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ConfigValueError(f"Transfer {name}={value!r}: give seconds, finite and not below 0")
         if self.host and not self.transfer:
             raise ConfigValueError(f"Transfer host={self.host!r} with transfer=0: host time needs transfer time")
+        if not (isfinite(self.boost) and self.boost >= 1):
+            raise ConfigValueError(f"Transfer boost={self.boost!r}: give a factor, finite and not below 1")
+
+    @property
+    def least_seconds(self) -> float:
+        """What it takes at least: all of it in a burst."""
+        return self.latency + self.transfer / self.boost
 
 
 class _Flight:
@@ -59,12 +72,23 @@ class _Flight:
         self.demand = transfer.host / transfer.transfer if transfer.transfer else 0.0
 
 
+class _Allowance:
+    """What a link may carry in a burst. left, most: seconds of transfer. load: how much it moves per second."""
+
+    __slots__ = ("left", "load", "most")
+
+    def __init__(self, most: float) -> None:
+        self.left = self.most = most
+        self.load = 0.0
+
+
 class Engine:
     """A clock, one compute thread and any number of streams.
 
     Links are divided evenly between the transfers that load them: a transfer moves at the rate of its most
     crowded link. A transfer with host time takes compute time away while it moves. Backend and step share the
-    core half and half where there is not enough for both; where the step waits, the backend has it all.
+    core half and half where there is not enough for both; where the step waits, the backend has it all. A link with
+    bursts begins with its whole allowance, spends it where it moves more than its rate, and earns it back otherwise.
     """
 
     def __init__(self) -> None:
@@ -73,6 +97,7 @@ class Engine:
         self._flights: list[_Flight] = []
         self._queues: dict[str, deque[_Flight]] = {}
         self._active: list[_Flight] = []
+        self._allowances: dict[str, _Allowance] = {}
         self._computing = True
         self._speed = 1.0  # of computing
         self._next = inf  # the next event
@@ -108,6 +133,9 @@ class Engine:
         """Put a transfer behind those of its stream. Takes no compute time. Returns its handle."""
         flight = _Flight(transfer, self.now)
         self._flights.append(flight)
+        if transfer.burst:
+            for link in transfer.links:
+                self._allowances.setdefault(link, _Allowance(transfer.burst))
         queue = self._queues.setdefault(transfer.stream, deque())
         queue.append(flight)
         if len(queue) == 1:
@@ -148,6 +176,11 @@ class Engine:
                 found[stream] = first + sum(each.transfer.latency + each.transfer.transfer for each in behind)
         return found
 
+    def allowances(self) -> dict[str, float]:
+        """Seconds of transfer that each link with bursts may still carry at once."""
+        self._settle()
+        return {f"allowance of {link}": allowance.left for link, allowance in self._allowances.items()}
+
     def _serve(self, queue: deque[_Flight]) -> None:
         """Begin with the transfer at the head of a queue, now; one that takes no time at all ends at once."""
         while queue:
@@ -185,6 +218,9 @@ class Engine:
         for flight in self._active:
             if flight.loading:
                 flight.left = max(flight.left - flight.rate * passed, 0.0)
+        for allowance in self._allowances.values():
+            left = allowance.left + (1.0 - allowance.load) * passed
+            allowance.left = min(left, allowance.most) if left > _SPENT else 0.0
         self._since = self.now
 
     def _plan(self, computing: bool) -> None:
@@ -193,6 +229,8 @@ class Engine:
         self._computing = computing
         loading = [flight for flight in self._active if flight.loading]
         demand = self._share_links(loading)
+        if self._allowances:
+            demand = self._boost(loading)
         share = CORE_SHARE if computing else 1.0
         scale = 1.0 if demand <= share else share / demand
         for flight in loading:
@@ -201,6 +239,25 @@ class Engine:
             flight.until = self.now + flight.left / flight.rate
         self._speed = 1.0 - min(demand, share) if computing else 1.0
         self._next = min([flight.until for flight in self._active], default=inf)
+        if self._allowances:
+            self._next = min(self._next, self._spend(loading))
+
+    def _boost(self, loading: list[_Flight]) -> float:
+        """Raise the rates of what moves in a burst. Returns the part of the core that moving then takes."""
+        for flight in loading:
+            transfer = flight.transfer
+            if transfer.burst and all(self._allowances[link].left for link in transfer.links):
+                flight.rate *= transfer.boost
+        return sum([flight.rate * flight.demand for flight in loading])
+
+    def _spend(self, loading: list[_Flight]) -> float:
+        """Note what each link with bursts moves from now on. Returns when the first allowance will be spent."""
+        spent = inf
+        for link, allowance in self._allowances.items():
+            allowance.load = sum([flight.rate for flight in loading if link in flight.transfer.links])
+            if allowance.left and allowance.load > 1.0:
+                spent = min(spent, self.now + allowance.left / (allowance.load - 1.0))
+        return spent
 
     @staticmethod
     def _share_links(loading: list[_Flight]) -> float:

@@ -57,6 +57,35 @@ class Fit:
         return max(self.errors)
 
 
+LEAST_BOOST = 1.5
+"""How many times as fast as its bandwidth a link must be after a pause to count as one with bursts."""
+
+MOST_GROWTH = 2.0
+"""How many times as much a larger collective may gain from a pause than a smaller one that gained from it. A bucket is
+empty some time; what is faster alone than in a row, for want of a core, gains with every byte."""
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What a link carries at once after a pause: bytes, and bytes per second; 0 and 0 where it has no bursts."""
+
+    nbytes: float = 0.0
+    bandwidth: float = 0.0
+
+
+def burst(rested: Sequence[Sample], bandwidth: float) -> Burst:
+    """The token bucket that collectives after a pause show, in front of a link of this many bytes per second.
+
+    rested: single collectives, each after a pause, from small to large. The bucket is what the largest has moved
+    beyond the bandwidth, its speed that of the fastest one. Latencies are not taken off, so both are a little low.
+    """
+    fastest = max(sample.wire_bytes / sample.seconds for sample in rested)
+    *_, gained, most = (sample.wire_bytes - bandwidth * sample.seconds for sample in rested)
+    if fastest < LEAST_BOOST * bandwidth or not 0 < most <= MOST_GROWTH * gained:
+        return Burst()
+    return Burst(most, fastest)
+
+
 def fit(samples: Sequence[Sample], bandwidth: float | None = None) -> Fit:
     """The non-negative alpha and the bandwidth with the least weighted sum of squared relative errors.
 

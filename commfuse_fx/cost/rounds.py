@@ -110,7 +110,8 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
     """Play `steps` rounds (None: 1, or `DEFERRED_ROUNDS` where nodes run in the following step).
 
     Where nodes run in the following step, rounds are added until as much is on the wire at the end of the last
-    one as at its begin, so that its length is that of every later step.
+    one as at its begin, so that its length is that of every later step. So they are, if `steps` is None, where a
+    network has bursts, until links may carry as much of them as before.
     Raises ConfigValueError for fewer than one step, VerificationError for a wait without a collective to wait for.
     """
     if steps is not None and steps < 1:
@@ -122,16 +123,19 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
     played = Played(order, {}, pieces, Engine(), deferred=deferred, overhead=model.step_overhead, message=message)
     acts = _acts(played, model)
     if not played.deferred:
-        for number in range(steps or 1):
+        for number in range(steps or MOST_ROUNDS):
+            before = played.engine.allowances()
             _Round(played, {}, number).run(acts)
             played.ended = played.engine.drain()
+            if steps is None and _alike(before, played.engine.allowances()):
+                break
         return played
     on_wire: dict[tuple[fx.Node, int], Flown] = {}
     _Round(played, on_wire, 0).run([act for act in acts if not act.deferred])
-    left = played.engine.outstanding()
+    left = _state(played.engine)
     for number in range(1, max(steps or DEFERRED_ROUNDS, MOST_ROUNDS)):
         _Round(played, on_wire, number).run(acts)
-        before, left = left, played.engine.outstanding()
+        before, left = left, _state(played.engine)
         if number + 1 >= (steps or DEFERRED_ROUNDS) and _alike(before, left):
             break
     return played
@@ -155,6 +159,10 @@ def _acts(played: Played, model: CostModel) -> list[_Act]:
         if seconds is not None or waited is not None or pieces:
             acts.append(_Act(node, played.deferred and is_deferred(node), seconds, waited, pieces))
     return acts
+
+
+def _state(engine: Engine) -> dict[str, float]:
+    return {**engine.outstanding(), **engine.allowances()}
 
 
 def _alike(one: dict[str, float], other: dict[str, float]) -> bool:

@@ -52,7 +52,9 @@ class Priced(CostModel):
         details = info(start).collective
         assert details is not None
         part = nbytes / details.nbytes
-        return Transfer(whole.stream, whole.latency, whole.transfer * part, whole.host * part, whole.links)
+        return Transfer(
+            whole.stream, whole.latency, whole.transfer * part, whole.host * part, whole.links, whole.burst, whole.boost
+        )
 
 
 class Graph:
