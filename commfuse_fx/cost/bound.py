@@ -52,14 +52,14 @@ def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
 
 def _critical_path(played: Played, dependence: Dependence) -> float:
     done: dict[fx.Node, float] = {}
-    released: dict[fx.Node, list[tuple[float, float]]] = {}  # start -> (when a piece can leave, how long it takes)
+    released: dict[fx.Node, list[tuple[float, float]]] = {}  # start -> (when a piece can move, how long it takes)
     for node in played.order:
         ready = max((done[other] for other in dependence.direct[node]), default=played.overhead)
         if is_wait(node):
             ready = max(ready, _last_end(released.get(node.args[0], [])))  # type: ignore[arg-type]
         done[node] = ready + played.seconds.get(node, 0.0)
         for piece in played.pieces.get(node, ()):
-            entry = (done[node], piece.transfer.least_seconds)
+            entry = (done[node] + piece.transfer.overlapped, piece.transfer.least_seconds)
             released.setdefault(piece.start, []).append(entry)
     return max(done.values(), default=0.0)
 

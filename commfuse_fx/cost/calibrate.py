@@ -37,6 +37,9 @@ SLOW = 1.0
 
 PIPELINED_BYTES = 4 << 20
 
+LEAST_SLOWED = 2.0
+"""How many times its latency a message must take beside compute for that to be a figure of its own."""
+
 PAUSE = 0.05
 """Seconds in which a network earns back what it may carry at once."""
 
@@ -54,7 +57,8 @@ class LevelReport:
     groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second that the level carries
     on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
     would give, which end before buffers and the allowances of a network are used up). burst: what it carries at once
-    after a pause. overhead: seconds of compute that a message costs besides its bytes. median_error, max_error:
+    after a pause. overhead: seconds of compute that a message costs besides its bytes. alpha_busy: `alpha` while the
+    ranks compute; 0 where that makes no difference. median_error, max_error:
     |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
     """
 
@@ -66,6 +70,7 @@ class LevelReport:
     burst: Burst
     host_seconds_per_byte: float
     overhead: float
+    alpha_busy: float
     median_error: float
     max_error: float
     kind_errors: Mapping[str, float]
@@ -111,7 +116,8 @@ class Report:
                 lines.append(f"  after a pause {found.nbytes / 1e6:.2f} MB at {found.bandwidth / 1e9:.3f} GB/s")
             lines += [
                 f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte, "
-                f"{level.overhead * 1e6:.1f} us per message",
+                f"{level.overhead * 1e6:.1f} us per message; alpha while computing "
+                f"{(level.alpha_busy or level.alpha) * 1e6:.1f} us",
                 f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
                 f"over {len(level.samples)} samples; median of {kinds}",
             ]
@@ -255,6 +261,7 @@ def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
         bandwidth=level.bandwidth,
         burst_bytes=level.burst.nbytes,
         burst_bandwidth=level.burst.bandwidth,
+        alpha_busy=level.alpha_busy,
         host_seconds_per_byte=level.host_seconds_per_byte,
         source=source,
     )
@@ -272,6 +279,7 @@ class _Measured:
     rested: tuple[Sample, ...] = ()
     contention: float = 0.0
     overhead: float = 0.0
+    busy: float = 0.0
 
 
 def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
@@ -303,6 +311,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
     by_kind: dict[str, list[float]] = {}
     for sample, error in zip(samples, final.errors, strict=True):
         by_kind.setdefault(sample.kind, []).append(error)
+    busy = max(each.busy for each in everybody)
     return LevelReport(
         name=name,
         groups=groups,
@@ -312,6 +321,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         burst=burst(rested, final.bandwidth),
         host_seconds_per_byte=max(each.contention for each in everybody),
         overhead=max(each.overhead for each in everybody),
+        alpha_busy=busy if busy > LEAST_SLOWED * final.alpha else 0.0,
         median_error=final.median_error,
         max_error=final.max_error,
         kind_errors={kind: median(errors) for kind, errors in by_kind.items()},
@@ -380,8 +390,8 @@ def _measure_group(group: _Group, name: str, seconds: float) -> _Measured:
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
         rested = _after_pauses(group, nbytes, 0.1 * seconds)
     with _shown(f"compute beside collectives of level {name}"):
-        contention, overhead = _contention(group, nbytes, alone, 0.2 * seconds)
-    return _Measured(tuple(samples), pipelined, rested, contention, overhead)
+        contention, overhead, busy = _contention(group, nbytes, alone, 0.2 * seconds)
+    return _Measured(tuple(samples), pipelined, rested, contention, overhead, busy)
 
 
 def _ladder(group: _Group, seconds: float) -> list[Sample]:
@@ -446,27 +456,33 @@ def _after_pauses(group: _Group, most: int, seconds: float) -> tuple[Sample, ...
     return tuple(found)
 
 
-def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float]:
-    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does."""
+def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float, float]:
+    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does; and
+    the seconds of latency that one message of a collective has meanwhile."""
     if group.device.type != "cpu":
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
-    each = _lost(group, small, seconds / 12) / MESSAGES
+    lost, elapsed = _lost(group, small, seconds / 12)
+    each = lost / MESSAGES
+    # Gloo works on two at a time, so each of them takes twice its share of the row.
+    busy = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
     count = min(max(int(seconds / 8 / alone), 2), 16)
     large = [torch.zeros(nbytes // 4) for _ in range(count)]
     wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    return max(_lost(group, large, seconds / 12) - count * each, 0.0) / wire_bytes, each
+    lost, _ = _lost(group, large, seconds / 12)
+    return max(lost - count * each, 0.0) / wire_bytes, each, busy
 
 
-def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> float:
-    """Seconds of matrix products that these all_reduces take away while they are on their way.
+def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
+    """Seconds of matrix products that these all_reduces take away while they are on their way, and how long they are.
 
     What a product takes without them is measured before and after: a machine's speed may drift.
     """
     a, b, c = (torch.zeros(256, 256) for _ in range(3))
     torch.mm(a, b, out=c)
     undisturbed = [_seconds_of_product(group, a, b, c, seconds)]
-    found = []
+    found: list[float] = []
+    lasted: list[float] = []
     for _ in range(3):
         group.agreed(0.0)  # start together
         start = perf_counter()
@@ -480,7 +496,8 @@ def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> floa
         elapsed = perf_counter() - start
         undisturbed.append(_seconds_of_product(group, a, b, c, seconds))
         found.append(max(elapsed - done * mean(undisturbed[-2:]), 0.0))
-    return median(found)
+        lasted.append(elapsed)
+    return median(found), median(lasted)
 
 
 def _seconds_of_product(group: _Group, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seconds: float) -> float:

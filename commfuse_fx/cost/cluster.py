@@ -21,6 +21,8 @@ class Level:
     domains: lists of ranks, each joined by links of this level; or an int n for consecutive blocks of n ranks; or
         None for all ranks. Levels go from the innermost (fastest) to the outermost, which joins all ranks.
     alpha: seconds that a message takes before its first byte arrives.
+    alpha_busy: the same while the rank computes all the time, where threads of the backend wait for the core that it
+        computes on; 0 where computing makes no difference.
     bandwidth: bytes per second that one rank can send, and at the same time receive, over this level, while all
         other ranks do the same. Ranks that share one network card have its bandwidth divided by their number.
     host_seconds_per_byte: seconds of the device's compute that moving one byte takes away (a CPU backend copies
@@ -40,6 +42,7 @@ class Level:
     host_seconds_per_byte: float = 0.0
     burst_bytes: float = 0.0
     burst_bandwidth: float = 0.0
+    alpha_busy: float = 0.0
     source: str = ""
 
 
@@ -210,6 +213,7 @@ def _checked_level(level: object, where: str, ranks: int | None) -> Level:
         host_seconds_per_byte=check_number(level.host_seconds_per_byte, f"{where}.host_seconds_per_byte"),
         burst_bytes=check_number(level.burst_bytes, f"{where}.burst_bytes"),
         burst_bandwidth=_checked_burst(level, where),
+        alpha_busy=_checked_alpha_busy(level, where),
         source=check_text(level.source, f"{where}.source", empty=True),
     )
 
@@ -224,9 +228,22 @@ def _checked_burst(level: Level, where: str) -> float:
     return speed
 
 
+def _checked_alpha_busy(level: Level, where: str) -> float:
+    busy = check_number(level.alpha_busy, f"{where}.alpha_busy")
+    if busy and busy < level.alpha:
+        raise ConfigValueError(
+            f"{where}.alpha_busy is {show(busy)}, below alpha {show(level.alpha)}; give 0 where computing makes no "
+            "difference to a message, or more than alpha"
+        )
+    return busy
+
+
+_SELDOM = ("burst_bytes", "burst_bandwidth", "alpha_busy")
+
+
 def _level_body(level: Level) -> dict[str, Any]:
-    """A level in a document; what says nothing of a burst is left out."""
-    return {key: value for key, value in vars(level).items() if value or not key.startswith("burst_")}
+    """A level in a document; what few levels have is left out where it is 0."""
+    return {key: value for key, value in vars(level).items() if value or key not in _SELDOM}
 
 
 def _checked_domains(domains: object, where: str, ranks: int | None) -> int | tuple[tuple[int, ...], ...] | None:
@@ -344,7 +361,7 @@ def _domain(domains: int | tuple[tuple[int, ...], ...] | None, table: tuple[int,
 _KEYS: Mapping[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Level: (
         ("name", "alpha", "bandwidth"),
-        ("domains", "host_seconds_per_byte", "burst_bytes", "burst_bandwidth", "source"),
+        ("domains", "host_seconds_per_byte", *_SELDOM, "source"),
     ),
     Device: (("name", "flops", "memory_bandwidth", "memory_bytes", "op_overhead"), ("collective_overhead", "source")),
 }

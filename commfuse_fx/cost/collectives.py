@@ -35,6 +35,7 @@ class CollectiveCost:
     links: names of the levels that it loads, from the innermost on.
     burst: seconds of `transfer` that its link carries at once after a pause; boost: how many times as fast. 0 and 1
         where a level has no bursts, or the group spans several. `seconds` is the time without.
+    slowed: how many times as long the latency is while the rank computes; at least 1.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class CollectiveCost:
     links: tuple[str, ...]
     burst: float = 0.0
     boost: float = 1.0
+    slowed: float = 1.0
 
 
 class Work(NamedTuple):
@@ -209,8 +211,13 @@ def collective_cost(
     seconds = rate.seconds(size)
     bus = bus_bandwidth(kind, size, split.size, seconds)
     links = tuple(level.name for level in split.levels)
-    burst = _burst(split.levels)
-    return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links, *burst)
+    extra = *_burst(split.levels), _slowed(split.levels)
+    return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links, *extra)
+
+
+def _slowed(levels: Sequence[Level]) -> float:
+    """The factor of the level that it is largest on: a busy rank waits for its core on all of them."""
+    return max((level.alpha_busy / level.alpha for level in levels if level.alpha_busy and level.alpha), default=1.0)
 
 
 def _burst(levels: Sequence[Level]) -> tuple[float, float]:

@@ -27,8 +27,12 @@ class Transfer:
 
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
-    fast after a pause that is as long (a token bucket). Raises ConfigValueError on a time below 0 or not finite, on
-    host time without transfer time to spread it over, and on a boost below 1.
+    fast after a pause that is as long (a token bucket). slowed: how many times as long the latency is while the step
+    computes, on the core that the backend's threads wait for. Where that is more than 1, the latency of one transfer
+    passes while the one before it in the stream is still moving: such backends work on two at a time.
+
+    Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, and
+    on a factor below 1.
     """
 
     stream: str
@@ -38,6 +42,7 @@ class Transfer:
     links: tuple[str, ...] = ()
     burst: float = 0.0
     boost: float = 1.0
+    slowed: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("latency", "transfer", "host", "burst"):
@@ -46,19 +51,30 @@ class Transfer:
                 raise ConfigValueError(f"Transfer {name}={value!r}: give seconds, finite and not below 0")
         if self.host and not self.transfer:
             raise ConfigValueError(f"Transfer host={self.host!r} with transfer=0: host time needs transfer time")
-        if not (isfinite(self.boost) and self.boost >= 1):
-            raise ConfigValueError(f"Transfer boost={self.boost!r}: give a factor, finite and not below 1")
+        for name in ("boost", "slowed"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 1):
+                raise ConfigValueError(f"Transfer {name}={value!r}: give a factor, finite and not below 1")
+
+    @property
+    def overlapped(self) -> float:
+        """The part of the latency that passes while the transfer before it is still moving."""
+        return self.latency if self.slowed > 1 else 0.0
 
     @property
     def least_seconds(self) -> float:
-        """What it takes at least: all of it in a burst."""
-        return self.latency + self.transfer / self.boost
+        """What it takes of its stream at least: all of it in a burst."""
+        return self.latency - self.overlapped + self.transfer / self.boost
 
 
 class _Flight:
-    """A transfer that was issued. `until`: when its present phase ends if no rate changes."""
+    """A transfer that was issued. `until`: when its present phase ends if no rate changes.
 
-    __slots__ = ("begin", "demand", "end", "issued", "left", "loading", "rate", "transfer", "until")
+    ahead: its latency passes behind another transfer of its stream. latency: what is left of it, on an idle machine,
+    where computing slows it.
+    """
+
+    __slots__ = ("ahead", "begin", "demand", "end", "issued", "latency", "left", "loading", "rate", "transfer", "until")
 
     def __init__(self, transfer: Transfer, issued: float) -> None:
         self.transfer = transfer
@@ -67,6 +83,8 @@ class _Flight:
         self.end = inf
         self.until = inf
         self.loading = False
+        self.ahead = False
+        self.latency = transfer.latency
         self.left = transfer.transfer
         self.rate = 0.0
         self.demand = transfer.host / transfer.transfer if transfer.transfer else 0.0
@@ -98,6 +116,7 @@ class Engine:
         self._queues: dict[str, deque[_Flight]] = {}
         self._active: list[_Flight] = []
         self._allowances: dict[str, _Allowance] = {}
+        self._slowed = False  # whether computing slows any latency
         self._computing = True
         self._speed = 1.0  # of computing
         self._next = inf  # the next event
@@ -136,10 +155,14 @@ class Engine:
         if transfer.burst:
             for link in transfer.links:
                 self._allowances.setdefault(link, _Allowance(transfer.burst))
+        self._slowed = self._slowed or transfer.slowed > 1.0
         queue = self._queues.setdefault(transfer.stream, deque())
         queue.append(flight)
         if len(queue) == 1:
             self._serve(queue)
+            self._plan(self._computing)
+        elif len(queue) == 2 and transfer.slowed > 1.0:
+            self._go_ahead(flight)
             self._plan(self._computing)
         return len(self._flights) - 1
 
@@ -172,8 +195,11 @@ class Engine:
         for stream, queue in self._queues.items():
             if queue:
                 head, *behind = queue
-                first = head.left if head.loading else head.until - self.now + head.transfer.transfer
-                found[stream] = first + sum(each.transfer.latency + each.transfer.transfer for each in behind)
+                if head.transfer.slowed > 1.0:
+                    first = head.left + (0.0 if head.loading else head.latency)
+                else:
+                    first = head.left if head.loading else head.until - self.now + head.transfer.transfer
+                found[stream] = first + sum(each.latency + each.transfer.transfer for each in behind)
         return found
 
     def allowances(self) -> dict[str, float]:
@@ -186,22 +212,44 @@ class Engine:
         while queue:
             head = queue[0]
             head.begin = self.now
-            if head.transfer.latency or head.transfer.transfer:
-                head.loading = not head.transfer.latency
-                head.until = self.now + head.transfer.latency
-                self._active.append(head)
+            if head.latency or head.left:
+                head.loading = not head.latency
+                head.until = self.now + head.latency
+                if head.ahead:
+                    head.ahead = False
+                else:
+                    self._active.append(head)
+                if len(queue) > 1 and queue[1].transfer.slowed > 1.0:
+                    self._go_ahead(queue[1])
                 return
+            if head.ahead:
+                self._active.remove(head)
             head.end = self.now
             queue.popleft()
+
+    def _go_ahead(self, flight: _Flight) -> None:
+        """Let the latency of the second transfer of a stream pass from now on."""
+        if not flight.ahead:
+            flight.ahead = True
+            self._active.append(flight)
+
+    def _slow_down(self, computing: bool) -> None:
+        """Work out when latencies end that depend on whether the step computes."""
+        for flight in self._active:
+            if flight.latency and not flight.loading and flight.transfer.slowed > 1.0:
+                flight.until = self.now + flight.latency * (flight.transfer.slowed if computing else 1.0)
 
     def _reach_next(self) -> None:
         """Go on to the next event and let it happen."""
         self.now = max(self.now, self._next)
         self._settle()
+        for flight in self._active:
+            if flight.ahead and flight.until <= self._next:
+                flight.latency, flight.until = 0.0, inf
         over = [flight for flight in self._active if flight.until <= self._next]
         for flight in over:
             if not flight.loading and flight.transfer.transfer:
-                flight.loading = True
+                flight.loading, flight.latency = True, 0.0
                 continue
             flight.end = self.now
             self._active.remove(flight)
@@ -218,6 +266,9 @@ class Engine:
         for flight in self._active:
             if flight.loading:
                 flight.left = max(flight.left - flight.rate * passed, 0.0)
+            elif flight.transfer.slowed > 1.0:
+                speed = 1.0 / flight.transfer.slowed if self._computing else 1.0
+                flight.latency = max(flight.latency - speed * passed, 0.0)
         for allowance in self._allowances.values():
             left = allowance.left + (1.0 - allowance.load) * passed
             allowance.left = min(left, allowance.most) if left > _SPENT else 0.0
@@ -238,6 +289,8 @@ class Engine:
                 flight.rate *= scale
             flight.until = self.now + flight.left / flight.rate
         self._speed = 1.0 - min(demand, share) if computing else 1.0
+        if self._slowed:
+            self._slow_down(computing)
         self._next = min([flight.until for flight in self._active], default=inf)
         if self._allowances:
             self._next = min(self._next, self._spend(loading))

@@ -106,7 +106,9 @@ class CostModel:
         cost = self.cost_of(start, nbytes, mesh=mesh, rank=rank)
         details = info(start).collective
         assert details is not None
-        return Transfer(details.group, cost.latency, cost.transfer, cost.host, cost.links, cost.burst, cost.boost)
+        return Transfer(
+            details.group, cost.latency, cost.transfer, cost.host, cost.links, cost.burst, cost.boost, cost.slowed
+        )
 
     def remembering(self) -> RememberingModel:
         """The same prices, for asking again and again about one graph."""

@@ -53,7 +53,14 @@ class Priced(CostModel):
         assert details is not None
         part = nbytes / details.nbytes
         return Transfer(
-            whole.stream, whole.latency, whole.transfer * part, whole.host * part, whole.links, whole.burst, whole.boost
+            whole.stream,
+            whole.latency,
+            whole.transfer * part,
+            whole.host * part,
+            whole.links,
+            whole.burst,
+            whole.boost,
+            whole.slowed,
         )
 
 

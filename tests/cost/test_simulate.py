@@ -364,6 +364,7 @@ def random_steps(draw: st.DrawFn) -> tuple[Program, Priced]:
     values, computes = [x, anchor], {"anchor": draw(seconds)}
     flying: list[fx.Node] = []
     moves: dict[str, Transfer] = {}
+    slowed = draw(st.sampled_from([1.0, 4.0]))
     for number in range(draw(st.integers(1, 10))):
         choice = draw(st.integers(0, 3))
         if choice == 0 and flying:
@@ -377,7 +378,7 @@ def random_steps(draw: st.DrawFn) -> tuple[Program, Priced]:
             flying.append(g.start(f"reduce{number}", made, group=group))
             transfer = draw(seconds)
             host = draw(st.sampled_from([0.0, 0.2, 1.5])) * transfer
-            moves[f"reduce{number}"] = Transfer(group, draw(seconds), transfer, host, ("net",))
+            moves[f"reduce{number}"] = Transfer(group, draw(seconds), transfer, host, ("net",), slowed=slowed)
         else:
             values.append(made)
     late = draw(st.booleans())

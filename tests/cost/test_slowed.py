@@ -1,0 +1,109 @@
+"""Latencies that are longer while the step computes: threads of the backend wait for its core."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import commfuse_fx as cf
+from commfuse_fx.cost.collectives import collective_cost
+from commfuse_fx.cost.engine import Engine, Transfer
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.errors import ConfigValueError
+from tests.cost.graphs import CORE
+
+SLOW = Transfer("dp", 1.0, 2.0, slowed=4.0)
+
+
+def test_a_latency_is_slow_while_the_step_computes() -> None:
+    engine = Engine()
+    handle = engine.issue(SLOW)
+    engine.run(10.0)
+    assert engine.times(handle) == (0.0, 0.0, 6.0)
+
+
+def test_and_as_ever_while_it_waits() -> None:
+    engine = Engine()
+    assert engine.wait(engine.issue(SLOW)) == (0.0, 3.0)
+
+
+def test_what_has_passed_while_computing_counts() -> None:
+    engine = Engine()
+    handle = engine.issue(SLOW)
+    engine.run(2.0)  # half a second of latency
+    assert engine.wait(handle) == (2.0, 4.5)
+
+
+def test_the_next_latency_passes_behind_a_transfer() -> None:
+    engine = Engine()
+    handles = [engine.issue(SLOW) for _ in range(3)]
+    engine.run(12.5)
+    # The second one is ready when the first one ends. The third becomes second at 6, and is ready at 10.
+    assert [engine.times(handle) for handle in handles] == [(0.0, 0.0, 6.0), (0.0, 6.0, 8.0), (0.0, 8.0, 12.0)]
+
+
+def test_one_of_latency_only_ends_behind_the_one_before() -> None:
+    engine = Engine()
+    first = engine.issue(SLOW)
+    second = engine.issue(Transfer("dp", 0.5, 0.0, slowed=4.0))
+    third = engine.issue(Transfer("dp", 0.0, 0.0, slowed=4.0))
+    engine.run(20.0)
+    assert [engine.times(handle)[2] for handle in (first, second, third)] == [6.0, 6.0, 6.0]
+
+
+def test_outstanding_counts_what_is_left_of_both() -> None:
+    engine = Engine()
+    engine.issue(SLOW)
+    engine.issue(SLOW)
+    engine.run(2.0)
+    assert engine.outstanding() == {"dp": 0.5 + 2.0 + 0.5 + 2.0}
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 2), st.booleans(), st.sampled_from(["dp", "tp"])),
+        min_size=1,
+        max_size=12,
+    ),
+    st.floats(1.01, 50),
+)
+def test_streams_keep_their_order_and_all_ends(
+    acts: list[tuple[float, float, float, bool, str]], slowed: float
+) -> None:
+    engine = Engine()
+    handles: dict[str, list[int]] = {}
+    for compute, seconds, latency, waits, stream in acts:
+        engine.run(compute)
+        handle = engine.issue(Transfer(stream, latency, seconds, 0.2 * seconds, ("net",), slowed=slowed))
+        handles.setdefault(stream, []).append(handle)
+        if waits:
+            engine.wait(handle)
+    engine.drain()
+    for row in handles.values():
+        times = [engine.times(handle) for handle in row]
+        assert all(issued <= begin <= end < inf for issued, begin, end in times)
+        assert all(one[2] <= other[1] for one, other in pairwise(times))
+    assert engine.outstanding() == {}
+
+
+def test_a_level_that_computing_slows_is_priced_and_saved() -> None:
+    level = cf.Level(name="tcp", alpha=1e-4, bandwidth=1e9, alpha_busy=5e-3)
+    cluster = cf.ClusterSpec(name="shared cores", device=CORE, levels=(level,), ranks=2)
+    assert collective_cost("all_reduce", 4e6, (0, 1), cluster).slowed == pytest.approx(50.0)
+    assert cf.ClusterSpec.from_json(cluster.to_json()) == cluster
+    assert CostModel(cluster).cluster.levels[0].alpha_busy == 5e-3
+    plain = cf.ClusterSpec(name="own cores", device=CORE, levels=(cf.Level(name="tcp", alpha=1e-4, bandwidth=1e9),))
+    assert collective_cost("all_reduce", 4e6, (0, 1), plain).slowed == 1.0
+    assert "alpha_busy" not in plain.to_json()
+
+
+def test_bad_figures_are_refused() -> None:
+    level = cf.Level(name="tcp", alpha=1e-4, bandwidth=1e9, alpha_busy=5e-5)
+    with pytest.raises(ConfigValueError, match="alpha_busy is 5e-05, below alpha 0.0001"):
+        cf.ClusterSpec(name="odd", device=CORE, levels=(level,))
+    with pytest.raises(ConfigValueError, match="slowed=0.5: give a factor"):
+        Transfer("dp", 1.0, 1.0, slowed=0.5)
