@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mean, median
-from time import perf_counter, sleep
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,33 +20,16 @@ import torch.distributed as dist
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
 from commfuse_fx.cost.fit import Burst, Sample, burst, fit
-from commfuse_fx.cost.probe import probe, slowest_figures, synchronize
+from commfuse_fx.cost.network_probe import Group, NetworkFigures, measure_group, shown
+from commfuse_fx.cost.probe import probe, slowest_figures
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.progress import progress
 from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.world import is_distributed, world_timeout
 
 DEFAULT_SECONDS = 15.0
 
-SIZES = (*(1024 * 4**i for i in range(8)), 32 << 20)
-"""Payloads in bytes: 1 KiB to 16 MiB in steps of four, and 32 MiB."""
-
-SLOW = 1.0
-"""Payloads do not grow to where one collective would take longer than so many seconds."""
-
-PIPELINED_BYTES = 4 << 20
-
 LEAST_SLOWED = 2.0
 """How many times its latency a message must take beside compute for that to be a figure of its own."""
-
-PAUSE = 0.05
-"""Seconds in which a network earns back what it may carry at once."""
-
-MESSAGES, MESSAGE_BYTES = 32, 1024
-"""How many messages, and how small, show what a message costs besides its bytes."""
-
-WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
-"""What each kind counts in a fit: gradients are all_reduced."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +133,7 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
         device_share = 0.3 * budget
         level_share = (budget - device_share) / len(plan)
         levels = [_measure_level(planned, where, level_share) for planned in plan]
-        with _shown("measuring the device"):
+        with shown("measuring the device"):
             _gather(None)  # start together
             figures = slowest_figures(_gather(probe(where, device_share)))
         figures["collective_overhead"] = max(level.overhead for level in levels)
@@ -195,10 +177,6 @@ def _check_device(device: str | torch.device | None) -> torch.device:
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def _shown(what: str) -> AbstractContextManager[None]:
-    return progress(f"calibrating: {what}") if dist.get_rank() == 0 else nullcontext()
 
 
 def _gather(mine: Any) -> list[Any]:
@@ -270,34 +248,22 @@ def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
 # The network.
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What one rank found out about one level; `samples` is empty on a rank that did not take part."""
-
-    samples: tuple[Sample, ...] = ()
-    pipelined: Sample | None = None
-    rested: tuple[Sample, ...] = ()
-    contention: float = 0.0
-    overhead: float = 0.0
-    busy: float = 0.0
-
-
 def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
     rank = dist.get_rank()
     # Every rank must make every group, in the same order.
     handles = [dist.new_group(list(ranks), timeout=world_timeout()) for ranks in planned.groups]
     let_lock_holders_run()  # as in a step
     own = [(handle, ranks) for handle, ranks in zip(handles, planned.groups, strict=True) if rank in ranks]
-    mine = _Measured()
+    mine = NetworkFigures()
     for handle, ranks in own:
-        mine = _measure_group(_Group(handle, ranks, device), planned.name, seconds)
+        mine = measure_group(Group(handle, ranks, device), planned.name, seconds)
     everybody = _gather(mine)
     for handle, _ in own:
         dist.destroy_process_group(handle)
     return _report_level(planned.name, planned.groups, everybody)
 
 
-def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Sequence[_Measured]) -> LevelReport:
+def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Sequence[NetworkFigures]) -> LevelReport:
     samples: list[Sample] = []
     pipelined: list[Sample] = []
     rested: list[Sample] = []
@@ -331,180 +297,3 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
 
 def _slowest(samples: Sequence[Sample]) -> Sample:
     return max(samples, key=lambda sample: sample.seconds)
-
-
-class _Group:
-    """Ranks that measure together: their collectives, their clock, and the numbers they agree on."""
-
-    def __init__(self, handle: Any, ranks: tuple[int, ...], device: torch.device) -> None:
-        self.handle = handle
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.device = device
-
-    def timed(self, call: Callable[[], Any]) -> float:
-        synchronize(self.device)
-        start = perf_counter()
-        call()
-        synchronize(self.device)
-        return perf_counter() - start
-
-    def agreed(self, seconds: float) -> float:
-        """The largest of the ranks' values: what follows from it is the same on all of them."""
-        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, dist.ReduceOp.MAX, self.handle)
-        return float(value)
-
-    def all_reduce(self, x: torch.Tensor) -> Any:
-        return dist.all_reduce(x, group=self.handle, async_op=True)
-
-    def collective(self, kind: str, nbytes: int) -> tuple[int, int, Callable[[], Any]]:
-        """(bytes of the payload, collectives in one call, the call)."""
-        count = max(nbytes // 4 // self.size, 1) * self.size
-        x = torch.zeros(count, device=self.device)
-        if kind == "all_reduce":
-            return count * 4, 1, lambda: dist.all_reduce(x, group=self.handle)
-        if kind == "all_gather":
-            part = torch.zeros(count // self.size, device=self.device)
-            return count * 4, 1, lambda: _all_gather(x, part, group=self.handle)
-
-        def broadcasts() -> None:
-            # Each rank is the root once: a root alone would run ahead of those that it sends to.
-            for root in self.ranks:
-                dist.broadcast(x, root, self.handle)
-
-        return count * 4, self.size, broadcasts
-
-
-# Its old name warns from torch 2.13 on.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-def _measure_group(group: _Group, name: str, seconds: float) -> _Measured:
-    with _shown(f"collectives of level {name}"):
-        samples = _ladder(group, 0.55 * seconds)
-    alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
-    alone = group.agreed(alone)
-    nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
-    with _shown(f"several collectives of level {name} at once"):
-        pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
-        rested = _after_pauses(group, nbytes, 0.1 * seconds)
-    with _shown(f"compute beside collectives of level {name}"):
-        contention, overhead, busy = _contention(group, nbytes, alone, 0.2 * seconds)
-    return _Measured(tuple(samples), pipelined, rested, contention, overhead, busy)
-
-
-def _ladder(group: _Group, seconds: float) -> list[Sample]:
-    """Each kind at each size, one collective at a time, until the network or the budget says stop."""
-    samples: list[Sample] = []
-    # Larger ones get more time: few of them fit into it.
-    unit = seconds / sum(range(len(SIZES) + 1)) / len(WEIGHTS)
-    start = perf_counter()
-    expected = 0.0
-    for number, size in enumerate(SIZES):
-        worst = 0.0
-        for kind, weight in WEIGHTS.items():
-            nbytes, count, call = group.collective(kind, size)
-            if expected < SLOW / 4:
-                call()  # connections are made, and memory is touched for the first time
-            first = group.agreed(group.timed(call))
-            repeats = min(max(math.ceil(unit * (number + 1) / first), 3 if first < SLOW / 4 else 1), 100)
-            times = [group.timed(call) / count for _ in range(repeats)]
-            samples.append(Sample(kind, group.size, nbytes, median(times), weight))
-            worst = max(worst, first / count)
-        expected = worst * SIZES[min(number + 1, len(SIZES) - 1)] / size
-        if expected > SLOW or (number >= 3 and group.agreed(perf_counter() - start) > seconds):
-            break
-    return samples
-
-
-def _in_flight(group: _Group, nbytes: int, alone: float, seconds: float) -> Sample:
-    """One of many all_reduces that are handed over at once, as a training step does, once the network is busy.
-
-    What the later ones of a long row take: the first ones find buffers empty and allowances unspent (a token bucket
-    lets a burst pass at full speed).
-    """
-    count = min(max(int(seconds / 9 / alone), 2), 8)
-    blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(2 * count)]
-
-    def row(length: int) -> float:
-        def call() -> None:
-            for work in [group.all_reduce(block) for block in blocks[:length]]:
-                work.wait()
-
-        return group.agreed(group.timed(call))
-
-    row(2 * count)
-    short = median(row(count) for _ in range(3))
-    long = median(row(2 * count) for _ in range(3))
-    return Sample("all_reduce", group.size, nbytes, max(long - short, long / 4) / count)
-
-
-def _after_pauses(group: _Group, most: int, seconds: float) -> tuple[Sample, ...]:
-    """Single all_reduces of some sizes, on a network that has had time to rest."""
-    found = []
-    sizes = [most >> shift for shift in (6, 4, 2, 0)]
-    repeats = min(max(int(seconds / len(sizes) / PAUSE), 1), 5)
-    for nbytes in sizes:
-        x = torch.zeros(nbytes // 4, device=group.device)
-        times = []
-        for _ in range(repeats):
-            sleep(PAUSE)
-            group.agreed(0.0)  # start together
-            times.append(group.agreed(group.timed(lambda: dist.all_reduce(x, group=group.handle))))  # noqa: B023
-        found.append(Sample("all_reduce", group.size, nbytes, median(times)))
-    return tuple(found)
-
-
-def _contention(group: _Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float, float]:
-    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does; and
-    the seconds of latency that one message of a collective has meanwhile."""
-    if group.device.type != "cpu":
-        return 0.0, 0.0, 0.0
-    small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
-    lost, elapsed = _lost(group, small, seconds / 12)
-    each = lost / MESSAGES
-    # Gloo works on two at a time, so each of them takes twice its share of the row.
-    busy = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
-    count = min(max(int(seconds / 8 / alone), 2), 16)
-    large = [torch.zeros(nbytes // 4) for _ in range(count)]
-    wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    lost, _ = _lost(group, large, seconds / 12)
-    return max(lost - count * each, 0.0) / wire_bytes, each, busy
-
-
-def _lost(group: _Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Seconds of matrix products that these all_reduces take away while they are on their way, and how long they are.
-
-    What a product takes without them is measured before and after: a machine's speed may drift.
-    """
-    a, b, c = (torch.zeros(256, 256) for _ in range(3))
-    torch.mm(a, b, out=c)
-    undisturbed = [_seconds_of_product(group, a, b, c, seconds)]
-    found: list[float] = []
-    lasted: list[float] = []
-    for _ in range(3):
-        group.agreed(0.0)  # start together
-        start = perf_counter()
-        works = [group.all_reduce(block) for block in blocks]
-        done = 0
-        while not all(work.is_completed() for work in works):
-            torch.mm(a, b, out=c)
-            done += 1
-        for work in works:
-            work.wait()
-        elapsed = perf_counter() - start
-        undisturbed.append(_seconds_of_product(group, a, b, c, seconds))
-        found.append(max(elapsed - done * mean(undisturbed[-2:]), 0.0))
-        lasted.append(elapsed)
-    return median(found), median(lasted)
-
-
-def _seconds_of_product(group: _Group, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seconds: float) -> float:
-    """One product of the loop, with no collective around, all ranks at once."""
-    group.agreed(0.0)
-    count, start = 0, perf_counter()
-    while count < 3 or perf_counter() - start < seconds:
-        torch.mm(a, b, out=c)
-        count += 1
-    return (perf_counter() - start) / count

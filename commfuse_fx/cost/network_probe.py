@@ -1,0 +1,239 @@
+"""What collectives cost the ranks of one group, measured on the running ranks.
+
+All ranks of the group take part. How often something is measured is agreed between them, so that none is left alone
+in a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import mean, median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.cost.fit import Sample
+from commfuse_fx.cost.probe import synchronize
+from commfuse_fx.progress import progress
+
+SIZES = (*(1024 * 4**i for i in range(8)), 32 << 20)
+"""Payloads in bytes: 1 KiB to 16 MiB in steps of four, and 32 MiB."""
+
+SLOW = 1.0
+"""Payloads do not grow to where one collective would take longer than so many seconds."""
+
+PIPELINED_BYTES = 4 << 20
+
+PAUSE = 0.05
+"""Seconds in which a network earns back what it may carry at once."""
+
+MESSAGES, MESSAGE_BYTES = 32, 1024
+"""How many messages, and how small, show what a message costs besides its bytes."""
+
+WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
+"""What each kind counts in a fit: gradients are all_reduced."""
+
+
+def shown(what: str) -> AbstractContextManager[None]:
+    """A line about what is being measured, on one rank."""
+    return progress(f"calibrating: {what}") if dist.get_rank() == 0 else nullcontext()
+
+
+@dataclass(frozen=True)
+class NetworkFigures:
+    """What one rank found out about one level; `samples` is empty on a rank that did not take part.
+
+    samples: single collectives. pipelined: one of many that are on their way at once. rested: single ones, each after
+    a pause. contention: seconds of compute that a byte on the wire takes away; overhead: that a message does. busy:
+    seconds of latency of a message while the ranks compute.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    pipelined: Sample | None = None
+    rested: tuple[Sample, ...] = ()
+    contention: float = 0.0
+    overhead: float = 0.0
+    busy: float = 0.0
+
+
+class Group:
+    """Ranks that measure together: their collectives, their clock, and the numbers they agree on."""
+
+    def __init__(self, handle: Any, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.handle = handle
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.device = device
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        synchronize(self.device)
+        start = perf_counter()
+        call()
+        synchronize(self.device)
+        return perf_counter() - start
+
+    def agreed(self, seconds: float) -> float:
+        """The largest of the ranks' values: what follows from it is the same on all of them."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, self.handle)
+        return float(value)
+
+    def all_reduce(self, x: torch.Tensor) -> Any:
+        return dist.all_reduce(x, group=self.handle, async_op=True)
+
+    def collective(self, kind: str, nbytes: int) -> tuple[int, int, Callable[[], Any]]:
+        """(bytes of the payload, collectives in one call, the call)."""
+        count = max(nbytes // 4 // self.size, 1) * self.size
+        x = torch.zeros(count, device=self.device)
+        if kind == "all_reduce":
+            return count * 4, 1, lambda: dist.all_reduce(x, group=self.handle)
+        if kind == "all_gather":
+            part = torch.zeros(count // self.size, device=self.device)
+            return count * 4, 1, lambda: _all_gather(x, part, group=self.handle)
+
+        def broadcasts() -> None:
+            # Each rank is the root once: a root alone would run ahead of those that it sends to.
+            for root in self.ranks:
+                dist.broadcast(x, root, self.handle)
+
+        return count * 4, self.size, broadcasts
+
+
+# Its old name warns from torch 2.13 on.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def measure_group(group: Group, name: str, seconds: float) -> NetworkFigures:
+    """Measure a group in about so many seconds; all its ranks must call it. name: of the level, for progress lines."""
+    with shown(f"collectives of level {name}"):
+        samples = _ladder(group, 0.55 * seconds)
+    alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
+    alone = group.agreed(alone)
+    nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
+    with shown(f"several collectives of level {name} at once"):
+        pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
+        rested = _after_pauses(group, nbytes, 0.1 * seconds)
+    with shown(f"compute beside collectives of level {name}"):
+        contention, overhead, busy = _contention(group, nbytes, alone, 0.2 * seconds)
+    return NetworkFigures(tuple(samples), pipelined, rested, contention, overhead, busy)
+
+
+def _ladder(group: Group, seconds: float) -> list[Sample]:
+    """Each kind at each size, one collective at a time, until the network or the budget says stop."""
+    samples: list[Sample] = []
+    # Larger ones get more time: few of them fit into it.
+    unit = seconds / sum(range(len(SIZES) + 1)) / len(WEIGHTS)
+    start = perf_counter()
+    expected = 0.0
+    for number, size in enumerate(SIZES):
+        worst = 0.0
+        for kind, weight in WEIGHTS.items():
+            nbytes, count, call = group.collective(kind, size)
+            if expected < SLOW / 4:
+                call()  # connections are made, and memory is touched for the first time
+            first = group.agreed(group.timed(call))
+            repeats = min(max(math.ceil(unit * (number + 1) / first), 3 if first < SLOW / 4 else 1), 100)
+            times = [group.timed(call) / count for _ in range(repeats)]
+            samples.append(Sample(kind, group.size, nbytes, median(times), weight))
+            worst = max(worst, first / count)
+        expected = worst * SIZES[min(number + 1, len(SIZES) - 1)] / size
+        if expected > SLOW or (number >= 3 and group.agreed(perf_counter() - start) > seconds):
+            break
+    return samples
+
+
+def _in_flight(group: Group, nbytes: int, alone: float, seconds: float) -> Sample:
+    """One of many all_reduces that are handed over at once, as a training step does, once the network is busy.
+
+    What the later ones of a long row take: the first ones find buffers empty and allowances unspent (a token bucket
+    lets a burst pass at full speed).
+    """
+    count = min(max(int(seconds / 9 / alone), 2), 8)
+    blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(2 * count)]
+
+    def row(length: int) -> float:
+        def call() -> None:
+            for work in [group.all_reduce(block) for block in blocks[:length]]:
+                work.wait()
+
+        return group.agreed(group.timed(call))
+
+    row(2 * count)
+    short = median(row(count) for _ in range(3))
+    long = median(row(2 * count) for _ in range(3))
+    return Sample("all_reduce", group.size, nbytes, max(long - short, long / 4) / count)
+
+
+def _after_pauses(group: Group, most: int, seconds: float) -> tuple[Sample, ...]:
+    """Single all_reduces of some sizes, on a network that has had time to rest."""
+    found = []
+    sizes = [most >> shift for shift in (6, 4, 2, 0)]
+    repeats = min(max(int(seconds / len(sizes) / PAUSE), 1), 5)
+    for nbytes in sizes:
+        x = torch.zeros(nbytes // 4, device=group.device)
+        times = []
+        for _ in range(repeats):
+            sleep(PAUSE)
+            group.agreed(0.0)  # start together
+            times.append(group.agreed(group.timed(lambda: dist.all_reduce(x, group=group.handle))))  # noqa: B023
+        found.append(Sample("all_reduce", group.size, nbytes, median(times)))
+    return tuple(found)
+
+
+def _contention(group: Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float, float]:
+    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does; and
+    the seconds of latency that one message of a collective has meanwhile."""
+    if group.device.type != "cpu":
+        return 0.0, 0.0, 0.0
+    small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
+    lost, elapsed = _lost(group, small, seconds / 12)
+    each = lost / MESSAGES
+    # Gloo works on two at a time, so each of them takes twice its share of the row.
+    busy = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
+    count = min(max(int(seconds / 8 / alone), 2), 16)
+    large = [torch.zeros(nbytes // 4) for _ in range(count)]
+    wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
+    lost, _ = _lost(group, large, seconds / 12)
+    return max(lost - count * each, 0.0) / wire_bytes, each, busy
+
+
+def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
+    """Seconds of matrix products that these all_reduces take away while they are on their way, and how long they are.
+
+    What a product takes without them is measured before and after: a machine's speed may drift.
+    """
+    a, b, c = (torch.zeros(256, 256) for _ in range(3))
+    torch.mm(a, b, out=c)
+    undisturbed = [_seconds_of_product(group, a, b, c, seconds)]
+    found: list[float] = []
+    lasted: list[float] = []
+    for _ in range(3):
+        group.agreed(0.0)  # start together
+        start = perf_counter()
+        works = [group.all_reduce(block) for block in blocks]
+        done = 0
+        while not all(work.is_completed() for work in works):
+            torch.mm(a, b, out=c)
+            done += 1
+        for work in works:
+            work.wait()
+        elapsed = perf_counter() - start
+        undisturbed.append(_seconds_of_product(group, a, b, c, seconds))
+        found.append(max(elapsed - done * mean(undisturbed[-2:]), 0.0))
+        lasted.append(elapsed)
+    return median(found), median(lasted)
+
+
+def _seconds_of_product(group: Group, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seconds: float) -> float:
+    """One product of the loop, with no collective around, all ranks at once."""
+    group.agreed(0.0)
+    count, start = 0, perf_counter()
+    while count < 3 or perf_counter() - start < seconds:
+        torch.mm(a, b, out=c)
+        count += 1
+    return (perf_counter() - start) / count
