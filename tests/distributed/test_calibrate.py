@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from commfuse_fx.cli import main
 from commfuse_fx.cost import calibrate as module
 from commfuse_fx.cost.calibrate import Calibration, calibrate
 from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.fit import Burst
 from commfuse_fx.cost.presets import preset, resolve_cluster
 from commfuse_fx.cost.profile import StepProfile, model_fingerprint
 from commfuse_fx.cost.profiling import profile_step
@@ -49,6 +51,8 @@ def check_figures(found: Calibration, world: int) -> None:
         assert level.alpha > 0 and level.bandwidth > 0 and level.host_seconds_per_byte >= 0
         assert (level.name, level.alpha, level.bandwidth) == (report.name, report.alpha, report.bandwidth)
         assert level.bandwidth == report.bandwidth > 0 and report.fitted_bandwidth > 0
+        assert level.alpha_busy == report.alpha_busy and (level.alpha_busy == 0 or level.alpha_busy > level.alpha)
+        assert (level.burst_bytes, level.burst_bandwidth) == (report.burst.nbytes, report.burst.bandwidth)
         assert 0 <= report.median_error <= report.max_error
         assert {sample.kind for sample in report.samples} == {"all_reduce", "all_gather", "broadcast"}
         assert len({sample.nbytes for sample in report.samples}) >= 4
@@ -64,6 +68,11 @@ def test_every_rank_gets_the_same_cluster(ranks: Ranks) -> None:
     assert (level.name, level.domains) == ("host", None)
     for part in ("calibrated 2 ranks over gloo", "level host: 2 ranks", "GFLOP/s f32", "relative error"):
         assert part in first.report.text()
+    (report,) = first.report.levels
+    limited = replace(report, burst=Burst(9.5e5, 9.1e8), alpha_busy=7e-3)
+    text = replace(first.report, levels=(limited,)).text()
+    assert "after a pause 0.95 MB at 0.910 GB/s" in text and "alpha while computing 7000.0 us" in text
+    assert "after a pause" not in replace(first.report, levels=(replace(report, burst=Burst()),)).text()
 
 
 def test_two_hosts_have_two_levels(ranks: Ranks) -> None:
