@@ -150,23 +150,28 @@ def _ladder(group: Group, seconds: float) -> list[Sample]:
 def _in_flight(group: Group, nbytes: int, alone: float, seconds: float) -> Sample:
     """One of many all_reduces that are handed over at once, as a training step does, once the network is busy.
 
-    What the later ones of a long row take: the first ones find buffers empty and allowances unspent (a token bucket
-    lets a burst pass at full speed).
+    Rows follow each other without a pause: single ones find buffers empty and allowances unspent (a token bucket lets
+    a burst pass at full speed). Whatever else the machine does makes rows longer, never shorter, so the faster ones
+    count.
     """
     count = min(max(int(seconds / 9 / alone), 2), 8)
     blocks = [torch.zeros(nbytes // 4, device=group.device) for _ in range(2 * count)]
 
-    def row(length: int) -> float:
+    def row() -> float:
         def call() -> None:
-            for work in [group.all_reduce(block) for block in blocks[:length]]:
+            for work in [group.all_reduce(block) for block in blocks]:
                 work.wait()
 
         return group.agreed(group.timed(call))
 
-    row(2 * count)
-    short = median(row(count) for _ in range(3))
-    long = median(row(2 * count) for _ in range(3))
-    return Sample("all_reduce", group.size, nbytes, max(long - short, long / 4) / count)
+    repeats = min(max(int(seconds / (2 * count * alone)), 3), 9)
+    row()  # spends what the network allows at once
+    return Sample("all_reduce", group.size, nbytes, _fast([row() for _ in range(repeats)]) / len(blocks))
+
+
+def _fast(times: Sequence[float]) -> float:
+    """The lower quartile."""
+    return sorted(times)[len(times) // 4]
 
 
 def _after_pauses(group: Group, most: int, seconds: float) -> tuple[Sample, ...]:
@@ -181,7 +186,7 @@ def _after_pauses(group: Group, most: int, seconds: float) -> tuple[Sample, ...]
             sleep(PAUSE)
             group.agreed(0.0)  # start together
             times.append(group.agreed(group.timed(lambda: dist.all_reduce(x, group=group.handle))))  # noqa: B023
-        found.append(Sample("all_reduce", group.size, nbytes, median(times)))
+        found.append(Sample("all_reduce", group.size, nbytes, _fast(times)))
     return tuple(found)
 
 
