@@ -29,8 +29,10 @@ def let_lock_holders_run() -> None:
         try:
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except ProcessLookupError:
+            continue  # has ended
         except OSError:
-            return  # it has ended, or a sandbox forbids it: slower, and otherwise the same
+            return  # a sandbox forbids it: slower, and otherwise the same
 
 
 def socket_threads() -> list[int]:
