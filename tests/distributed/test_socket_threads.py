@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling clas
 
 def policies(cores: int, run: str) -> tuple[set[int], set[int]]:
     """Scheduling classes of the socket threads, and of all other threads, after a step or a calibration."""
+    # Threads of an earlier run in this process may still be there, scheduled as that run left them.
+    for thread in socket_threads.socket_threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])
     try:
@@ -53,11 +57,11 @@ def refused() -> None:
     def forbid(*args: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    held, os.sched_setscheduler = os.sched_setscheduler, forbid
+    held, socket_threads.os = socket_threads.os, SimpleNamespace(**{**vars(os), "sched_setscheduler": forbid})
     try:
         assert policies(1, "step") == ({os.SCHED_OTHER}, {os.SCHED_OTHER})
     finally:
-        os.sched_setscheduler = held
+        socket_threads.os = held
 
 
 def test_a_refusal_changes_nothing(ranks: Ranks) -> None:
