@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import commfuse_fx as cf
@@ -243,6 +243,7 @@ def test_any_value_in_any_place_of_the_json_never_gives_another_error(data: st.D
         if data.draw(st.booleans()):
             break
         record = data.draw(st.sampled_from(nested))
+    assume(record)  # the graph has empty objects, too
     record[data.draw(st.sampled_from(list(record)))] = data.draw(anything())
     read(json.dumps(graph))
 
