@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,9 +142,9 @@ def test_bad_bursts_are_refused(fields: dict[str, float], message: str) -> None:
         cluster(**fields)
 
 
-def rested(seconds_of_bytes: object) -> list[Sample]:
+def rested(seconds_of_bytes: Callable[[float], float]) -> list[Sample]:
     sizes = [(4 << 20) >> shift for shift in (6, 4, 2, 0)]
-    return [Sample("all_reduce", 2, nbytes, seconds_of_bytes(nbytes)) for nbytes in sizes]  # type: ignore[operator]
+    return [Sample("all_reduce", 2, nbytes, seconds_of_bytes(nbytes)) for nbytes in sizes]
 
 
 def test_a_token_bucket_is_found() -> None:
