@@ -150,6 +150,7 @@ class Engine:
 
     def issue(self, transfer: Transfer) -> int:
         """Put a transfer behind those of its stream. Takes no compute time. Returns its handle."""
+        self._settle()  # before it flies: no time before its issue counts for it
         flight = _Flight(transfer, self.now)
         self._flights.append(flight)
         if transfer.burst:

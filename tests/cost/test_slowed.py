@@ -38,6 +38,15 @@ def test_what_has_passed_while_computing_counts() -> None:
     assert engine.wait(handle) == (2.0, 4.5)
 
 
+def test_nothing_before_its_issue_counts() -> None:
+    engine = Engine()
+    engine.wait(engine.issue(SLOW))
+    engine.run(0.5)  # with nothing on the wire
+    handle = engine.issue(SLOW)
+    assert engine.wait(handle) == (3.5, 6.5)
+    assert engine.times(handle) == (3.5, 3.5, 6.5)
+
+
 def test_the_next_latency_passes_behind_a_transfer() -> None:
     engine = Engine()
     handles = [engine.issue(SLOW) for _ in range(3)]
