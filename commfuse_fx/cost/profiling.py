@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 MOST_STEPS = 40
 """Whole steps that are timed at most."""
 
+BLOCKS = 8
+"""Runs of consecutive steps that are averaged, where there are as many steps."""
+
 
 def profile_step(
     executor: Executor, inputs: Mapping[str, torch.Tensor], cluster: ClusterSpec, rounds: int, model_fingerprint: str
@@ -70,7 +73,7 @@ def with_overhead(
     """The profile with what real steps take longer than the simulation of the same program, if they do.
 
     run: one step; rounds: how many are timed at least; finish: waits for what they leave on the wire. The slowest rank
-    counts, by the median of the steps. Leaves parameters, buffers, optimizer state and random number generators as they
+    counts, by `typical` of the steps. Leaves parameters, buffers, optimizer state and random number generators as they
     were. All ranks together.
     """
     world = dist.get_world_size() if is_distributed() and profile.world > 1 else 1
@@ -81,10 +84,20 @@ def with_overhead(
         fitting = int(1 / max(_gather(first, world)))
         times = [_timed(run) for _ in range(max(rounds, min(fitting, MOST_STEPS)))]
         finish()
-    everybody = _gather(median(times), world)
+    everybody = _gather(typical(times), world)
     played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
     overhead = max(max(everybody) - (played.ended - played.began), 0.0)
     return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: overhead})
+
+
+def typical(times: Sequence[float]) -> float:
+    """What a step takes in the long run: the median of the means of up to `BLOCKS` blocks of consecutive steps.
+
+    A step that was disturbed is as much a part of training as the others, but one long pause of the machine is not
+    (source: median of means, Nemirovsky and Yudin, "Problem complexity and method efficiency in optimization", 1983).
+    """
+    size = max(len(times) // BLOCKS, 1)
+    return median(mean(times[at : at + size]) for at in range(0, len(times) - size + 1, size))
 
 
 def _timed(run: Callable[[], Any]) -> float:

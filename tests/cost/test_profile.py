@@ -18,7 +18,7 @@ from commfuse_fx.cost import files
 from commfuse_fx.cost.model import PER_ELEMENT, profile_key
 from commfuse_fx.cost.presets import preset
 from commfuse_fx.cost.profile import StepProfile, model_fingerprint, resolve_costs
-from commfuse_fx.cost.profiling import measure_step, profile_step
+from commfuse_fx.cost.profiling import measure_step, profile_step, typical
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.runtime.executor import Executor
@@ -289,3 +289,10 @@ def test_a_profile_of_one_process() -> None:
     assert found.torch == torch.__version__
     assert found.device == preset("gloo-10gbit").device.name
     assert StepProfile.from_json(found.to_json()) == found
+
+
+def test_a_typical_step_counts_disturbed_ones_and_forgets_a_long_pause() -> None:
+    # One step in four takes twice as long: a median of the steps would not see it.
+    assert typical([1.0, 1.0, 1.0, 2.0] * 8) == pytest.approx(1.25)
+    assert typical([1.0, 1.0, 1.0, 2.0] * 7 + [1.0, 1.0, 1.0, 100.0]) == pytest.approx(1.25)
+    assert typical([3.0, 1.0, 2.0]) == 2.0  # fewer steps than blocks: each one is a block
