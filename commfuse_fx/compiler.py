@@ -20,6 +20,7 @@ from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.inspect.watch import graph_log
+from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import OptimizerInfo, Program
@@ -50,9 +51,11 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-FEW_NODES, MANY_NODES, MOST_NODES = 3_000, 4_000, 7_000
-"""Several plans are made to the end and compared: all variants up to the first size, one `postponed` of each kind up to
-the second, none up to the third, a single plan above."""
+PLANS = ((2_500, 5), (3_500, 4), (5_000, 3), (7_000, 2))
+"""How many variants are planned to the end and compared, for graphs of up to so many nodes; a single one above."""
+
+WORTHWHILE = 1e-3
+"""What a further plan has to promise to be made: so much of the step's time, at best."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +102,18 @@ class Variant:
     postponed: float = 0.0
 
 
-PARTS = (0.5, 1.0)
-"""What is tried as `Variant.postponed` across steps."""
-
-
 def variants(config: CompileConfig, nodes: int) -> list[Variant]:
-    """What to make and compare for a graph of so many nodes; the first of equally fast ones is taken."""
-    found = [Variant(across_steps=True)] if config.across_steps else []
-    found.append(Variant())
-    if config.comm_fusion.is_optimal and nodes <= MANY_NODES:
-        if config.across_steps:
-            parts = PARTS if nodes <= FEW_NODES else PARTS[-1:]
-            found += [Variant(across_steps=True, postponed=part) for part in parts]
-        found.append(Variant(postponed=1.0))
-    return found[:1] if config.schedule == "none" or nodes > MOST_NODES else found
+    """What to make and compare for a graph of so many nodes, the most promising first: of equally fast ones the first
+    is taken."""
+    found = [Variant(), Variant(postponed=1.0)]
+    if config.across_steps:
+        whole, half = (Variant(across_steps=True, postponed=part) for part in (1.0, 0.5))
+        found = [Variant(across_steps=True), whole, *found, half]
+    if not config.comm_fusion.is_optimal:
+        found = [each for each in found if not each.postponed]
+    if config.schedule == "none":
+        return found[:1]
+    return found[: next((count for most, count in PLANS if nodes <= most), 1)]
 
 
 def build_pipeline(
@@ -262,12 +263,13 @@ def _fastest(
     watcher: Watcher | None = None,
 ) -> _Planned:
     """Run the passes that all pipelines begin with once, the others each on a copy (the last on `program` itself), and
-    take the fastest result."""
+    take the fastest result. No more are made once one is as fast as computing alone."""
     if len(pipelines) == 1:
         return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
     shared = _shared_passes(pipelines)
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
-    planned: list[_Planned] = []
+    computing = _compute_seconds(program)
+    planned: list[tuple[float, _Planned]] = []
     failed: list[TooLittleMemory] = []
     for pipeline in pipelines:
         own = program if pipeline is pipelines[-1] else program.copy()
@@ -276,13 +278,16 @@ def _fastest(
             continue  # the same as without that pass
         try:
             rest = pipeline.run(own, check, part=slice(shared + 1, None), watcher=watcher)
-            records = [*begun, *first, *rest]
-            planned.append((own, pipeline, records))
         except TooLittleMemory as error:
             failed.append(error)
+            continue
+        seconds, host = _predicted_seconds(own)
+        planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
+        if seconds <= (computing + host) * (1 + WORTHWHILE):
+            break
     if not planned:
         raise min(failed, key=lambda error: error.needed)
-    return min(planned, key=lambda each: _predicted_seconds(each[0])) if len(planned) > 1 else planned[0]
+    return min(planned, key=lambda each: each[0])[1]
 
 
 def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
@@ -294,10 +299,19 @@ def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
     return count
 
 
-def _predicted_seconds(program: Program) -> float:
-    """Rounded to nanoseconds: of equally fast plans the first is taken."""
+def _compute_seconds(program: Program) -> float:
+    """Of a step, whatever its buckets and its order."""
+    costs = cost_model(program.config.cluster)
+    nodes = (node for node in program.graph.nodes if not is_start(node) and not is_wait(node))
+    return costs.step_overhead + sum(costs.compute_seconds(node) for node in nodes)
+
+
+def _predicted_seconds(program: Program) -> tuple[float, float]:
+    """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
+    host in it."""
     played = play(program, cost_model(program.config.cluster))
-    return round(played.ended - played.began, 9)
+    host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
+    return round(played.ended - played.began, 9), host
 
 
 @contextmanager

@@ -13,19 +13,20 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import Sharding, Variant, build_pipeline, variants
+from commfuse_fx.compiler import Sharding, Variant, build_pipeline, plan_step, variants
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.across_steps import AcrossSteps
 from commfuse_fx.passes.issue_by_need import IssueByNeed
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
-from commfuse_fx.pipeline import PassPipeline
+from commfuse_fx.pipeline import PassPipeline, PassRecord
 from commfuse_fx.sharding.marks import collect
 
 PASSES = Path(__file__).parents[1] / "passes"
@@ -59,9 +60,13 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
 def test_larger_graphs_compare_fewer_plans() -> None:
     optimal = {"allreduce": {"mode": "optimal", "config": None}}
     config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
-    counts = [len(variants(config, nodes)) for nodes in (1_000, 3_000, 3_001, 4_000, 4_001, 7_000, 7_001, 100_000)]
-    assert counts == [5, 5, 4, 4, 2, 2, 1, 1]
+    counts = [len(variants(config, nodes)) for nodes in (1_000, 2_500, 2_501, 3_500, 5_000, 7_000, 7_001, 100_000)]
+    assert counts == [5, 5, 4, 4, 3, 2, 1, 1]
+    assert variants(config, 7_000) == [Variant(across_steps=True), Variant(across_steps=True, postponed=1.0)]
     assert variants(config, 100_000) == [Variant(across_steps=True)]
+    assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant(postponed=1.0)]
+    not_optimal = CompileConfig.resolve({"schedule": cf.ScheduleConfig(across_steps=True)})
+    assert variants(not_optimal, 1_000) == [Variant(across_steps=True), Variant()]
 
 
 def test_an_order_without_a_required_fact_is_refused() -> None:
@@ -257,3 +262,41 @@ def test_the_networkx_graph_has_every_value_and_its_flow() -> None:
     assert graph.nodes["bucket.0/in_place"]["collective"].kind == "all_reduce"
     assert list(graph.successors("bucket.0/in_place")) == ["bucket.0/reduced"]
     assert len(graph) == sum(line.startswith(("in ", "fwd", "bwd", "upd")) for line in lowered.text().splitlines())
+
+
+class Counter:
+    """A watcher that counts the plans made: each ends with reinplace."""
+
+    def __init__(self) -> None:
+        self.plans = 0
+
+    def before(self, name: str, program: Program) -> None:
+        pass
+
+    def after(self, record: PassRecord, program: Program) -> None:
+        self.plans += record.name == "reinplace"
+
+    def failed(self, name: str, error: Exception) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("bandwidth", "at_once"), [(1e15, True), (1e6, False)], ids=["fast", "slow"])
+def test_no_plan_is_made_after_one_that_only_computes(bandwidth: float, at_once: bool) -> None:
+    core = cf.Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=1 << 30, op_overhead=0.0)
+    level = cf.Level(name="link", alpha=0.0, bandwidth=bandwidth)
+    cluster = cf.ClusterSpec(name="pair", device=core, levels=(level,), ranks=2)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    options = {"comm_fusion": OPTIMAL, "schedule": ACROSS, "cluster": cluster}
+    step = cf.compile(
+        model,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        device_num=2,
+        global_rank=0,
+        **options,
+    )
+    captured = step.planner.read(step.planner.take_apart((torch.ones(4, 16), torch.ones(4, 16)), {})).captured
+    assert captured is not None
+    counter = Counter()
+    plan_step(captured, step.config, watcher=counter)
+    assert (counter.plans == 1) is at_once
