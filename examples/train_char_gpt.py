@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(f"--batch-size {options.batch_size} does not divide by {world} ranks")
 
     torch.manual_seed(options.seed)  # the same on every rank, so that all start from the same parameters
-    model = make_model(options.context)
+    model = make_model(options.layers, options.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     warmup = 20
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))
@@ -73,6 +73,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a character-level GPT-2 on Python's docstrings.")
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--batch-size", type=positive, default=32, help="global batch, divided among the ranks")
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--context", type=positive, default=64, help="characters per sequence")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -83,11 +84,11 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(context: int) -> GPT2LMHeadModel:
-    """4 layers, width 128, one token per character."""
+def make_model(layers: int, context: int) -> GPT2LMHeadModel:
+    """Width 128, one token per character."""
     model = GPT2LMHeadModel(
         GPT2Config(
-            n_layer=4,
+            n_layer=layers,
             n_head=4,
             n_embd=128,
             n_positions=context,

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import commfuse_fx as cf
+from commfuse_fx import compiler
+from tests import captures
 from tests.distributed.harness import Ranks
 
 pytest_plugins = ["pytester"]
@@ -24,10 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test verifies what it compiles, starts from one seed, and leaves no context behind."""
     monkeypatch.setenv("COMMFUSE_VERIFY", "1")
+    monkeypatch.setattr(compiler, "capture", captures.capture)
     torch.manual_seed(0)
     cf.reset_auto_parallel_context()
     yield
     cf.reset_auto_parallel_context()
+
+
+@pytest.fixture
+def no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for is what runs, even where another plan would be faster."""
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [compiler.Variant(config.across_steps)])
 
 
 @pytest.fixture(scope="session")

@@ -249,6 +249,7 @@ def _next_token(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 DIGITS = Case("digits", DigitsNet, _rows(8, 8, classes=10))
 MLP_CASE = Case("mlp", MLP, _rows(12))
+BF16 = Case("bf16", MLP, _rows(12))
 WIDE = Case("wide", lambda: MLP(width=256, depth=3), _rows(12))
 CONV = Case("conv", ConvNet, _rows(3, 9, 9), coupled=True)
 TIED = Case(

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.lockstep import LockstepWorld
+from tests import captures
 from tests.models import Batch, Case, shards
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -39,10 +41,22 @@ FAST = cluster("fast", 2e-5, 1e10)
 ACROSS_STEPS: dict[str, Any] = {"comm_fusion": OPTIMAL, "cluster": SLOW, "schedule": ACROSS}
 APART_ACROSS_STEPS: dict[str, Any] = {**ACROSS_STEPS, "comm_fusion": {"openstate": False}}
 
+# One step after another, and communication that runs on into the next step.
+PLANS: dict[str, dict[str, Any]] = {"plain": {}, "across": ACROSS_STEPS, "apart-across": APART_ACROSS_STEPS}
+each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     # Not Adam for models in general: it turns rounding noise in gradients that are zero in theory into whole steps.
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def by_class(cls: Any, **settings: Any) -> MakeOptimizer:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = cls(model.parameters(), **settings)
+        return optimizer
+
+    return make
 
 
 def eager_loss(case: Case, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -121,6 +135,7 @@ def make_world(
     comm_fusion: Any = None,
     **options: Any,
 ) -> LockstepWorld:
+    captures.share(model, case)
     optimizer = make_optimizer(model) if make_optimizer else None
     options = {"device_num": world, "global_rank": 0, "loss_fn": case.loss_fn, **options}
     return LockstepWorld(cf.compile(model, comm_fusion, optimizer=optimizer, **options))

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
 from tests.models import (
     BERT_CLASSIFIER,
     BERT_MLM,
+    BF16,
     CASES,
     CONTRASTIVE,
     CONV,
@@ -37,10 +37,11 @@ from tests.oracle import (
     OPTIMAL,
     SLOW,
     MakeOptimizer,
-    MakeScheduler,
     assert_same,
     assert_same_tensors,
+    by_class,
     collectives,
+    each_plan,
     eager_gradients,
     make_world,
     sgd,
@@ -48,6 +49,8 @@ from tests.oracle import (
     train_reference,
     train_world,
 )
+
+pytestmark = pytest.mark.usefixtures("no_other_plan")
 
 OFF = {"openstate": False}
 FUSIONS: dict[str, Any] = {
@@ -68,9 +71,6 @@ COSTED: dict[str, dict[str, Any]] = {
     "off-across": APART_ACROSS_STEPS,
 }
 SENT: list[tuple[str, Any]] = [("auto", None), ("off", OFF), ("optimal", OPTIMAL)]
-# One step after another, and communication that runs on into the next step.
-PLANS: dict[str, dict[str, Any]] = {"plain": {}, "across": ACROSS_STEPS, "apart-across": APART_ACROSS_STEPS}
-each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
 def turns(plans: Iterable[str]) -> list[Any]:
@@ -94,12 +94,6 @@ ALONE = [
     pytest.param(case, list(FUSIONS)[number % len(FUSIONS)], 1, id=f"{case.name}-alone")
     for number, case in enumerate(CASES)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked for is what runs, even where another plan would be faster."""
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [compiler.Variant(config.across_steps)])
 
 
 def trainables(model: nn.Module) -> int:
@@ -213,81 +207,6 @@ def test_how_many_gradients_go_together(fusion: str, buckets: list[int]) -> None
     assert sorted(sizes) == sorted(buckets)
 
 
-def _adamw_in_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights decay, biases do not and learn faster; the first layer uses other betas."""
-    first, *rest = [list(module.parameters()) for module in model.children() if list(module.parameters())]
-    weights = [param for params in rest for param in params if param.ndim > 1]
-    biases = [param for params in rest for param in params if param.ndim == 1]
-    groups = [
-        {"params": weights, "weight_decay": 0.1},
-        {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
-        {"params": first, "betas": (0.8, 0.9)},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-3, amsgrad=True)
-
-
-def _by_class(cls: Any, **settings: Any) -> MakeOptimizer:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = cls(model.parameters(), **settings)
-        return optimizer
-
-    return make
-
-
-OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
-    "sgd": (_by_class(torch.optim.SGD, lr=0.1), None),
-    "sgd-nesterov": (_by_class(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), None),
-    "sgd-dampening-maximize": (_by_class(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, maximize=True), None),
-    "adam": (_by_class(torch.optim.Adam, lr=1e-2, weight_decay=0.1), None),
-    "adamw-groups-schedule": (_adamw_in_groups, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
-    "adagrad": (_by_class(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1, weight_decay=0.1), None),
-    "adagrad-accumulator": (_by_class(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.5), None),
-    "rmsprop": (_by_class(torch.optim.RMSprop, lr=1e-2), None),
-    "rmsprop-all": (
-        _by_class(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=5, cycle_momentum=True),
-    ),
-    "opaque": (_by_class(torch.optim.Adadelta, lr=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
-    "opaque-nadam": (_by_class(torch.optim.NAdam, lr=1e-2, weight_decay=0.1), None),
-}
-
-
-OPTIMIZER_PLANS = ["fused", "unfused", "across", "apart-across"]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("plan", [{}, {"comm_fusion": OFF}, ACROSS_STEPS, APART_ACROSS_STEPS], ids=OPTIMIZER_PLANS)
-def test_every_optimizer(name: str, plan: dict[str, Any]) -> None:
-    make_optimizer, make_scheduler = OPTIMIZERS[name]
-    model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
-    want = train_reference(MLP_CASE, model, batches, 2, make_optimizer, make_scheduler)
-    world = make_world(MLP_CASE, model, 2, make_optimizer, **plan)
-    models = train_world(world, batches, make_scheduler)
-    # A scheduler that sets the learning rate reads nothing of the updates, so they are still to come.
-    assert world.is_pending == ("schedule" in plan and "opaque" not in name)
-    assert_same(models, want)
-
-
-@each_plan
-def test_optimizer_state_after_training(plan: dict[str, Any]) -> None:
-    model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
-    reference = copy.deepcopy(model)
-    optimizer = _adamw_in_groups(reference)
-    for batch in batches:
-        optimizer.zero_grad()
-        for param, grad in eager_gradients(MLP_CASE, reference, batch).items():
-            reference.get_parameter(param).grad = grad
-        optimizer.step()
-    world = make_world(MLP_CASE, model, 2, _adamw_in_groups, **plan)
-    train_world(world, batches)
-    want = optimizer.state_dict()["state"]
-    for mine in world.optimizers:
-        assert mine is not None
-        have = mine.state_dict()["state"]
-        for number, state in want.items():
-            assert_same_tensors(have[number], state, 1e-10)
-
-
 @each_plan
 def test_a_world_of_three_and_a_mesh(plan: dict[str, Any]) -> None:
     model, batches = DIGITS.model(), DIGITS.batches(2, rows=12)
@@ -327,7 +246,7 @@ def test_fusion_and_parameters_on_two_ranks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [DIGITS, CONV, TIED], ids=lambda case: case.name)
-@pytest.mark.parametrize("make_optimizer", [sgd, _by_class(torch.optim.AdamW, lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("make_optimizer", [sgd, by_class(torch.optim.AdamW, lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
 @each_plan
 def test_float32(case: Case, make_optimizer: MakeOptimizer, plan: dict[str, Any]) -> None:
     """1e-5: rounding of 3 steps at 2**-24, with a few hundred summands per gradient."""
@@ -352,9 +271,6 @@ def test_sum_of_gradients() -> None:
         assert_same_tensors(tensors_of(mine, gradients=True), want, 1e-10)
 
 
-BF16 = Case("bf16", MLP, MLP_CASE.batch)
-
-
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("fusion", [None, OFF], ids=["fused", "unfused"])
 def test_low_precision_gradients(fp32: bool, fusion: Any) -> None:
@@ -373,18 +289,6 @@ def test_low_precision_gradients(fp32: bool, fusion: Any) -> None:
         assert_same_tensors(tensors_of(mine, gradients=True), want, 0)
 
 
-@pytest.mark.parametrize("fp32", [True, False])
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-dampening-maximize", "adamw-groups-schedule", "adagrad"])
-@each_plan
-def test_low_precision_training(name: str, fp32: bool, plan: dict[str, Any]) -> None:
-    """bfloat16 has 8 bits: after each of three updates parameters of size 1/2 may be a step of 2**-9 away."""
-    model, batches = BF16.model(torch.bfloat16), BF16.batches(3, dtype=torch.bfloat16)
-    make_optimizer, make_scheduler = OPTIMIZERS[name]
-    want = train_reference(BF16, model, batches, 2, make_optimizer, make_scheduler)
-    world = make_world(BF16, model, 2, make_optimizer, gradient_fp32_sync=fp32, **plan)
-    assert_same(train_world(world, batches, make_scheduler), want, tolerance=6e-3)
-
-
 @pytest.mark.parametrize("whole_step", [True, False], ids=["whole_step", "gradients"])
 @each_plan
 def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool, plan: dict[str, Any]) -> None:
@@ -398,7 +302,7 @@ def test_layerwise_parallel_gradients_stay_on_their_rank(whole_step: bool, plan:
     if whole_step:
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
         want = [{name: before[name] - 0.5 * grads[name] for name in grads} for grads in want]
-    optimizer = _by_class(torch.optim.SGD, lr=0.5) if whole_step else None
+    optimizer = by_class(torch.optim.SGD, lr=0.5) if whole_step else None
     world = make_world(MLP_CASE, model, 2, optimizer, parallel_mode="hybrid_parallel", **plan)
     for mine, wanted in zip(train_world(world, [batch]), want, strict=True):
         assert_same_tensors(tensors_of(mine, gradients=not whole_step), wanted, 1e-10)

@@ -154,7 +154,8 @@ def test_bare_checkout_imports() -> None:
 def test_nothing_imports_bare_passes() -> None:
     offenders = []
     for path in repository_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text, filename=str(path))) if "passes" in text else ():
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:

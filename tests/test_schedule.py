@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +13,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx import compiler
+from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.rounds import play
@@ -26,6 +25,7 @@ from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from tests.distributed.harness import Ranks
 from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (
     ACROSS,
@@ -283,17 +283,12 @@ def test_gathers_start_later_under_a_limit() -> None:
 # Determinism.
 
 
-def test_all_ranks_and_runs_compile_the_same_text() -> None:
+def test_all_ranks_and_runs_compile_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "capture", trace)  # every run traces
     for case in (WIDE, CONTRASTIVE):
         texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 1, 2, 3, 0)]
         assert len(dict.fromkeys(texts)) == 1
         assert "in the next step, before" in texts[0]
-
-
-_PROGRAM = """
-from tests.test_schedule import digest
-print(digest())
-"""
 
 
 def digest() -> str:
@@ -307,15 +302,15 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def test_hash_seeds_change_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env={**os.environ, "PYTHONHASHSEED": "4711", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split()[-1] == digest()
+def seeded_digest() -> tuple[int, str]:
+    return hash("seed"), digest()
+
+
+@pytest.mark.dist
+def test_hash_seeds_change_nothing(ranks: Ranks) -> None:
+    found = [seeded_digest(), *ranks.values(seeded_digest)]
+    assert len(dict.fromkeys(seed for seed, _ in found)) == 3
+    assert len(dict.fromkeys(text for _, text in found)) == 1
 
 
 # Wrong annotations.

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +9,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.lowered import Lowered
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.harness import Ranks
 
 
 class Model(nn.Module):
@@ -52,13 +46,16 @@ def all_text() -> str:
     return lowered.text() + lowered.stages["capture"].text() + lowered.to_json()
 
 
-def test_text_is_the_same_in_every_process() -> None:
-    """This one and another, of another hash seed."""
-    script = "from tests.capture.test_text_stability import all_text; print(all_text(), end='')"
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == all_text()
+def seeded_text() -> tuple[int, str]:
+    return hash("seed"), all_text()
+
+
+@pytest.mark.dist
+def test_text_is_the_same_in_every_process(ranks: Ranks) -> None:
+    """This one and two others, of other hash seeds."""
+    found = [seeded_text(), *ranks.values(seeded_text)]
+    assert len(dict.fromkeys(seed for seed, _ in found)) == 3
+    assert all(text == found[0][1] for _, text in found)
 
 
 def test_text_is_the_same_in_one_process() -> None:

@@ -401,12 +401,13 @@ def test_a_hundred_thousand_nodes_take_seconds() -> None:
     g = Graph()
     x = g.input("x", f32(64, 64))
     value, starts = x, []
+    spec = info(x).spec
     for number in range(100_000):
-        value = g.op(f"mm{number}", value, x, target=aten.mm.default, spec=f32(64, 64))
+        value = g.op(f"mm{number}", value, x, target=aten.mm.default, spec=spec)
         if number % 500 == 0:
-            starts.append(g.start(f"reduce{number}", g.op(f"grad{number}", value, spec=f32(64, 64))))
+            starts.append(g.start(f"reduce{number}", g.op(f"grad{number}", value, spec=spec)))
     for start in starts:
-        value = g.op(f"use.{info(start).name}", value, g.wait(start), spec=f32(64, 64))
+        value = g.op(f"use.{info(start).name}", value, g.wait(start), spec=spec)
     program = g.program(value)
     start_time = time.process_time()
     s = simulate(program, CostModel(CLUSTER))

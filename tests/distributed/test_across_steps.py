@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from tests import captures
 from tests.distributed.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -64,6 +65,7 @@ def batches(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def make(schedule: Any, fusion: Any, optimizer: str = "adamw") -> tuple[nn.Module, Any, cf.CompiledStep]:
     torch.manual_seed(0)
     model = Net().double()
+    captures.share(model, Net)
     made = OPTIMIZERS[optimizer](model.parameters())
     step = cf.compile(
         model, fusion, loss_fn=nn.functional.cross_entropy, optimizer=made, schedule=schedule, cluster=slow_cluster()
@@ -95,6 +97,10 @@ def train(schedule: Any, fusion: Any, optimizer: str) -> tuple[dict[str, torch.T
     return values(model, made), losses, deferred
 
 
+def train_both(fusion: Any, optimizer: str) -> list[Any]:
+    return [train(schedule, fusion, optimizer) for schedule in ("overlap", ACROSS)]
+
+
 # Every pair of a fusion, an optimizer and a number of ranks.
 COMPARED = [
     *(("auto", optimizer, 2) for optimizer in OPTIMIZERS),
@@ -109,9 +115,8 @@ COMPARED = [
 @pytest.mark.parametrize(("mode", "optimizer", "size"), COMPARED)
 def test_equals_the_plain_order_bitwise(ranks: Ranks, mode: str, optimizer: str, size: int):
     fusion = OPTIMAL if mode == "optimal" else None
-    plain = ranks.values(train, "overlap", fusion, optimizer, size=size)
-    across = ranks.values(train, ACROSS, fusion, optimizer, size=size)
-    for (want, want_losses, _), (have, losses, deferred) in zip(plain, across, strict=True):
+    for plain, across in ranks.values(train_both, fusion, optimizer, size=size):
+        (want, want_losses, _), (have, losses, deferred) = plain, across
         assert deferred
         assert have.keys() == want.keys()
         for name in want:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,15 +184,24 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
-def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(tmp_path: Path) -> None:
-    import torch.distributed as dist
+def command(folder: Path, *arguments: str) -> tuple[int, str]:
+    """The exit code of the command on this rank, and what it prints on stderr."""
+    printed, here = io.StringIO(), Path.cwd()
+    os.chdir(folder)
+    try:
+        with redirect_stderr(printed):
+            return main(arguments), printed.getvalue()
+    finally:
+        os.chdir(here)
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [start(rank, store.port, tmp_path, "--seconds", "500", "--out", "no/where.json") for rank in range(2)]
-    printed = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert printed[0][1].splitlines()[-1] == "commfuse: --out no/where.json: there is no folder no; make it first"
-    assert "commfuse:" not in printed[1][1]
+
+def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(ranks: Ranks, tmp_path: Path) -> None:
+    (code, printed), (other, others) = ranks.values(
+        command, tmp_path, "calibrate", "--seconds", "500", "--out", "no/where.json"
+    )
+    assert (code, other) == (2, 2)
+    assert printed.splitlines()[-1] == "commfuse: --out no/where.json: there is no folder no; make it first"
+    assert "commfuse:" not in others
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

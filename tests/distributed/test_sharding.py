@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from tests import captures
 from tests.distributed.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -103,6 +104,7 @@ def eager_training(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 def divided_training(name: str, mesh: tuple[int, ...], plan: str, options: dict[str, Any]) -> Any:
     model = made(name)
     mark(model, plan, "tp" if len(mesh) > 1 else "dp")
+    captures.share(model, (name, plan, mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = cf.compile(model, optimizer=optimizer, parallel_mode="semi_auto", mesh=mesh, full_batch=True, **options)
     losses = [float(step(**batch)) for batch in batches()]

@@ -19,6 +19,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import R, S, local_shape
 from commfuse_fx.planner import Call, Planner
+from tests import captures
 from tests.oracle import cluster
 
 Layouts = Mapping[str, tuple[tuple[str, Any], ...]]
@@ -95,6 +96,7 @@ def _compiler(step: cf.CompiledStep, layouts: Layouts) -> Any:
         back = [order.index(dim) for dim in range(param.ndim)]
         part = torch.zeros([shape[dim] for dim in order], dtype=param.dtype).permute(back)
         setattr(model, name, nn.Parameter(part))
+    captures.share(model, Elementwise)
     assert optimizer is not None
     mine = type(optimizer)(model.parameters(), **_options(optimizer))
     planner = Planner(model, None, mine, step.config, Mesh((mesh.shape[0],), ("dp",)))

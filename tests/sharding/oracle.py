@@ -17,6 +17,7 @@ import commfuse_fx as cf
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.placement import Shard
 from commfuse_fx.lockstep import LockstepWorld
+from tests import captures
 from tests.models import Batch, Case
 from tests.oracle import MakeOptimizer, assert_same_tensors, eager_loss, sgd, tensors_of
 
@@ -87,6 +88,7 @@ def divided(
     """A marked copy of the model, compiled for all ranks of the mesh."""
     mine = copy.deepcopy(model)
     mark(mine)
+    captures.share(mine, (case, mark))
     step = cf.compile(
         mine,
         loss_fn=case.loss_fn,

@@ -1,0 +1,65 @@
+"""One capture for all compilations of equal models: tracing is most of what a compilation of a small model takes.
+
+What a plan is made from besides the graph (configuration, marks of parameters, optimizer) is each compilation's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.build import capture as trace
+from commfuse_fx.capture.build import describe_parameters
+from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.capture.tree import Structure
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import OptimizerInfo, Program
+
+_made_as: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+_captured: dict[Hashable, Program] = {}
+
+
+def share(model: nn.Module, made_as: Hashable) -> None:
+    """Models with the same `made_as` run the same code, apart from what `_state` tells of them."""
+    _made_as[model] = made_as
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    structure: Structure,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    config: CompileConfig,
+    training: bool,
+    optimizer: OptimizerInfo | None,
+) -> Program:
+    """In place of `commfuse_fx.compiler.capture`."""
+    arguments = (model, loss_fn, structure, leaves, mesh, config, training, optimizer)
+    if model not in _made_as:
+        return trace(*arguments)
+    inputs = tuple((path, *_spec(tensor)) for path, tensor in leaves)
+    key = (_made_as[model], _state(model), loss_fn, structure, inputs, mesh, config.divides_graphs, training)
+    if key not in _captured:
+        _captured[key] = trace(*arguments)
+    return replace(
+        _captured[key].copy(),
+        config=config,
+        params=describe_parameters(model),
+        optimizer=optimizer if training else None,
+    )
+
+
+def _state(model: nn.Module) -> Hashable:
+    modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return modules, tuple((name, *_spec(tensor)) for name, tensor in tensors)
+
+
+def _spec(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,0 +1,45 @@
+"""The capture that tests share is what each compilation would have captured."""
+
+from __future__ import annotations
+
+import pytest
+
+from commfuse_fx import compiler
+from commfuse_fx.capture.build import capture as trace
+from tests.models import CONTRASTIVE, CONV, DIGITS, PARTLY, TIED, Case, shards
+from tests.oracle import collectives, make_world, sgd
+
+
+def text(case: Case, *, training: bool = True, rows: int = 8) -> str:
+    model = case.model().train(training)
+    world = make_world(case, model, 2, sgd)
+    lowered = world.step.lower(*shards(case.batches(1, rows)[0], 2)[0])
+    return lowered.stages["capture"].text() + lowered.text()
+
+
+@pytest.mark.parametrize("case", [CONV, CONTRASTIVE, PARTLY, TIED], ids=lambda case: case.name)
+def test_a_shared_capture_gives_the_same_plan(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = text(case), text(case)
+    monkeypatch.setattr(compiler, "capture", trace)
+    assert first == second == text(case)
+
+
+def test_modes_shapes_and_frozen_parameters_have_captures_of_their_own() -> None:
+    assert len({text(CONV), text(CONV, training=False), text(CONV, rows=16)}) == 3
+    model, (batch,) = DIGITS.model(), DIGITS.batches(1)
+    counts = []
+    for _ in range(2):
+        counts.append(sum(len(each.members) for each in collectives(make_world(DIGITS, model, 2, sgd), batch)))
+        model.get_parameter("head.weight").requires_grad_(False)
+    assert counts == [14, 13]
+
+
+def test_marks_are_those_of_each_compilation() -> None:
+    (batch,) = DIGITS.batches(1)
+    found = []
+    for number in (1, 2):
+        model = DIGITS.model()
+        for place, param in enumerate(model.parameters()):
+            param.comm_fusion = place % number + 1  # type: ignore[attr-defined]
+        found.append(len(collectives(make_world(DIGITS, model, 2, sgd), batch)))
+    assert found[0] < found[1]
