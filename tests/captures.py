@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from commfuse_fx import compiler
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.capture.loss import LossFn
@@ -25,8 +26,12 @@ _captured: dict[Hashable, Program] = {}
 
 
 def share(model: nn.Module, made_as: Hashable) -> None:
-    """Models with the same `made_as` run the same code, apart from what `_state` tells of them."""
+    """Models with the same `made_as` run the same code, apart from what `_state` tells of them.
+
+    Until the end of the test `compile` looks here first.
+    """
     _made_as[model] = made_as
+    compiler.capture = capture
 
 
 def capture(

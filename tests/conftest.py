@@ -8,7 +8,7 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx import compiler
-from tests import captures
+from commfuse_fx.capture.build import capture
 from tests.distributed.harness import Ranks
 
 pytest_plugins = ["pytester"]
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test verifies what it compiles, starts from one seed, and leaves no context behind."""
     monkeypatch.setenv("COMMFUSE_VERIFY", "1")
-    monkeypatch.setattr(compiler, "capture", captures.capture)
+    monkeypatch.setattr(compiler, "capture", capture)  # until a test shares captures
     torch.manual_seed(0)
     cf.reset_auto_parallel_context()
     yield
