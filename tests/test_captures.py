@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import commfuse_fx as cf
 from commfuse_fx import compiler
 from commfuse_fx.capture.build import capture as trace
 from tests.models import CONTRASTIVE, CONV, DIGITS, PARTLY, TIED, Case, shards
@@ -39,7 +40,7 @@ def test_marks_are_those_of_each_compilation() -> None:
     found = []
     for number in (1, 2):
         model = DIGITS.model()
-        for place, param in enumerate(model.parameters()):
-            param.comm_fusion = place % number + 1  # type: ignore[attr-defined]
+        for place, module in enumerate(each for each in model.modules() if list(each.parameters(recurse=False))):
+            cf.set_comm_fusion(module, place % number + 1)
         found.append(len(collectives(make_world(DIGITS, model, 2, sgd), batch)))
     assert found[0] < found[1]

@@ -35,7 +35,7 @@ MOST_STEPS = 40
 """Whole steps that are timed at most."""
 
 BLOCKS = 8
-"""Runs of consecutive steps that are averaged, where there are as many steps."""
+"""Of consecutive steps, whose mean counts: at least so many, where there are as many steps."""
 
 
 def profile_step(
@@ -91,7 +91,7 @@ def with_overhead(
 
 
 def typical(times: Sequence[float]) -> float:
-    """What a step takes in the long run: the median of the means of up to `BLOCKS` blocks of consecutive steps.
+    """What a step takes in the long run: the median of the means of blocks of consecutive steps.
 
     A step that was disturbed is as much a part of training as the others, but one long pause of the machine is not
     (source: median of means, Nemirovsky and Yudin, "Problem complexity and method efficiency in optimization", 1983).
