@@ -5,8 +5,9 @@ What a plan is made from besides the graph (configuration, marks of parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,11 +16,7 @@ from torch import nn
 from commfuse_fx import compiler
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
-from commfuse_fx.capture.loss import LossFn
-from commfuse_fx.capture.tree import Structure
-from commfuse_fx.config import CompileConfig
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import OptimizerInfo, Program
+from commfuse_fx.ir.program import Program
 
 _made_as: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
 _captured: dict[Hashable, Program] = {}
@@ -34,24 +31,15 @@ def share(model: nn.Module, made_as: Hashable) -> None:
     compiler.capture = capture
 
 
-def capture(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    structure: Structure,
-    leaves: Sequence[tuple[str, torch.Tensor]],
-    mesh: Mesh,
-    config: CompileConfig,
-    training: bool,
-    optimizer: OptimizerInfo | None,
-) -> Program:
-    """In place of `commfuse_fx.compiler.capture`."""
-    arguments = (model, loss_fn, structure, leaves, mesh, config, training, optimizer)
+def capture(model: nn.Module, *arguments: Any) -> Program:
+    """In place of `commfuse_fx.compiler.capture`, with its arguments."""
     if model not in _made_as:
-        return trace(*arguments)
+        return trace(model, *arguments)
+    loss_fn, structure, leaves, mesh, config, training, optimizer = arguments
     inputs = tuple((path, *_spec(tensor)) for path, tensor in leaves)
     key = (_made_as[model], _state(model), loss_fn, structure, inputs, mesh, config.divides_graphs, training)
     if key not in _captured:
-        _captured[key] = trace(*arguments)
+        _captured[key] = trace(model, *arguments)
     return replace(
         _captured[key].copy(),
         config=config,

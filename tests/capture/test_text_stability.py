@@ -46,16 +46,10 @@ def all_text() -> str:
     return lowered.text() + lowered.stages["capture"].text() + lowered.to_json()
 
 
-def seeded_text() -> tuple[int, str]:
-    return hash("seed"), all_text()
-
-
 @pytest.mark.dist
 def test_text_is_the_same_in_every_process(ranks: Ranks) -> None:
     """This one and two others, of other hash seeds."""
-    found = [seeded_text(), *ranks.values(seeded_text)]
-    assert len(dict.fromkeys(seed for seed, _ in found)) == 3
-    assert all(text == found[0][1] for _, text in found)
+    assert ranks.values_of_other_seeds(all_text) == [all_text()] * 2
 
 
 def test_text_is_the_same_in_one_process() -> None:

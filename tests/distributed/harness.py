@@ -152,6 +152,12 @@ class Ranks:
             raise AssertionError("\n".join(f"rank {o.rank} ({o.died=}):\n{o.details or o.error}" for o in failed))
         return [outcome.value for outcome in outcomes]
 
+    def values_of_other_seeds(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `values`, on two ranks whose hash seeds are neither each other's nor this process's."""
+        found = self.values(_with_seed, function, args)
+        assert len(dict.fromkeys([hash("seed"), *(seed for seed, _ in found)])) == 3
+        return [value for _, value in found]
+
     def close(self) -> None:
         for worker in self._workers:
             worker.stop()
@@ -184,6 +190,10 @@ class Ranks:
         shown = "\n".join(f"--- rank {rank}\n{worker.printed()}" for rank, worker in enumerate(workers))
         self.close()
         return f"ranks {hung} did not end within {timeout} s\n{shown}"
+
+
+def _with_seed(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, Any]:
+    return hash("seed"), function(*args)
 
 
 def _serve(pipe: connection.Connection, log: str) -> None:
