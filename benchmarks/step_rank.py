@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -71,11 +71,17 @@ class _Rank:
         self._build_all()
         self._warm_up()
         for number in range(self.task.rounds):
-            # There and back again: what is slow at the begin of a round is not always the same.
+            # There and back again: what is slow at the begin of a round is not always the same. All rates of a variant
+            # in a row: its limit is its own step without a rate, and the machine's speed changes within seconds.
             onward = -1 if number % 2 else 1
-            for rate in self.task.rates[::onward]:
-                self._set_rate(rate)
-                self._measure(rate, list(self.variants[rate])[::onward])
+            names = list(dict.fromkeys(name for variants in self.variants.values() for name in variants))
+            for name in names[::onward]:
+                for rate in self.task.rates[::onward]:
+                    self._measure(rate, name)
+            # A profile takes as long as several blocks: in every second round.
+            if number % 2 == 0 and any(name in MODES for name in names):
+                for rate in self.task.rates:
+                    self._profile(rate)
         for rate in self.task.rates:
             self._predict(rate)
         if self.task.timeline:
@@ -136,34 +142,39 @@ class _Rank:
                     warm.append(variant)
             self._note_progress()
 
-    def _measure(self, rate: Rate, names: Sequence[str]) -> None:
-        """A block of consecutive steps of each of these variants; all ranks begin a block together.
+    def _measure(self, rate: Rate, name: str) -> None:
+        """A block of consecutive steps at this rate; all ranks begin it together."""
+        variant, measured = self.variants[rate][name], self.measured[rate]
+        self._set_rate(rate)
+        before = self._sent_bytes()
+        measured.seconds.setdefault(name, []).append(self._block(variant))
+        if before is not None:
+            sent = (self._sent_bytes() or 0) - before
+            measured.wire_bytes.setdefault(name, []).append(sent / (self.task.block + 1))
+        self._note_progress()
+
+    def _block(self, variant: Variant) -> float:
+        """Seconds per step.
 
         What counts is the time from one step's return to the next one's, in the middle of a loop: a step goes ahead
         of the timed ones, whose rest, if it leaves one on the wire, is theirs; the rest of the last one is the next
         one's.
         """
-        block, measured = self.task.block, self.measured[rate]
-        for name in names:
-            variant = self.variants[rate][name]
-            dist.barrier()
-            before = self._sent_bytes()
+        variant.step()
+        start = perf_counter()
+        for _ in range(self.task.block):
             variant.step()
-            start = perf_counter()
-            for _ in range(block):
-                variant.step()
-            seconds = perf_counter() - start
-            variant.finish()
-            # The last bytes of a rank that is done may still be in its queue until the others are done too.
-            dist.barrier()
-            measured.seconds.setdefault(name, []).append(seconds / block)
-            if before is not None:
-                sent = (self._sent_bytes() or 0) - before
-                measured.wire_bytes.setdefault(name, []).append(sent / (block + 1))
-            self._note_progress()
-        if any(name in MODES for name in names):
-            self.profiles[rate].append(self.gauge.again(self.profiles[rate][0].cluster))
-            self._note_progress()
+        seconds = perf_counter() - start
+        variant.finish()
+        # The last bytes of a rank that is done may still be in its queue until the others are done too.
+        dist.barrier()
+        return seconds / self.task.block
+
+    def _profile(self, rate: Rate) -> None:
+        """The step's compute, once more: what is predicted is then of the same moments as what is measured."""
+        self._set_rate(rate)
+        self.profiles[rate].append(self.gauge.again(self.profiles[rate][0].cluster))
+        self._note_progress()
 
     def _predict(self, rate: Rate) -> None:
         """What the simulator says of every mode, with the step's compute as it was measured in between."""
