@@ -2,8 +2,11 @@
 
 Each step every rank casts a vote over a small Gloo group: a hash of its plan, and whether it has failed
 so far. The vote is started when the backward begins and read before the first collective, so it hides
-behind compute. If the ranks differ, all of them learn it from the same vote, exchange their plans, and
+behind compute. If the ranks differ, all of them learn it from the same votes, exchange their plans, and
 raise; nobody is left waiting in a collective that the others will never join.
+
+Every rank sends its vote to every other (all_to_all): one hop, where an all_reduce of Gloo goes around a ring twice
+and, beside compute, waits for the core at every hop.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Agreement:
         self._is_running = False
         self._broken = ""
         self.distress = Distress(self._group.group_name)
-        self._vote = torch.zeros(5, dtype=torch.int64)
+        self._sent = self._votes = torch.zeros(0, dtype=torch.int64)
         self._settled = True
         self.rank = dist.get_rank()
         self.timeline: Timeline | None = None
@@ -80,37 +83,39 @@ class Agreement:
         """
         if self._is_running or lost:
             self._broken = type(error).__name__
-            keep_forever(self._vote)
-            keep_forever(self._work)
+            for held in (self._sent, self._votes, self._work):
+                keep_forever(held)
             self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
         elif expected and not self.has_voted and isinstance(error, Exception):
             self._fail(error)
 
     def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
         """Start the vote. Returns at once."""
-        failure = self.rank + 1 if failed else 0
-        self._vote = torch.tensor([signature, -signature, failure, parameters, -parameters])
+        world = dist.get_world_size(self._group)
+        self._sent = torch.tensor([signature, int(failed), parameters]).repeat(world)
+        self._votes = torch.empty_like(self._sent)
         since = perf_counter()
         try:
-            self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._work = dist.all_to_all_single(self._votes, self._sent, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._is_running = not failed
         if self.timeline is not None:
-            self.timeline.issued(self, "agreement", f"vote bytes={self._vote.nbytes}", since, self._work)
+            self.timeline.issued(self, "agreement", f"vote bytes={self._votes.nbytes}", since, self._work)
 
     def settle(self, plan: tuple[str, str]) -> None:
         """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
         if self._settled:
             return
         self._settled = True
-        high, low, failure, most, least = self._result()
-        self._is_running = not failure and high == -low
-        if failure:
+        signatures, failures, parameters = zip(*self._result(), strict=True)
+        failed, differ = any(failures), len(set(signatures)) > 1
+        self._is_running = not failed and not differ
+        if failed:
             raise PeerFailedError(self._explain_failure(self._exchange("")))
-        if high != -low:
+        if differ:
             raise PlanMismatchError(self._explain_mismatch(self._exchange(plan)))
-        if most != -least:
+        if len(set(parameters)) > 1:
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
                 "parameter_broadcast=True to start from rank 0's"
@@ -127,7 +132,8 @@ class Agreement:
             self._broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
 
-    def _result(self) -> list[int]:
+    def _result(self) -> list[list[int]]:
+        """The vote of every rank: hash of its plan, whether it failed, checksum of its parameters."""
         try:
             work = self.distress.heed(self._work)
             if self.timeline is None:
@@ -138,7 +144,8 @@ class Agreement:
             raise self._lost(error) from error
         finally:
             self._work = None
-        return [int(value) for value in self._vote.tolist()]
+        votes: list[list[int]] = self._votes.view(-1, 3).tolist()
+        return votes
 
     def _exchange(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self._group)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,22 +211,23 @@ def test_a_failed_first_step_does_not_look_like_different_parameters(ranks: Rank
 
 @contextmanager
 def _dying_at(call: int) -> Iterator[None]:
-    """Rank 1 is killed as it issues its all_reduce number `call`; number 1 is the vote."""
-    original = dist.all_reduce
-    count = 0
+    """Rank 1 is killed as it issues its collective number `call`: number 1 is the vote, the others are all_reduces."""
+    issued = 0
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*args: Any, **kwargs: Any) -> Any:
+            nonlocal issued
+            issued += 1
+            if issued == call and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return collective(*args, **kwargs)
 
-    dist.all_reduce = counting
-    try:
+        return issue
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting(dist.all_to_all_single))
+        patch.setattr(dist, "all_reduce", counting(dist.all_reduce))
         yield
-    finally:
-        dist.all_reduce = original
 
 
 def killed(call: int) -> list[str]:
