@@ -12,7 +12,7 @@ from torch import fx
 from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.collectives import CollectiveCost, collective_cost
 from commfuse_fx.cost.engine import Transfer
-from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.cost.roofline import is_free, roofline_seconds
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
@@ -20,6 +20,10 @@ from commfuse_fx.ir.naming import op_label
 
 PER_ELEMENT = "update.per_element/"
 """Keys of measured parameter updates: this and the op's name, such as `update.per_element/_fused_adamw_`."""
+
+PER_VIEW = "view.each/"
+"""Keys of what an op takes that moves no data, whatever its node: this and the op's name, such as
+`view.each/as_strided`. Passes make such nodes under names that depend on the plan."""
 
 OVERHEAD = "step.overhead"
 """Key of what a measured step takes besides its nodes and its communication: votes, looking up its plan, threads that
@@ -52,8 +56,9 @@ def _numel(spec: Spec) -> int:
 class CostModel:
     """Prices of compute nodes and collectives.
 
-    cluster: devices and network. node_seconds: measured seconds by `profile_key`, and seconds per element of the
-    parameters by `PER_ELEMENT` and the op's name for updates, whose size changes with fusion.
+    cluster: devices and network. node_seconds: measured seconds by `profile_key`; seconds per element of the
+    parameters by `PER_ELEMENT` and the op's name for updates, whose size changes with fusion; and seconds by `PER_VIEW`
+    and the op's name for views that have no measurement of their own.
     Raises ConfigTypeError for other things than mappings, ConfigValueError for times below 0 or not finite.
     """
 
@@ -86,6 +91,8 @@ class CostModel:
                 if each is not None:
                     return self.cluster.device.op_overhead + each * update_elements(node)
             seconds = measured.get(profile_key(node))
+            if seconds is None and is_free(node):
+                seconds = measured.get(PER_VIEW + op_label(node.target))
             if seconds is not None:
                 return seconds
         return roofline_seconds(node, self.cluster.device)

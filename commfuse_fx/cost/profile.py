@@ -31,9 +31,9 @@ class StepProfile(Document, kind="profile"):
 
     cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
     parameters. node_seconds: seconds by `profile_key(node)` of every compute node, with nothing on the wire; and
-    `update.per_element/<op>`: seconds per element of the parameters that an update op works on; and `step.overhead`:
-    what a step takes besides. torch, device: the
-    version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
+    `update.per_element/<op>`: seconds per element of the parameters that an update op works on; `view.each/<op>`: of
+    nodes that move no data and are not in the profile; and `step.overhead`: what a step takes besides. torch, device:
+    the version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
     """
 
     cluster: ClusterSpec

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import fx
 
 from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, CostModel, profile_key, update_elements
+from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, PER_VIEW, CostModel, profile_key, update_elements
 from commfuse_fx.cost.profile import StepProfile
+from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
@@ -119,9 +120,10 @@ def measure_step(executor: Executor, inputs: Mapping[str, torch.Tensor], rounds:
     """Seconds of each compute node of a step on this rank, by `profile_key`: medians over `rounds` rounds.
 
     One more round goes before them and does not count. Nodes with one key share their mean. Updates also give
-    `update.per_element/<op>`, seconds per element of the parameters. All ranks of the program's world must call it
-    together. Leaves parameters, buffers, optimizer state and random number generators as they were, with copies of
-    them in memory meanwhile. Raises ConfigTypeError or ConfigValueError for bad rounds, and what the step raises.
+    `update.per_element/<op>`, seconds per element of the parameters, and ops that move no data `view.each/<op>`, the
+    mean of all their nodes. All ranks of the program's world must call it together. Leaves parameters, buffers,
+    optimizer state and random number generators as they were, with copies of them in memory meanwhile. Raises
+    ConfigTypeError or ConfigValueError for bad rounds, and what the step raises.
     """
     check_int(rounds, "rounds", 1)
     executor.synchronize()
@@ -211,12 +213,15 @@ class _Stopwatch:
     def _by_key(seconds: Mapping[fx.Node, float]) -> dict[str, float]:
         found: dict[str, list[float]] = {}
         updates: dict[str, list[tuple[float, int]]] = {}
+        views: dict[str, list[float]] = {}
         for node, took in seconds.items():
             found.setdefault(profile_key(node), []).append(took)
+            if is_free(node):
+                views.setdefault(PER_VIEW + op_label(node.target), []).append(took)
             if info(node).phase == "update" and update_elements(node):
                 updates.setdefault(PER_ELEMENT + op_label(node.target), []).append((took, update_elements(node)))
         rates = {key: sum(took for took, _ in each) / sum(count for _, count in each) for key, each in updates.items()}
-        return {**{key: mean(each) for key, each in found.items()}, **rates}
+        return {key: mean(each) for key, each in (*found.items(), *views.items())} | rates
 
 
 def _direct(function: Any) -> Callable[..., Any]:

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost import files
-from commfuse_fx.cost.model import PER_ELEMENT, profile_key
+from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, profile_key
 from commfuse_fx.cost.presets import preset
 from commfuse_fx.cost.profile import StepProfile, model_fingerprint, resolve_costs
 from commfuse_fx.cost.profiling import measure_step, profile_step, typical
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.naming import op_label
 from commfuse_fx.runtime.executor import Executor
 from tests.distributed.models import assert_same
 
@@ -251,7 +252,7 @@ def test_every_compute_node_has_its_seconds(name: str | None) -> None:
     seconds = measure_step(ready.executor, ready.inputs, rounds=1)
     nodes = [node for node in ready.executor.program.graph.nodes if node.op == "call_function"]
     compute = [profile_key(node) for node in nodes if not is_start(node) and not is_wait(node)]
-    assert [key for key in seconds if not key.startswith(PER_ELEMENT)] == list(dict.fromkeys(compute))
+    assert [key for key in seconds if not key.startswith((PER_ELEMENT, PER_VIEW))] == list(dict.fromkeys(compute))
     assert all(0 <= value < 1 for value in seconds.values())
     assert seconds["first/addmm.0"] > 0
 
@@ -262,6 +263,22 @@ def test_updates_have_a_rate_per_element() -> None:
     count = sum(param.numel() for param in ready.model.parameters())
     (update,) = [key for key in seconds if key.startswith("update.0/sgd")]
     assert seconds["update.per_element/_fused_sgd_"] == pytest.approx(seconds[update] / count)
+
+
+def test_views_of_another_plan_have_the_mean_of_their_op() -> None:
+    ready = Ready("sgd", 0)
+    nodes = [node for node in ready.executor.program.graph.nodes if node.op == "call_function"]
+    views = [node for node in nodes if op_label(node.target) == "t"]
+    seconds = measure_step(ready.executor, ready.inputs, rounds=1)
+    mean = sum(seconds[profile_key(node)] for node in views) / len(views)
+    assert len(views) > 1
+    assert seconds["view.each/t"] == pytest.approx(mean)
+    others = {key: value for key, value in seconds.items() if key != profile_key(views[0])}
+    assert CostModel(preset("gloo-10gbit"), seconds).compute_seconds(views[0]) == seconds[profile_key(views[0])]
+    assert CostModel(preset("gloo-10gbit"), others).compute_seconds(views[0]) == seconds["view.each/t"] > 0
+    product = next(node for node in nodes if op_label(node.target) == "addmm")
+    assert not any(key == PER_VIEW + "addmm" for key in seconds)
+    assert CostModel(preset("gloo-10gbit"), {"view.each/addmm": 9.0}).compute_seconds(product) < 1.0
 
 
 def test_a_step_that_fails_is_undone_too() -> None:
