@@ -34,6 +34,9 @@ MOST_MEMBERS = 512
 MANY_MEMBERS = 96
 """Above this many fewer sizes of buckets and pieces are tried."""
 
+FEW_BYTES = 4 << 20
+"""Up to so many bytes in all, halves and thirds of them are tried too: the sizes above are too coarse for them."""
+
 THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
 """Bytes at which neighbours are cut for comparison with the optimal cuts."""
 
@@ -189,6 +192,8 @@ class _Graph:
         beta = shared_beta(beta, host)
         judge = Loop(forward, backward, self.price(starts[0]), message, each)
         merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[::3]
+        if sum(sizes) <= FEW_BYTES:
+            merges = (*merges, *(-(-sum(sizes) // parts) for parts in (2, 3)))
         pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
         choice, period = judge.best(
             piece_choices(forward, backward, merged, alpha, beta, host, message + each, pieces=pieces, merges=merges)
