@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from commfuse_fx.cost.cyclic import CyclicMember, CyclicPlan, PieceChoice
 from commfuse_fx.cost.engine import Engine, Transfer
-from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.numbers import EQUAL, alike
 
 MOST_ROUNDS = 8
 """Rounds after which a loop that does not settle is taken as it is."""
@@ -52,7 +52,7 @@ class Loop:
         for _ in range(MOST_ROUNDS):
             before, began = engine.allowances(), engine.now
             self._play(engine, members, sends, updates)
-            if _alike(before, engine.allowances()):
+            if alike(before, engine.allowances(), _SETTLED):
                 break
         return engine.now - began
 
@@ -84,9 +84,3 @@ class Loop:
         limit = min(period for period, _ in judged) * (1 + EQUAL)
         period, choice = min(((p, c) for p, c in judged if p <= limit), key=lambda each: len(each[1].plan.order))
         return choice, period
-
-
-def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    return one.keys() == other.keys() and all(
-        abs(left - other[link]) <= _SETTLED * max(left, other[link]) for link, left in one.items()
-    )

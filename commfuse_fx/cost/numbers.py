@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
@@ -26,3 +26,10 @@ def check_times(name: str, values: Sequence[float]) -> None:
 def check_same_length(name: str, values: Sequence[float], other: str, others: Sequence[float]) -> None:
     if len(values) != len(others):
         raise ConfigValueError(f"{name} has {len(values)} entries and {other} {len(others)}; pass one per member")
+
+
+def alike(one: Mapping[str, float], other: Mapping[str, float], within: float = EQUAL) -> bool:
+    """Whether the same things have the same values, but for this part of them."""
+    return one.keys() == other.keys() and all(
+        abs(value - other[key]) <= within * max(abs(value), abs(other[key])) for key, value in one.items()
+    )

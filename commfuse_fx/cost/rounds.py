@@ -13,6 +13,7 @@ from torch import fx
 from commfuse_fx.cost.deferred import execution_order, is_deferred
 from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import alike
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.ir.collectives import WAIT, is_start
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
@@ -127,7 +128,7 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
             before = played.engine.allowances()
             _Round(played, {}, number).run(acts)
             played.ended = played.engine.drain()
-            if steps is None and _alike(before, played.engine.allowances()):
+            if steps is None and alike(before, played.engine.allowances()):
                 break
         return played
     on_wire: dict[tuple[fx.Node, int], Flown] = {}
@@ -136,7 +137,7 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
     for number in range(1, max(steps or DEFERRED_ROUNDS, MOST_ROUNDS)):
         _Round(played, on_wire, number).run(acts)
         before, left = left, _state(played.engine)
-        if number + 1 >= (steps or DEFERRED_ROUNDS) and _alike(before, left):
+        if number + 1 >= (steps or DEFERRED_ROUNDS) and alike(before, left):
             break
     return played
 
@@ -163,10 +164,6 @@ def _acts(played: Played, model: CostModel) -> list[_Act]:
 
 def _state(engine: Engine) -> dict[str, float]:
     return {**engine.outstanding(), **engine.allowances()}
-
-
-def _alike(one: dict[str, float], other: dict[str, float]) -> bool:
-    return one.keys() == other.keys() and all(abs(one[key] - other[key]) <= 1e-9 * one[key] for key in one)
 
 
 class _Round:
