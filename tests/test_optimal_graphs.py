@@ -21,6 +21,7 @@ from torch import fx
 import commfuse_fx as cf
 from commfuse_fx.compiler import Variant, build_pipeline, plan_step
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost import grouping
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.collectives import WAIT, c10d
@@ -329,3 +330,26 @@ def test_no_fixed_plan_is_faster_by_much_without_an_update(
     """Gradients that are handed out are divided as they arrive: pieces and waits decide what that hides behind."""
     program = training_step(world, gradients, tail, update=False)
     assert compiled(program, OPTIMAL) <= min(compiled(program, each) for each in FIXED) * (1 + 1e-2)
+
+
+def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cluster(2, 5e-4, 1e8, op_overhead=5e-5)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(60)])
+
+    def step_seconds() -> float:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = cf.compile(
+            model,
+            loss_fn=torch.nn.functional.mse_loss,
+            optimizer=optimizer,
+            device_num=2,
+            comm_fusion={"allreduce": {"mode": "optimal", "config": None}},
+            cluster=world,
+            schedule=cf.ScheduleConfig(across_steps=True),
+        )
+        return step.lower(torch.randn(8, 32), torch.randn(8, 32)).simulate(world).step_seconds
+
+    tried = step_seconds()
+    monkeypatch.setattr(grouping, "FEW_BYTES", 0)
+    assert tried < 0.97 * step_seconds()
