@@ -70,11 +70,11 @@ class _Rank:
             self._note_progress()
         self._build_all()
         self._warm_up()
+        names = list(dict.fromkeys(name for variants in self.variants.values() for name in variants))
         for number in range(self.task.rounds):
             # There and back again: what is slow at the begin of a round is not always the same. All rates of a variant
             # in a row: its limit is its own step without a rate, and the machine's speed changes within seconds.
             onward = -1 if number % 2 else 1
-            names = list(dict.fromkeys(name for variants in self.variants.values() for name in variants))
             for name in names[::onward]:
                 for rate in self.task.rates[::onward]:
                     self._measure(rate, name)

@@ -29,7 +29,7 @@ def check_same_length(name: str, values: Sequence[float], other: str, others: Se
 
 
 def alike(one: Mapping[str, float], other: Mapping[str, float], within: float = EQUAL) -> bool:
-    """Whether the same things have the same values, but for this part of them."""
+    """Whether both have the same keys, and values whose relative difference is at most `within`."""
     return one.keys() == other.keys() and all(
         abs(value - other[key]) <= within * max(abs(value), abs(other[key])) for key, value in one.items()
     )

@@ -251,6 +251,7 @@ def killed(call: int) -> list[str]:
     ("call", "size", "named"),
     [
         (1, 2, "the agreement before the first collective of the step failed"),
+        (1, 4, "the agreement before the first collective of the step failed"),
         (4, 2, "all_reduce"),
         (3, 4, "all_reduce"),
     ],
