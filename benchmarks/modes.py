@@ -13,8 +13,6 @@ import commfuse_fx as cf
 from benchmarks.workloads import Workload
 from commfuse_fx.cost.calibrate import calibrate
 
-CALIBRATION_SECONDS = 8.0
-
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
 
 
@@ -57,7 +55,7 @@ class Gauge:
 
     def calibrated(self, rounds: int = 5) -> cf.StepProfile:
         """The network as it is now, and the step's compute."""
-        return self.again(calibrate(CALIBRATION_SECONDS).cluster, rounds)
+        return self.again(calibrate().cluster, rounds)
 
     def again(self, cluster: cf.ClusterSpec, rounds: int = 2) -> cf.StepProfile:
         return self.step.profile(*self.args, rounds=rounds, cluster=cluster, **self.kwargs)

@@ -23,6 +23,7 @@ from commfuse_fx.optim import check_optimizer, describe_optimizer
 from commfuse_fx.passes.divide import Layouts
 from commfuse_fx.progress import progress
 from commfuse_fx.publish import is_dumped, publish
+from commfuse_fx.runtime.agreement import Ballot
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.storage import LayoutConflict
 from commfuse_fx.sharding.marks import collect
@@ -35,17 +36,13 @@ MAX_GRAPHS = 16
 
 @dataclass
 class Plan:
-    """One graph, and what runs it.
-
-    `texts`: the text that ranks must agree on, and the full one to quote from; `vote`: a hash of the first.
-    """
+    """One graph, and what runs it. `ballot`: what ranks that run it together vote for."""
 
     compiled: Compiled
     flat_updates: bool = True
     opaque: str = ""
     executor: Executor | None = None
-    vote: int = 0
-    texts: tuple[str, str] = ("", "")
+    ballot: Ballot | None = None
 
 
 @dataclass(frozen=True)

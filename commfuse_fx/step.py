@@ -25,7 +25,8 @@ from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.logs import configure_logs
 from commfuse_fx.lowered import Lowered, LoweredCall
 from commfuse_fx.planner import Call, Plan, Planner
-from commfuse_fx.runtime.agreement import Agreement, checksum, hash62
+from commfuse_fx.runtime.agreement import Agreement, Ballot, checksum
+from commfuse_fx.runtime.ballot_box import release_ballot_boxes
 from commfuse_fx.runtime.broadcast import broadcast_parameters
 from commfuse_fx.runtime.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.executor import Executor
@@ -82,7 +83,7 @@ class CompiledStep:
             self._groups = Groups.of_world(self.mesh, device, device_mesh)
             self._agreement = Agreement()
             _holders_of_groups.add(self)
-        self._seeds = Seeds(self.rank, None if self._agreement is None else self._agreement.distress.name)
+        self._seeds = Seeds(self.rank, None if self._agreement is None else self._agreement.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.virtual:
@@ -264,8 +265,12 @@ class CompiledStep:
             self._shards_of(program),
         )
         if self._agreement is not None and executor.has_collectives:
-            plan.texts = (canonical_text(program, activations=False), canonical_text(program))
-            plan.vote = hash62(plan.texts[0])
+            plan.ballot = Ballot(
+                self._agreement.number,
+                type(self.model).__qualname__,
+                canonical_text(program, activations=False),
+                canonical_text(program),
+            )
             executor.wire.distress = self._agreement.distress
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
         if executor.has_collectives:
@@ -289,9 +294,7 @@ class CompiledStep:
     def _make_exchange(self, mesh: Mesh) -> Exchange:
         assert self._agreement is not None, "a world of several ranks"
         self._exchanges += 1
-        return ProcessExchange(
-            mesh, self.rank, f"{self._agreement.distress.name}/{self._exchanges}", lambda: self._calls
-        )
+        return ProcessExchange(mesh, self.rank, f"{self._agreement.name}/{self._exchanges}", lambda: self._calls)
 
     def _start(self, plan: Plan) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
@@ -303,8 +306,8 @@ class CompiledStep:
             if not (self.config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False))
         ]
         if self.config.parameter_broadcast:
-            self._agreement.cast(plan.vote)
-            self._agreement.settle(plan.texts)
+            self._cast_vote(plan)
+            self._agreement.settle(_ballot(plan))
             self._agreement.begin_step()
             broadcast_parameters(shared)
             if plan.executor.shards is not None:
@@ -314,11 +317,11 @@ class CompiledStep:
 
     def _cast_vote(self, plan: Plan) -> None:
         assert self._agreement is not None
-        self._agreement.cast(plan.vote, self._checksum)
+        self._agreement.cast(_ballot(plan).signature, self._checksum)
 
     def _settle_vote(self, plan: Plan) -> None:
         assert self._agreement is not None
-        self._agreement.settle(plan.texts)
+        self._agreement.settle(_ballot(plan))
         # Not before: a step in which a rank failed is not the first step of any rank.
         self._started = True
         self._checksum = 0
@@ -353,8 +356,14 @@ def _release_groups() -> None:
         for shards in step._known_shards.values():
             shards.exchange.release()
         step._groups = step._agreement = None
+    release_ballot_boxes()
     if holders:
         gc.collect()
+
+
+def _ballot(plan: Plan) -> Ballot:
+    assert plan.ballot is not None, "a plan with collectives"
+    return plan.ballot
 
 
 def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:

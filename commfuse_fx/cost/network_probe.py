@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import mean, median
 from time import perf_counter, sleep
 from typing import Any
@@ -34,6 +35,15 @@ PAUSE = 0.05
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages, and how small, show what a message costs besides its bytes."""
+
+RUNS = (3, 30)
+"""How often, at least and at most, compute beside collectives is measured: single runs differ by a third."""
+
+ROW = 0.05
+"""Seconds of collectives, about, beside which compute is measured at a time, and half of that without any."""
+
+UPDATED, PARTS = 6 << 20, 24
+"""Elements of each tensor of the update in that compute, more than caches hold, and the parts that it comes in."""
 
 WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
 """What each kind counts in a fit: gradients are all_reduced."""
@@ -111,7 +121,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 def measure_group(group: Group, name: str, seconds: float) -> NetworkFigures:
     """Measure a group in about so many seconds; all its ranks must call it. name: of the level, for progress lines."""
     with shown(f"collectives of level {name}"):
-        samples = _ladder(group, 0.55 * seconds)
+        samples = _ladder(group, 0.4 * seconds)
     alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
     alone = group.agreed(alone)
     nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
@@ -119,7 +129,7 @@ def measure_group(group: Group, name: str, seconds: float) -> NetworkFigures:
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
         rested = _after_pauses(group, nbytes, 0.1 * seconds)
     with shown(f"compute beside collectives of level {name}"):
-        contention, overhead, busy = _contention(group, nbytes, alone, 0.2 * seconds)
+        contention, overhead, busy = _contention(group, nbytes, alone, 0.35 * seconds)
     return NetworkFigures(tuple(samples), pipelined, rested, contention, overhead, busy)
 
 
@@ -196,49 +206,69 @@ def _contention(group: Group, nbytes: int, alone: float, seconds: float) -> tupl
     if group.device.type != "cpu":
         return 0.0, 0.0, 0.0
     small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
-    lost, elapsed = _lost(group, small, seconds / 12)
+    lost, elapsed = _lost(group, small, seconds / 2)
     each = lost / MESSAGES
     # Gloo works on two at a time, so each of them takes twice its share of the row.
     busy = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
-    count = min(max(int(seconds / 8 / alone), 2), 16)
+    count = min(max(int(ROW / alone), 4), 16)
     large = [torch.zeros(nbytes // 4) for _ in range(count)]
     wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    lost, _ = _lost(group, large, seconds / 12)
+    lost, _ = _lost(group, large, seconds / 2)
     return max(lost - count * each, 0.0) / wire_bytes, each, busy
 
 
 def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Seconds of matrix products that these all_reduces take away while they are on their way, and how long they are.
+    """Seconds of compute that these all_reduces take away while they are on their way, and how long they are.
 
-    What a product takes without them is measured before and after: a machine's speed may drift.
+    What the compute takes without them is measured before and after each run: a machine's speed may drift. As many
+    runs as fit into so many seconds; their median counts.
     """
-    a, b, c = (torch.zeros(256, 256) for _ in range(3))
-    torch.mm(a, b, out=c)
-    undisturbed = [_seconds_of_product(group, a, b, c, seconds)]
+    compute = _Compute()
+    compute.once()
+    pause = min(ROW / 2, seconds / 10)
+    undisturbed = [_seconds_of(group, compute, pause)]
     found: list[float] = []
     lasted: list[float] = []
-    for _ in range(3):
+    runs = RUNS[0]
+    while len(found) < runs:
         group.agreed(0.0)  # start together
         start = perf_counter()
         works = [group.all_reduce(block) for block in blocks]
         done = 0
         while not all(work.is_completed() for work in works):
-            torch.mm(a, b, out=c)
+            compute.once()
             done += 1
         for work in works:
             work.wait()
         elapsed = perf_counter() - start
-        undisturbed.append(_seconds_of_product(group, a, b, c, seconds))
-        found.append(max(elapsed - done * mean(undisturbed[-2:]), 0.0))
+        undisturbed.append(_seconds_of(group, compute, pause))
+        found.append(elapsed - done * mean(undisturbed[-2:]))
         lasted.append(elapsed)
-    return median(found), median(lasted)
+        if len(found) == 1:
+            runs = min(max(int(seconds / (group.agreed(elapsed) + pause)), RUNS[0]), RUNS[1])
+    return max(median(found), 0.0), median(lasted)
 
 
-def _seconds_of_product(group: Group, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seconds: float) -> float:
-    """One product of the loop, with no collective around, all ranks at once."""
+class _Compute:
+    """A step in small: a product that the caches hold, and a part of an update, which they do not."""
+
+    def __init__(self) -> None:
+        self._a, self._b, self._c = (torch.zeros(256, 256) for _ in range(3))
+        param, mean, variance = (torch.zeros(UPDATED) for _ in range(3))
+        parts = [tensor.split(UPDATED // PARTS) for tensor in (param, mean, variance)]
+        self._updates = cycle(zip(*parts, strict=True))
+
+    def once(self) -> None:
+        torch.mm(self._a, self._b, out=self._c)
+        param, mean, variance = next(self._updates)
+        torch.addcmul(param, mean, variance, out=param)
+
+
+def _seconds_of(group: Group, compute: _Compute, seconds: float) -> float:
+    """One round of the compute, with no collective around, all ranks at once."""
     group.agreed(0.0)
     count, start = 0, perf_counter()
     while count < 3 or perf_counter() - start < seconds:
-        torch.mm(a, b, out=c)
+        compute.once()
         count += 1
     return (perf_counter() - start) / count

@@ -5,6 +5,9 @@ so far. The vote is started when the backward begins and read before the first c
 behind compute. If the ranks differ, all of them learn it from the same votes, exchange their plans, and
 raise; nobody is left waiting in a collective that the others will never join.
 
+A plan that another compiled step of the program follows is another plan, even if it does the same: ranks that
+call different steps learn it in the same way.
+
 Every rank sends its vote to every other (all_to_all): one hop, where an all_reduce of Gloo goes around a ring twice
 and, beside compute, waits for the core at every hop.
 """
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -20,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
-from commfuse_fx.runtime.distress import Distress, keep_forever
+from commfuse_fx.runtime.ballot_box import ballot_box
+from commfuse_fx.runtime.distress import keep_forever
 from commfuse_fx.runtime.timeline import Timeline
-from commfuse_fx.runtime.world import world_timeout
 
 log = logging.getLogger("commfuse_fx.runtime")
 
@@ -41,16 +46,37 @@ def checksum(tensors: list[torch.Tensor]) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class Ballot:
+    """What a rank votes for, and shows the others if they vote for something else.
+
+    number: of the compiled step, in the order in which the program compiled them. model: class of its model. plan:
+    what must agree. full: the whole text to quote from, line by line as `plan`.
+    """
+
+    number: int
+    model: str
+    plan: str
+    full: str
+
+    @cached_property
+    def signature(self) -> int:
+        return hash62(f"{self.number}\n{self.plan}")
+
+
 class Agreement:
-    """One rank's side of the votes. `plan` texts: what must agree, and the full text to quote from, line by line."""
+    """One rank's side of the votes of one compiled step. Every rank must make it, in the same order.
+
+    number: of the step. distress: that of the world. name: the same on every rank, and of this step alone.
+    """
 
     def __init__(self) -> None:
-        # A group of its own: votes never mix with other traffic. Every rank must get here.
-        self._group: Any = dist.new_group(backend="gloo", timeout=world_timeout())
+        self._box = ballot_box()
+        self.number = self._box.next_step()
+        self.distress = self._box.distress
+        self.name = f"{self.distress.name}/{self.number}"
         self._work: Any = None
         self._is_running = False
-        self._broken = ""
-        self.distress = Distress(self._group.group_name)
         self._sent = self._votes = torch.zeros(0, dtype=torch.int64)
         self._settled = True
         self.rank = dist.get_rank()
@@ -63,10 +89,10 @@ class Agreement:
 
     def begin_step(self) -> None:
         """Raises CollectiveError once the ranks are no longer at the same place."""
-        if self._broken:
+        if self._box.broken:
             raise CollectiveError(
-                f"rank {self.rank}: an earlier step ended between its collectives ({self._broken}), so the ranks are "
-                "no longer at the same place: start all ranks again from a checkpoint"
+                f"rank {self.rank}: an earlier step ended between its collectives ({self._box.broken}), so the ranks "
+                "are no longer at the same place: start all ranks again from a checkpoint"
             )
         self._settled = False
         self._is_running = False
@@ -82,7 +108,7 @@ class Agreement:
         `expected`: the others wait for this rank's vote; `lost`: what the step before left on the wire has failed.
         """
         if self._is_running or lost:
-            self._broken = type(error).__name__
+            self._box.broken = type(error).__name__
             for held in (self._sent, self._votes, self._work):
                 keep_forever(held)
             self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
@@ -91,19 +117,19 @@ class Agreement:
 
     def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
         """Start the vote. Returns at once."""
-        world = dist.get_world_size(self._group)
+        world = dist.get_world_size(self._box.group)
         self._sent = torch.tensor([signature, int(failed), parameters]).repeat(world)
         self._votes = torch.empty_like(self._sent)
         since = perf_counter()
         try:
-            self._work = dist.all_to_all_single(self._votes, self._sent, group=self._group, async_op=True)
+            self._work = dist.all_to_all_single(self._votes, self._sent, group=self._box.group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._is_running = not failed
         if self.timeline is not None:
             self.timeline.issued(self, "agreement", f"vote bytes={self._votes.nbytes}", since, self._work)
 
-    def settle(self, plan: tuple[str, str]) -> None:
+    def settle(self, ballot: Ballot) -> None:
         """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
         if self._settled:
             return
@@ -114,7 +140,7 @@ class Agreement:
         if failed:
             raise PeerFailedError(self._explain_failure(self._exchange("")))
         if differ:
-            raise PlanMismatchError(self._explain_mismatch(self._exchange(plan)))
+            raise PlanMismatchError(self._explain_mismatch(self._exchange(ballot)))
         if len(set(parameters)) > 1:
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
@@ -129,7 +155,7 @@ class Agreement:
             self._result()
             self._exchange(f"{type(error).__name__}: {error}")
         except CollectiveError as lost:
-            self._broken = type(error).__name__
+            self._box.broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
 
     def _result(self) -> list[list[int]]:
@@ -148,11 +174,11 @@ class Agreement:
         return votes
 
     def _exchange(self, mine: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        gathered: list[Any] = [None] * dist.get_world_size(self._box.group)
         try:
-            dist.all_gather_object(gathered, mine, self._group)
+            dist.all_gather_object(gathered, mine, self._box.group)
         except RuntimeError as error:
-            self._broken = type(error).__name__
+            self._box.broken = type(error).__name__
             raise self._lost(error) from error
         return gathered
 
@@ -167,22 +193,32 @@ class Agreement:
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
         return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
 
-    def _explain_mismatch(self, plans: list[Any]) -> str:
-        for other, plan in enumerate(plans):
-            if isinstance(plan, tuple) and isinstance(plans[0], tuple) and plan[0] != plans[0][0]:
-                line, first, second = _first_difference(plans[0], plan)
+    def _explain_mismatch(self, ballots: list[Any]) -> str:
+        first = ballots[0]
+        for other, ballot in enumerate(ballots):
+            if not isinstance(ballot, Ballot) or not isinstance(first, Ballot):
+                continue
+            if ballot.number != first.number:
+                return (
+                    f"ranks 0 and {other} called different steps, counted in the order in which they were compiled\n"
+                    f"  rank 0: step {first.number}, of {first.model}\n"
+                    f"  rank {other}: step {ballot.number}, of {ballot.model}\n"
+                    "Compile the same steps in the same order on every rank, and call them in the same order."
+                )
+            if ballot.plan != first.plan:
+                line, one, two = _first_difference(first, ballot)
                 return (
                     f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
-                    f"  rank 0: {first}\n  rank {other}: {second}\n"
+                    f"  rank 0: {one}\n  rank {other}: {two}\n"
                     "Give every rank the same model, configuration and optimizer, and batches of the same structure."
                 )
         return "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
 
 
-def _first_difference(one: tuple[str, str], two: tuple[str, str]) -> tuple[int, str, str]:
+def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
     """Compare what must agree; quote the full lines."""
-    keys = [text.splitlines() for text in (one[0], two[0])]
-    full = [text.splitlines() for text in (one[1], two[1])]
+    keys = [ballot.plan.splitlines() for ballot in (one, two)]
+    full = [ballot.full.splitlines() for ballot in (one, two)]
     for i in range(max(len(keys[0]), len(keys[1]))):
         if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
             return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]

@@ -131,6 +131,57 @@ def test_plans_are_compared_in_every_step(ranks: Ranks) -> None:
         assert outcome.error.startswith("PlanMismatchError: "), outcome.details
 
 
+def two_steps(sort: str) -> tuple[list[str], str]:
+    """Rank 1 once calls another compiled step than rank 0. Returns the errors, and a digest."""
+    models = [mlp(), mlp()]
+    steps = [compiled(models[0], momentum(models[0]))]
+    if sort == "compiled by one rank" and dist.get_rank() == 1:
+        other = mlp()
+        compiled(other, momentum(other))
+    steps.append(compiled(models[1], momentum(models[1])))
+    if sort == "in between":
+        for step in steps:
+            step(*xy(0))
+    before = [snapshot(model) for model in models]
+    errors = []
+    try:
+        steps[1 if sort == "compiled by one rank" else dist.get_rank()](*xy(1))
+    except cf.PlanMismatchError as error:
+        errors.append(str(error))
+    assert_same([snapshot(model) for model in models], before)
+    steps[0](*xy(2))
+    return errors, digest(models[0])
+
+
+@pytest.mark.parametrize(
+    ("sort", "first", "second"),
+    [("at once", 1, 2), ("in between", 1, 2), ("compiled by one rank", 2, 3)],
+)
+def test_ranks_that_call_different_steps(ranks: Ranks, sort: str, first: int, second: int) -> None:
+    """Even of equal models: their gradients are not to be mixed."""
+    outcomes = _run(ranks, two_steps, sort)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.details
+        (error,) = outcome.value[0]
+        assert f"rank 0: step {first}, of Sequential\n  rank 1: step {second}, of Sequential\n" in error
+    assert outcomes[0].value[1] == outcomes[1].value[1]
+
+
+def threads_of_steps() -> list[int]:
+    counts = []
+    for _ in range(3):
+        model = mlp()
+        compiled(model, momentum(model))(*xy(0))
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc, which this system has not")
+def test_a_further_step_takes_no_threads(ranks: Ranks) -> None:
+    for outcome in _run(ranks, threads_of_steps):
+        assert outcome.value[1:] == outcome.value[:-1]
+
+
 # One rank fails and all go on
 
 
