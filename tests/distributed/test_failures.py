@@ -384,14 +384,16 @@ class Interruptible(nn.Module):
 def leave_in_the_backward() -> list[str]:
     model = Interruptible()
     step = compiled(model, momentum(model), comm_fusion=OFF)
+    other_model = mlp()
+    other = compiled(other_model, momentum(other_model))
     step(*xy(0))
     before = snapshot(model)
     errors = []
     if dist.get_rank() == 1:
         _script.extend(["pass", "raise"])
-    for number in (1, 2):
+    for number, called in ((1, step), (2, step), (3, other)):
         try:
-            step(*xy(number))
+            called(*xy(number))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
         assert_same(snapshot(model), before)
@@ -404,12 +406,14 @@ def test_a_rank_that_leaves_an_agreed_step_is_not_waited_for(ranks: Ranks) -> No
     peer, left = _run(ranks, leave_in_the_backward)
     assert left.ok, left.details
     assert left.value[0].startswith("MemoryError: no room left")
-    assert "(MemoryError), so the ranks are no longer at the same place" in left.value[1]
+    for error in left.value[1:]:  # from another compiled step, too
+        assert "(MemoryError), so the ranks are no longer at the same place" in error
     assert peer.ok, peer.details
     assert peer.value[0].startswith("CollectiveError: rank 0: reduce/"), peer.value
     assert "members=[" in peer.value[0]
     assert "rank 1: MemoryError: no room left" in peer.value[0]
-    assert "start all ranks again" in peer.value[1]
+    for error in peer.value[1:]:
+        assert "start all ranks again" in error
 
 
 def uncaught() -> None:
