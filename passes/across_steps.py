@@ -17,7 +17,7 @@ from math import inf
 from torch import fx
 
 from commfuse_fx.cost.cyclic import PIECES, CyclicMember, CyclicPlan, piece_choices
-from commfuse_fx.cost.grouping import shared_beta
+from commfuse_fx.cost.grouping import busy_beta
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import wait_of
@@ -192,8 +192,7 @@ class _Problem:
             for i, part in enumerate(self.parts)
         ]
         message = self.costs.cluster.device.collective_overhead
-        host = cost.host / nbytes
-        prices = (cost.latency, shared_beta(cost.transfer / nbytes, host), host, message)
+        prices = (cost.latency, busy_beta(cost, nbytes), cost.host / nbytes, message)
         price = cache(lambda n: self.costs.transfer_of(biggest, n, mesh=self.mesh))
         loop = Loop(forward, backward, price, message)
         choice, period = loop.best(piece_choices(forward, backward, members, *prices, merges=()))

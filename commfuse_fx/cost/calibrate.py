@@ -31,6 +31,9 @@ DEFAULT_SECONDS = 15.0
 LEAST_SLOWED = 2.0
 """How many times its latency a message must take beside compute for that to be a figure of its own."""
 
+MOST_HELD_BACK = 0.95
+"""The part of the bandwidth that is left beside compute, at most, for that to be a figure of its own."""
+
 
 @dataclass(frozen=True)
 class LevelReport:
@@ -40,7 +43,7 @@ class LevelReport:
     on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
     would give, which end before buffers and the allowances of a network are used up). burst: what it carries at once
     after a pause. overhead: seconds of compute that a message costs besides its bytes. alpha_busy: `alpha` while the
-    ranks compute; 0 where that makes no difference. median_error, max_error:
+    ranks compute, bandwidth_busy: `bandwidth`; 0 where that makes no difference. median_error, max_error:
     |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
     """
 
@@ -53,6 +56,7 @@ class LevelReport:
     host_seconds_per_byte: float
     overhead: float
     alpha_busy: float
+    bandwidth_busy: float
     median_error: float
     max_error: float
     kind_errors: Mapping[str, float]
@@ -98,8 +102,9 @@ class Report:
                 lines.append(f"  after a pause {found.nbytes / 1e6:.2f} MB at {found.bandwidth / 1e9:.3f} GB/s")
             lines += [
                 f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte, "
-                f"{level.overhead * 1e6:.1f} us per message; alpha while computing "
-                f"{(level.alpha_busy or level.alpha) * 1e6:.1f} us",
+                f"{level.overhead * 1e6:.1f} us per message",
+                f"  while computing alpha {(level.alpha_busy or level.alpha) * 1e6:.1f} us, bandwidth "
+                f"{(level.bandwidth_busy or level.bandwidth) / 1e9:.3f} GB/s",
                 f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
                 f"over {len(level.samples)} samples; median of {kinds}",
             ]
@@ -240,6 +245,7 @@ def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
         burst_bytes=level.burst.nbytes,
         burst_bandwidth=level.burst.bandwidth,
         alpha_busy=level.alpha_busy,
+        bandwidth_busy=level.bandwidth_busy,
         host_seconds_per_byte=level.host_seconds_per_byte,
         source=source,
     )
@@ -277,7 +283,9 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
     by_kind: dict[str, list[float]] = {}
     for sample, error in zip(samples, final.errors, strict=True):
         by_kind.setdefault(sample.kind, []).append(error)
-    busy = max(each.busy for each in everybody)
+    beside = [each.contention for each in everybody if each.contention is not None]
+    latency = max((each.latency for each in beside), default=0.0)
+    bandwidth = min((each.bandwidth for each in beside), default=0.0)
     return LevelReport(
         name=name,
         groups=groups,
@@ -285,9 +293,10 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         bandwidth=final.bandwidth,
         fitted_bandwidth=single.bandwidth,
         burst=burst(rested, final.bandwidth),
-        host_seconds_per_byte=max(each.contention for each in everybody),
-        overhead=max(each.overhead for each in everybody),
-        alpha_busy=busy if busy > LEAST_SLOWED * final.alpha else 0.0,
+        host_seconds_per_byte=max((each.per_byte for each in beside), default=0.0),
+        overhead=max((each.per_message for each in beside), default=0.0),
+        alpha_busy=latency if latency > LEAST_SLOWED * final.alpha else 0.0,
+        bandwidth_busy=bandwidth if bandwidth < MOST_HELD_BACK * final.bandwidth else 0.0,
         median_error=final.median_error,
         max_error=final.max_error,
         kind_errors={kind: median(errors) for kind, errors in by_kind.items()},

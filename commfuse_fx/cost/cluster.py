@@ -25,6 +25,8 @@ class Level:
         computes on; 0 where computing makes no difference.
     bandwidth: bytes per second that one rank can send, and at the same time receive, over this level, while all
         other ranks do the same. Ranks that share one network card have its bandwidth divided by their number.
+    bandwidth_busy: the same while the rank computes all the time, where threads of the backend that move the bytes get
+        the core in turn with it; 0 where computing makes no difference.
     host_seconds_per_byte: seconds of the device's compute that moving one byte takes away (a CPU backend copies
         and adds on the core that computes; 0 where hardware moves the data).
     burst_bytes, burst_bandwidth: bytes that a link carries at once after a pause, and at how many bytes per second,
@@ -43,6 +45,7 @@ class Level:
     burst_bytes: float = 0.0
     burst_bandwidth: float = 0.0
     alpha_busy: float = 0.0
+    bandwidth_busy: float = 0.0
     source: str = ""
 
 
@@ -214,6 +217,7 @@ def _checked_level(level: object, where: str, ranks: int | None) -> Level:
         burst_bytes=check_number(level.burst_bytes, f"{where}.burst_bytes"),
         burst_bandwidth=_checked_burst(level, where),
         alpha_busy=_checked_alpha_busy(level, where),
+        bandwidth_busy=_checked_bandwidth_busy(level, where),
         source=check_text(level.source, f"{where}.source", empty=True),
     )
 
@@ -238,7 +242,17 @@ def _checked_alpha_busy(level: Level, where: str) -> float:
     return busy
 
 
-_SELDOM = ("burst_bytes", "burst_bandwidth", "alpha_busy")
+def _checked_bandwidth_busy(level: Level, where: str) -> float:
+    busy = check_number(level.bandwidth_busy, f"{where}.bandwidth_busy")
+    if busy > level.bandwidth:
+        raise ConfigValueError(
+            f"{where}.bandwidth_busy is {show(busy)}, above bandwidth {show(level.bandwidth)}; give 0 where computing "
+            "makes no difference"
+        )
+    return busy
+
+
+_SELDOM = ("burst_bytes", "burst_bandwidth", "alpha_busy", "bandwidth_busy")
 
 
 def _level_body(level: Level) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class CollectiveCost:
     links: names of the levels that it loads, from the innermost on.
     burst: seconds of `transfer` that its link carries at once after a pause; boost: how many times as fast. 0 and 1
         where a level has no bursts, or the group spans several. `seconds` is the time without.
-    slowed: how many times as long the latency is while the rank computes; at least 1.
+    slowed: how many times as long the latency is while the rank computes; at least 1. busy_speed: the part of its
+    speed that the transfer has at most in the meantime.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class CollectiveCost:
     burst: float = 0.0
     boost: float = 1.0
     slowed: float = 1.0
+    busy_speed: float = 1.0
 
 
 class Work(NamedTuple):
@@ -211,13 +213,17 @@ def collective_cost(
     seconds = rate.seconds(size)
     bus = bus_bandwidth(kind, size, split.size, seconds)
     links = tuple(level.name for level in split.levels)
-    extra = *_burst(split.levels), _slowed(split.levels)
+    extra = *_burst(split.levels), _slowed(split.levels), _busy_speed(split.levels)
     return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links, *extra)
 
 
 def _slowed(levels: Sequence[Level]) -> float:
     """The factor of the level that it is largest on: a busy rank waits for its core on all of them."""
     return max((level.alpha_busy / level.alpha for level in levels if level.alpha_busy and level.alpha), default=1.0)
+
+
+def _busy_speed(levels: Sequence[Level]) -> float:
+    return min((level.bandwidth_busy / level.bandwidth for level in levels if level.bandwidth_busy), default=1.0)
 
 
 def _burst(levels: Sequence[Level]) -> tuple[float, float]:

@@ -94,8 +94,8 @@ def cyclic_plans(
     deadline first: Horn 1974, Liu & Layland 1973; for training: P3, Jayarajan et al. 2019, and ByteScheduler, Peng
     et al. 2019). Pieces of one member that follow each other in the resulting order are sent as one message: cutting
     pays only where another one comes between. An update runs before the first block that needs it, or earlier, where
-    compute would have to wait for something else. For given arrivals no placement of the updates ends the forward
-    sooner: compute rests only when everything left hangs on a transfer that has not arrived.
+    compute would have to wait for something else, then in the order of arrival. For given arrivals no placement of the
+    updates ends the forward sooner: compute rests only when everything left hangs on a transfer that has not arrived.
 
     Every member is needed by some forward block, so at the start of each backward the stream is empty and every
     update done: each round from there on is the same, and one of them is the steady state.
@@ -306,22 +306,31 @@ class _Loop:
         for member in self.members:
             needed[member.need] += 1
         updates: list[tuple[int, int]] = []
-        arrived: list[tuple[int, float, int]] = []
+        urgent: list[tuple[int, float, int]] = []  # what has arrived, by need
+        updated = [False] * len(self.members)
+        oldest = 0  # of what has arrived, by arrival
         compute = _Compute(messages if self.host else ())
         reached = 0
         for block, work in enumerate(self.forward):
             while True:
                 while reached < len(coming) and arrival[coming[reached]] <= now:
                     index = coming[reached]
-                    heappush(arrived, (self.members[index].need, arrival[index], index))
+                    heappush(urgent, (self.members[index].need, arrival[index], index))
                     reached += 1
                 if not needed[block]:
                     break
-                if not arrived:
+                while urgent and updated[urgent[0][-1]]:
+                    heappop(urgent)
+                while oldest < reached and updated[coming[oldest]]:
+                    oldest += 1
+                if not urgent:
                     now = arrival[coming[reached]]
                     continue
-                need, _, index = heappop(arrived)
-                needed[need] -= 1
+                # While what this block needs is still coming, what came first: if everything comes later than
+                # expected, that is there all the same.
+                index = urgent[0][-1] if urgent[0][0] == block else coming[oldest]
+                updated[index] = True
+                needed[self.members[index].need] -= 1
                 updates.append((index, block))
                 now = compute.run(now, self.members[index].update)
             now = compute.run(now, work)

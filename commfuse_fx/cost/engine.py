@@ -29,10 +29,11 @@ class Transfer:
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
     fast after a pause that is as long (a token bucket). slowed: how many times as long the latency is while the step
     computes, on the core that the backend's threads wait for. Where that is more than 1, the latency of one transfer
-    passes while the one before it in the stream is still moving: such backends work on two at a time.
+    passes while the one before it in the stream is still moving: such backends work on two at a time. busy_speed: the
+    part of its speed that it has at most while the step computes, in turn with the backend's threads.
 
-    Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, and
-    on a factor below 1.
+    Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, on
+    a factor below 1, and on a busy_speed that is not above 0 and at most 1.
     """
 
     stream: str
@@ -43,6 +44,7 @@ class Transfer:
     burst: float = 0.0
     boost: float = 1.0
     slowed: float = 1.0
+    busy_speed: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("latency", "transfer", "host", "burst"):
@@ -55,6 +57,8 @@ class Transfer:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 1):
                 raise ConfigValueError(f"Transfer {name}={value!r}: give a factor, finite and not below 1")
+        if not 0 < self.busy_speed <= 1:
+            raise ConfigValueError(f"Transfer busy_speed={self.busy_speed!r}: give a part above 0, at most 1")
 
     @property
     def overlapped(self) -> float:
@@ -117,6 +121,7 @@ class Engine:
         self._active: list[_Flight] = []
         self._allowances: dict[str, _Allowance] = {}
         self._slowed = False  # whether computing slows any latency
+        self._held_back = False  # whether it slows any transfer
         self._computing = True
         self._speed = 1.0  # of computing
         self._next = inf  # the next event
@@ -157,6 +162,7 @@ class Engine:
             for link in transfer.links:
                 self._allowances.setdefault(link, _Allowance(transfer.burst))
         self._slowed = self._slowed or transfer.slowed > 1.0
+        self._held_back = self._held_back or transfer.busy_speed < 1.0
         queue = self._queues.setdefault(transfer.stream, deque())
         queue.append(flight)
         if len(queue) == 1:
@@ -283,6 +289,8 @@ class Engine:
         demand = self._share_links(loading)
         if self._allowances:
             demand = self._boost(loading)
+        if computing and self._held_back:
+            demand = self._hold_back(loading)
         share = CORE_SHARE if computing else 1.0
         scale = 1.0 if demand <= share else share / demand
         for flight in loading:
@@ -302,6 +310,13 @@ class Engine:
             transfer = flight.transfer
             if transfer.burst and all(self._allowances[link].left for link in transfer.links):
                 flight.rate *= transfer.boost
+        return sum([flight.rate * flight.demand for flight in loading])
+
+    @staticmethod
+    def _hold_back(loading: list[_Flight]) -> float:
+        """Set the rates that computing leaves. Returns the part of the core that moving then takes."""
+        for flight in loading:
+            flight.rate = min(flight.rate, flight.transfer.busy_speed)
         return sum([flight.rate * flight.demand for flight in loading])
 
     def _spend(self, loading: list[_Flight]) -> float:

@@ -86,9 +86,9 @@ def line(costs: CostModel, start: fx.Node, program: Program, nbytes: int) -> tup
     return cost.latency, cost.transfer / nbytes, cost.host / nbytes
 
 
-def shared_beta(beta: float, host: float) -> float:
-    """Seconds per byte beside compute that never rests: as in the engine, the backend gets half of the core."""
-    return max(beta, 2 * host)
+def busy_beta(cost: CollectiveCost, nbytes: int) -> float:
+    """Seconds per byte beside compute that never rests: as in the engine, the backend gets half of the core at most."""
+    return max(cost.transfer / cost.busy_speed, 2 * cost.host) / nbytes
 
 
 class _Graph:
@@ -186,17 +186,18 @@ class _Graph:
         members, forward, backward = loop
         coarse = _coarse(members)
         merged = [merged_member([members[i] for i in group]) for group in coarse]
-        alpha, beta, host = line(self.costs, starts[0], self.program, max(sum(sizes) // 16, 1))
+        nbytes = max(sum(sizes) // 16, 1)
+        cost = self.costs.cost_of(starts[0], nbytes, mesh=self.program.mesh)
+        prices = cost.latency, busy_beta(cost, nbytes), cost.host / nbytes
         message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
-        beta = shared_beta(beta, host)
         judge = Loop(forward, backward, self.price(starts[0]), message, each)
         merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[::3]
         if sum(sizes) <= FEW_BYTES:
             merges = (*merges, *(-(-sum(sizes) // parts) for parts in (2, 3)))
         pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
         choice, period = judge.best(
-            piece_choices(forward, backward, merged, alpha, beta, host, message + each, pieces=pieces, merges=merges)
+            piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
         )
         across = [[i for part in group for i in coarse[part]] for group in choice.groups]
         played = _Played(self, starts, sizes, each)

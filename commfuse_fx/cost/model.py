@@ -113,9 +113,8 @@ class CostModel:
         cost = self.cost_of(start, nbytes, mesh=mesh, rank=rank)
         details = info(start).collective
         assert details is not None
-        return Transfer(
-            details.group, cost.latency, cost.transfer, cost.host, cost.links, cost.burst, cost.boost, cost.slowed
-        )
+        extra = cost.burst, cost.boost, cost.slowed, cost.busy_speed
+        return Transfer(details.group, cost.latency, cost.transfer, cost.host, cost.links, *extra)
 
     def remembering(self) -> RememberingModel:
         """The same prices, for asking again and again about one graph."""

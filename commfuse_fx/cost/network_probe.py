@@ -42,6 +42,9 @@ RUNS = (3, 30)
 ROW = 0.05
 """Seconds of collectives, about, beside which compute is measured at a time, and half of that without any."""
 
+LEAST_IN_ROW = 6
+"""Collectives of a row with much in each: so many that the latency of the first counts for little."""
+
 UPDATED, PARTS = 6 << 20, 24
 """Elements of each tensor of the update in that compute, more than caches hold, and the parts that it comes in."""
 
@@ -55,20 +58,31 @@ def shown(what: str) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """What collectives and compute of one rank are to each other on the core that they share.
+
+    per_byte: seconds of compute that a byte on the wire takes away; per_message: that a message does. latency: seconds
+    of a message while the ranks compute; bandwidth: bytes per second of all_reduces on the wire in the meantime.
+    """
+
+    per_byte: float
+    per_message: float
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
 class NetworkFigures:
     """What one rank found out about one level; `samples` is empty on a rank that did not take part.
 
     samples: single collectives. pipelined: one of many that are on their way at once. rested: single ones, each after
-    a pause. contention: seconds of compute that a byte on the wire takes away; overhead: that a message does. busy:
-    seconds of latency of a message while the ranks compute.
+    a pause. contention: None where no core of the ranks moves bytes.
     """
 
     samples: tuple[Sample, ...] = ()
     pipelined: Sample | None = None
     rested: tuple[Sample, ...] = ()
-    contention: float = 0.0
-    overhead: float = 0.0
-    busy: float = 0.0
+    contention: Contention | None = None
 
 
 class Group:
@@ -129,8 +143,8 @@ def measure_group(group: Group, name: str, seconds: float) -> NetworkFigures:
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
         rested = _after_pauses(group, nbytes, 0.1 * seconds)
     with shown(f"compute beside collectives of level {name}"):
-        contention, overhead, busy = _contention(group, nbytes, alone, 0.35 * seconds)
-    return NetworkFigures(tuple(samples), pipelined, rested, contention, overhead, busy)
+        contention = _contention(group, nbytes, alone, 0.35 * seconds)
+    return NetworkFigures(tuple(samples), pipelined, rested, contention)
 
 
 def _ladder(group: Group, seconds: float) -> list[Sample]:
@@ -200,21 +214,19 @@ def _after_pauses(group: Group, most: int, seconds: float) -> tuple[Sample, ...]
     return tuple(found)
 
 
-def _contention(group: Group, nbytes: int, alone: float, seconds: float) -> tuple[float, float, float]:
-    """Seconds of compute that one byte on the wire takes away from this rank's CPU, and that one message does; and
-    the seconds of latency that one message of a collective has meanwhile."""
+def _contention(group: Group, nbytes: int, alone: float, seconds: float) -> Contention | None:
     if group.device.type != "cpu":
-        return 0.0, 0.0, 0.0
+        return None
     small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
     lost, elapsed = _lost(group, small, seconds / 2)
     each = lost / MESSAGES
     # Gloo works on two at a time, so each of them takes twice its share of the row.
-    busy = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
-    count = min(max(int(ROW / alone), 4), 16)
+    latency = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
+    count = min(max(int(ROW / alone), LEAST_IN_ROW), 16)
     large = [torch.zeros(nbytes // 4) for _ in range(count)]
     wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    lost, _ = _lost(group, large, seconds / 2)
-    return max(lost - count * each, 0.0) / wire_bytes, each, busy
+    lost, elapsed = _lost(group, large, seconds / 2)
+    return Contention(max(lost - count * each, 0.0) / wire_bytes, each, latency, wire_bytes / elapsed)
 
 
 def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:

@@ -61,6 +61,7 @@ class Priced(CostModel):
             whole.burst,
             whole.boost,
             whole.slowed,
+            whole.busy_speed,
         )
 
 

@@ -189,6 +189,18 @@ def test_updates_fill_the_time_in_which_compute_would_wait() -> None:
     assert plan.period == 23.0
 
 
+def test_while_compute_waits_it_updates_first_what_came_first() -> None:
+    # Members 0 and 1 are there at 2 and 3, member 2, needed first, at 15. It does not matter for the period which of
+    # the others is updated from 5 on; but member 1 might be late.
+    def order(update: float) -> tuple[tuple[int, int], ...]:
+        members = [CyclicMember(1, 0, 2, update), CyclicMember(1, 0, 1, 2.0), CyclicMember(10, 1, 0)]
+        return cyclic_plan([1.0, 1.0, 1.0], [1.0, 4.0], members, alpha=0.0, beta=1.0, piece=None).update_order
+
+    assert order(2.0) == ((0, 0), (1, 0), (2, 0))
+    # By the end of a long update member 2 has come, and what is needed goes first.
+    assert order(20.0) == ((0, 0), (2, 0), (1, 1))
+
+
 def test_host_work_slows_compute_only_while_messages_are_on_their_way() -> None:
     # 4 bytes for 4 seconds from time 2, of which the host needs 2: the backward gets 2 seconds done until 6, and its
     # last second until 7; the forward waits for nothing more.
