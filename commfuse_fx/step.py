@@ -31,6 +31,7 @@ from commfuse_fx.runtime.broadcast import broadcast_parameters
 from commfuse_fx.runtime.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.groups import Groups
+from commfuse_fx.runtime.host_memory import keep_freed_memory
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.seeds import Seeds
@@ -275,6 +276,8 @@ class CompiledStep:
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))
         if executor.has_collectives:
             let_lock_holders_run()
+        if any(param.is_cpu for param in executor.params.values()):
+            keep_freed_memory()
         plan.executor = executor
         return executor
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
 from commfuse_fx.cost.fit import Burst, Sample, burst, fit
-from commfuse_fx.cost.network_probe import Group, NetworkFigures, measure_group, shown
+from commfuse_fx.cost.network_probe import NetworkFigures, measure_group, shown
 from commfuse_fx.cost.probe import probe, slowest_figures
+from commfuse_fx.cost.probe_group import Group
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.world import is_distributed, world_timeout

@@ -1,0 +1,119 @@
+"""What collectives and compute take from each other on the core of a rank, measured on the running ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from statistics import mean, median
+from time import perf_counter
+
+import torch
+
+from commfuse_fx.cost.fit import Sample
+from commfuse_fx.cost.probe_group import Group
+
+MESSAGES, MESSAGE_BYTES = 32, 1024
+"""How many messages, and how small, show what a message costs besides its bytes."""
+
+RUNS = (3, 30)
+"""How often, at least and at most, compute beside collectives is measured: single runs differ by a third."""
+
+ROW = 0.05
+"""Seconds of collectives, about, beside which compute is measured at a time, and half of that without any."""
+
+LEAST_IN_ROW = 6
+"""Collectives of a row with much in each: so many that the latency of the first counts for little."""
+
+UPDATED, PARTS = 6 << 20, 24
+"""Elements of each tensor of the update in that compute, more than caches hold, and the parts that it comes in."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What collectives and compute of one rank are to each other on the core that they share.
+
+    per_byte: seconds of compute that a byte on the wire takes away; per_message: that a message does. latency: seconds
+    of a message while the ranks compute; bandwidth: bytes per second of all_reduces on the wire in the meantime.
+    """
+
+    per_byte: float
+    per_message: float
+    latency: float
+    bandwidth: float
+
+
+def measure_contention(group: Group, nbytes: int, alone: float, seconds: float) -> Contention | None:
+    """Measure in about so many seconds; all ranks of the group must call it. None where no core moves the bytes.
+
+    nbytes: payload of a large all_reduce; alone: seconds that it takes alone.
+    """
+    if group.device.type != "cpu":
+        return None
+    small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
+    lost, elapsed = _lost(group, small, seconds / 2)
+    each = lost / MESSAGES
+    # Gloo works on two at a time, so each of them takes twice its share of the row.
+    latency = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
+    count = min(max(int(ROW / alone), LEAST_IN_ROW), 16)
+    large = [torch.zeros(nbytes // 4) for _ in range(count)]
+    wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
+    lost, elapsed = _lost(group, large, seconds / 2)
+    return Contention(max(lost - count * each, 0.0) / wire_bytes, each, latency, wire_bytes / elapsed)
+
+
+def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
+    """Seconds of compute that these all_reduces take away while they are on their way, and how long they are.
+
+    What the compute takes without them is measured before and after each run: a machine's speed may drift. As many
+    runs as fit into so many seconds; their median counts.
+    """
+    compute = _Compute()
+    compute.once()
+    pause = min(ROW / 2, seconds / 10)
+    undisturbed = [_seconds_of(group, compute, pause)]
+    found: list[float] = []
+    lasted: list[float] = []
+    runs = RUNS[0]
+    while len(found) < runs:
+        group.agreed(0.0)  # start together
+        start = perf_counter()
+        works = [group.all_reduce(block) for block in blocks]
+        done = 0
+        while not all(work.is_completed() for work in works):
+            compute.once()
+            done += 1
+        for work in works:
+            work.wait()
+        elapsed = perf_counter() - start
+        undisturbed.append(_seconds_of(group, compute, pause))
+        found.append(elapsed - done * mean(undisturbed[-2:]))
+        lasted.append(elapsed)
+        if len(found) == 1:
+            runs = min(max(int(seconds / (group.agreed(elapsed) + pause)), RUNS[0]), RUNS[1])
+    return max(median(found), 0.0), median(lasted)
+
+
+class _Compute:
+    """A step in small: a product that the caches hold, and a part of an update, which they do not."""
+
+    def __init__(self) -> None:
+        self._a, self._b, self._c = (torch.zeros(256, 256) for _ in range(3))
+        param, mean, variance = (torch.zeros(UPDATED) for _ in range(3))
+        parts = [tensor.split(UPDATED // PARTS) for tensor in (param, mean, variance)]
+        self._updates = cycle(zip(*parts, strict=True))
+
+    def once(self) -> None:
+        torch.mm(self._a, self._b, out=self._c)
+        param, mean, variance = next(self._updates)
+        torch.addcmul(param, mean, variance, out=param)
+
+
+def _seconds_of(group: Group, compute: _Compute, seconds: float) -> float:
+    """One round of the compute, with no collective around, all ranks at once."""
+    group.agreed(0.0)
+    count, start = 0, perf_counter()
+    while count < 3 or perf_counter() - start < seconds:
+        compute.once()
+        count += 1
+    return (perf_counter() - start) / count

@@ -1,0 +1,47 @@
+"""Memory that steps free stays with the process. In processes of their own: malloc's settings hold for all of one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, torch, commfuse_fx as cf
+from torch import nn
+from torch.nn import functional as F
+model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
+step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters()))
+x = torch.randn(1024, 256)  # activations of 16 MiB
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(6):
+    step(x, x)
+before = faults()
+for _ in range(5):
+    step(x, x)
+print(faults() - before)
+"""
+
+PAGES = 2 * (16 << 20) // 4096
+"""Of the activations: as many at least are freed in each step."""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is known")
+
+
+def faults(**settings: str) -> int:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**plain, **settings}, capture_output=True, text=True, check=True
+    )
+    return int(run.stdout)
+
+
+def test_steps_use_the_memory_of_the_steps_before() -> None:
+    assert faults() < PAGES / 2
+
+
+def test_settings_of_the_user_stay() -> None:
+    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > 5 * PAGES
