@@ -239,3 +239,16 @@ def _serve(pipe: connection.Connection, log: str) -> None:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+SOON_WORLD_TIMEOUT = 20.0
+SOON = 10.0
+"""Seconds in which every rank must have its error: well before the world's time-out."""
+
+
+def run_soon(ranks: Ranks, function: Any, *args: Any, size: int = 2) -> list[Outcome]:
+    """Run, and see that no rank took long: none may wait for the time-out of the world."""
+    outcomes = ranks.run(function, *args, size=size, world_timeout=SOON_WORLD_TIMEOUT, timeout=60.0)
+    for outcome in outcomes:
+        assert outcome.seconds < SOON, outcome
+    return outcomes
