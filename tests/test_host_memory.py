@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from statistics import median
 
 import pytest
 
@@ -17,12 +18,10 @@ model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
 step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters()))
 x = torch.randn(1024, 256)  # activations of 16 MiB
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(6):
+for _ in range(12):
+    before = faults()
     step(x, x)
-before = faults()
-for _ in range(5):
-    step(x, x)
-print(faults() - before)
+    print(faults() - before)
 """
 
 PAGES = 2 * (16 << 20) // 4096
@@ -32,16 +31,18 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 
 
 def faults(**settings: str) -> int:
+    """Of a step."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**plain, **settings}, capture_output=True, text=True, check=True
     )
-    return int(run.stdout)
+    # The heap may still grow once: most steps count.
+    return int(median(int(line) for line in run.stdout.split()[3:]))
 
 
 def test_steps_use_the_memory_of_the_steps_before() -> None:
-    assert faults() < PAGES / 2
+    assert faults() < PAGES / 10
 
 
 def test_settings_of_the_user_stay() -> None:
-    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > 5 * PAGES
+    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > PAGES / 2
