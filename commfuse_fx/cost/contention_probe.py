@@ -99,14 +99,14 @@ class _Compute:
 
     def __init__(self) -> None:
         self._a, self._b, self._c = (torch.zeros(256, 256) for _ in range(3))
-        param, mean, variance = (torch.zeros(UPDATED) for _ in range(3))
-        parts = [tensor.split(UPDATED // PARTS) for tensor in (param, mean, variance)]
+        param, average, variance = (torch.zeros(UPDATED) for _ in range(3))
+        parts = [tensor.split(UPDATED // PARTS) for tensor in (param, average, variance)]
         self._updates = cycle(zip(*parts, strict=True))
 
     def once(self) -> None:
         torch.mm(self._a, self._b, out=self._c)
-        param, mean, variance = next(self._updates)
-        torch.addcmul(param, mean, variance, out=param)
+        param, average, variance = next(self._updates)
+        torch.addcmul(param, average, variance, out=param)
 
 
 def _seconds_of(group: Group, compute: _Compute, seconds: float) -> float:

@@ -80,10 +80,10 @@ def group_collectives(
     return Grouping(number, tuple(reasons))
 
 
-def line(costs: CostModel, start: fx.Node, program: Program, nbytes: int) -> tuple[float, float, float]:
-    """(alpha, beta, host) of messages of about this size: seconds, seconds per byte, compute seconds per byte."""
+def line(costs: CostModel, start: fx.Node, program: Program, nbytes: int) -> tuple[float, float]:
+    """(alpha, beta) of messages of about this size: seconds, seconds per byte."""
     cost: CollectiveCost = costs.cost_of(start, nbytes, mesh=program.mesh)
-    return cost.latency, cost.transfer / nbytes, cost.host / nbytes
+    return cost.latency, cost.transfer / nbytes
 
 
 def busy_beta(cost: CollectiveCost, nbytes: int) -> float:
@@ -109,7 +109,7 @@ class _Graph:
         at_end = all(need >= last_ready and self._is_late(need) for need in needs)
         sizes = [_details(start).nbytes for start in starts]
         if not at_end:
-            alpha, beta, _ = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
+            alpha, beta = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
             return self._between(starts, needs, sizes, alpha, beta)
         if across_steps and self.program.updates:
             found = self._across(starts, sizes)
@@ -126,9 +126,9 @@ class _Graph:
         ready = [self.clock[self.place[start]] for start in starts]
         total = sum(sizes)
         ladder = sorted({*THRESHOLDS, *sizes, total, max(total // 8, 1)})
-        lines = list(dict.fromkeys(line(self.costs, starts[0], self.program, size)[:2] for size in ladder if size))
+        lines = list(dict.fromkeys(line(self.costs, starts[0], self.program, size) for size in ladder if size))
         yield optimal_cuts(ready, sizes, *lines[0], also=lines[1:]).buckets
-        alpha, beta, _ = line(self.costs, starts[0], self.program, max(total // 8, 1))
+        alpha, beta = line(self.costs, starts[0], self.program, max(total // 8, 1))
         yield optimal_cuts(ready, sizes, alpha, beta).buckets
         for threshold in THRESHOLDS:
             yield _cut_by_size(sizes, threshold)
