@@ -12,6 +12,8 @@ import torch
 
 from commfuse_fx.cost.fit import Sample
 from commfuse_fx.cost.probe_group import Group
+from commfuse_fx.runtime.socket_threads import share_a_core
+from commfuse_fx.runtime.turns import TURN, give_way
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages, and how small, show what a message costs besides its bytes."""
@@ -65,11 +67,12 @@ def measure_contention(group: Group, nbytes: int, alone: float, seconds: float) 
 def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
     """Seconds of compute that these all_reduces take away while they are on their way, and how long they are.
 
-    What the compute takes without them is measured before and after each run: a machine's speed may drift. As many
-    runs as fit into so many seconds; their median counts.
+    The compute gives way to them as a step does. What it takes without them is measured before and after each run: a
+    machine's speed may drift. As many runs as fit into so many seconds; their median counts.
     """
     compute = _Compute()
     compute.once()
+    gives_way = share_a_core()
     pause = min(ROW / 2, seconds / 10)
     undisturbed = [_seconds_of(group, compute, pause)]
     found: list[float] = []
@@ -79,10 +82,13 @@ def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple
         group.agreed(0.0)  # start together
         start = perf_counter()
         works = [group.all_reduce(block) for block in blocks]
-        done = 0
+        done, turn = 0, start
         while not all(work.is_completed() for work in works):
             compute.once()
             done += 1
+            if gives_way and perf_counter() - turn >= TURN:
+                give_way()
+                turn = perf_counter()
         for work in works:
             work.wait()
         elapsed = perf_counter() - start

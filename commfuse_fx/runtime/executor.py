@@ -20,8 +20,10 @@ from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.shards import Shards
+from commfuse_fx.runtime.socket_threads import share_a_core
 from commfuse_fx.runtime.storage import FlatPool, Storage
 from commfuse_fx.runtime.tail import Tail
+from commfuse_fx.runtime.turns import give_way, turns
 from commfuse_fx.runtime.wire import Wire
 
 
@@ -82,6 +84,9 @@ class Executor:
             hooks.setdefault(first, []).append(on_first_collective)
         for node in dict.fromkeys(anchor for n in self.program.graph.nodes if (anchor := info(n).next_step)):
             hooks.setdefault(node, []).insert(0, self._tail_before(node))
+        if share_a_core() and not self.devices:
+            for node in turns(self.program):
+                hooks.setdefault(node, []).append(give_way)
         self.generated = generate(self.program, self._bind, hooks, self.wire.sends())
         self.tail = Tail(self.generated.tail)
         self._tail_hooks = self.tail.hooks()

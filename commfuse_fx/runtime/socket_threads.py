@@ -17,13 +17,18 @@ SOCKET_THREAD = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
 
 
+def share_a_core() -> bool:
+    """Whether this process may run on one core only, so that its threads take turns."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+
+
 def let_lock_holders_run() -> None:
     """Put the socket threads that this process has now into SCHED_BATCH, where it may run on one core only.
 
     With more cores there is room for them beside the step. Does nothing where the system has no such classes, or
     refuses. May be called again, when groups have been made.
     """
-    if not hasattr(os, "sched_setscheduler") or len(os.sched_getaffinity(0)) > 1:
+    if not hasattr(os, "sched_setscheduler") or not share_a_core():
         return
     for thread in socket_threads():
         try:

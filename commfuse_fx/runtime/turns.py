@@ -1,0 +1,66 @@
+"""Where a step lets Gloo's threads have the core that they share with it.
+
+In class SCHED_BATCH (see `socket_threads`) a socket thread waits until the step blocks, or until the kernel's tick
+ends the step's turn: 4 ms at 250 Hz. A ring all_reduce sends segments of at most 1 MiB, two at a time, and each needs
+such a thread on both ranks. Beside unbroken compute it falls behind a fast network. So while a collective is on its
+way, the step offers its core about once a millisecond, between two nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+
+from torch import fx
+
+from commfuse_fx.cost.cluster import Device
+from commfuse_fx.cost.deferred import execution_order
+from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+
+TURN = 1e-3
+"""Seconds of compute between two turns."""
+
+_CORE = Device(name="core", flops={"f32": 5e10}, memory_bandwidth=1e10, memory_bytes=1 << 30, op_overhead=2e-5)
+"""Tells about how long a node computes; the order of magnitude will do."""
+
+
+def give_way() -> None:
+    """Let another thread run that waits for this core, if there is one."""
+    os.sched_yield()
+
+
+def turns(program: Program) -> list[fx.Node]:
+    """The nodes before which to give way: one per `TURN` of compute while a collective is in flight.
+
+    In the order of one round of steps, in which what one step leaves to the following one stands before its anchor.
+    """
+    order = execution_order(program)
+    found: list[fx.Node] = []
+    computed = 0.0
+    for node, flying in zip(order, _in_flight(program, order), strict=True):
+        seconds = roofline_seconds(node, _CORE)
+        if flying and seconds and computed >= TURN:
+            found.append(node)
+            computed = 0.0
+        computed += seconds
+    return found
+
+
+def _in_flight(program: Program, order: list[fx.Node]) -> list[int]:
+    """How many collectives are in flight while each node of `order` runs."""
+    place = {node: i for i, node in enumerate(order)}
+    first = {start: place[start] for start in program.collectives()}
+    for i, node in enumerate(order):
+        for start, _ in info(node).sends:
+            first[start] = min(first[start], i)
+    change = [0] * (len(order) + 1)
+    for start, sent in first.items():
+        waited = max((place[user] for user in start.users if is_wait(user)), default=sent)
+        change[sent] += 1
+        change[waited] -= 1
+        if waited < sent:  # in the following step
+            change[0] += 1
+    return list(accumulate(change[:-1]))
