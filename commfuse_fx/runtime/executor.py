@@ -84,7 +84,7 @@ class Executor:
             hooks.setdefault(first, []).append(on_first_collective)
         for node in dict.fromkeys(anchor for n in self.program.graph.nodes if (anchor := info(n).next_step)):
             hooks.setdefault(node, []).insert(0, self._tail_before(node))
-        if share_a_core() and not self.devices:
+        if self.has_collectives and not self.devices and share_a_core():
             for node in turns(self.program):
                 hooks.setdefault(node, []).append(give_way)
         self.generated = generate(self.program, self._bind, hooks, self.wire.sends())

@@ -59,7 +59,7 @@ def _in_flight(program: Program, order: list[fx.Node]) -> list[int]:
     change = [0] * (len(order) + 1)
     for start, sent in first.items():
         waited = max((place[user] for user in start.users if is_wait(user)), default=sent)
-        change[sent] += 1
+        change[sent + 1] += 1  # it leaves when that node has run
         change[waited] -= 1
         if waited < sent:  # in the following step
             change[0] += 1
