@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,7 @@ def test_only_while_something_is_in_flight_and_not_more_often_than_pays(across_s
     assert found == sorted(found)
     assert all(in_flight(order, place) for place in found)
     products = [i for i, node in enumerate(order) if "mm" in str(node.target)]
-    for one, other in zip(found, found[1:], strict=False):
+    for one, other in pairwise(found):
         between = sum(one <= i < other for i in products)
         assert between >= 1, "a turn per node would cost more than it brings"
         assert between <= 3, "no turn for milliseconds"
