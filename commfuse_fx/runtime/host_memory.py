@@ -2,7 +2,7 @@
 
 glibc gives large blocks back to the system when they are freed, and the system hands them out again page by page, with
 zeros: on a CPU that is up to a tenth of a training step, or nothing, by how the blocks happen to lie. Every step
-needs the same memory again, so it is kept, as CUDA's caching allocator does. The process peaks within 5% of where it
+needs the same memory again, so it is kept, as CUDA's caching allocator does. The process peaks about where it
 would, and stays there.
 """
 
