@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from statistics import median
-
-import pytest
 
 PROGRAM = """
 import resource, torch, commfuse_fx as cf
@@ -26,8 +23,6 @@ for _ in range(12):
 
 PAGES = 2 * (16 << 20) // 4096
 """Of the activations: as many at least are freed in each step."""
-
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is known")
 
 
 def faults(**settings: str) -> int:

@@ -21,11 +21,12 @@ SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX
 
 
 @cache
-def keep_freed_memory() -> bool:
-    """Keep it from now on, in the whole process. Returns whether that was done: not where glibc's malloc is not in
-    use, or where the environment has settings of it."""
+def keep_freed_memory() -> None:
+    """Keep it from now on, in the whole process; not where glibc's malloc is not in use, or where the environment has
+    settings of it."""
     if platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ or any(name in os.environ for name in SETTINGS):
-        return False
+        return
     mallopt = ctypes.CDLL(None).mallopt
     # The heap's end is not given back, and no block is a mapping of its own.
-    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER)) and bool(mallopt(_M_MMAP_MAX, 0))
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    mallopt(_M_MMAP_MAX, 0)

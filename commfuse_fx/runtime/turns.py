@@ -16,7 +16,7 @@ from torch import fx
 from commfuse_fx.cost.cluster import Device
 from commfuse_fx.cost.deferred import execution_order
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
@@ -58,7 +58,7 @@ def _in_flight(program: Program, order: list[fx.Node]) -> list[int]:
             first[start] = min(first[start], i)
     change = [0] * (len(order) + 1)
     for start, sent in first.items():
-        waited = max((place[user] for user in start.users if is_wait(user)), default=sent)
+        waited = place[wait_of(start)]
         change[sent + 1] += 1  # it leaves when that node has run
         change[waited] -= 1
         if waited < sent:  # in the following step
