@@ -18,12 +18,14 @@ from commfuse_fx.ir.program import Program
 
 @dataclass(frozen=True)
 class StreamBuckets:
-    """`piece`: bytes from which a complete stretch is worth a message of its own.
+    """`piece`: bytes from which a complete stretch is worth a message of its own. `first`: bytes from which the first
+    one of the step is: it ends the time in which the wire has nothing to carry.
 
     Bitwise neutral for groups of two; else within reduction order, because a ring cuts pieces elsewhere.
     """
 
     piece: int = 8 * 2**20
+    first: int = 2**20
     name: str = "stream_buckets"
     requires: tuple[str, ...] = ("scheduled",)
     ensures: tuple[str, ...] = ()
@@ -35,18 +37,21 @@ class StreamBuckets:
         if not buckets:
             return False
         position = {node: i for i, node in enumerate(program.graph.nodes)}
-        streamed = [start for start in buckets if self._stream(start, position)]
+        first = min(buckets, key=lambda start: min(position[write] for write, _ in info(start).writes))
+        streamed = [start for start in buckets if self._stream(start, position, start is first)]
         return bool(streamed)
 
-    def _stream(self, start: fx.Node, position: dict[fx.Node, int]) -> bool:
+    def _stream(self, start: fx.Node, position: dict[fx.Node, int], is_first: bool) -> bool:
         complete = _Stretches()
-        enough = self.piece // tensor_spec(start).itemsize
+        itemsize = tensor_spec(start).itemsize
+        enough = (min(self.first, self.piece) if is_first else self.piece) // itemsize
         sent: list[tuple[fx.Node, Stretch]] = []
         for write, stretch in sorted(info(start).writes, key=lambda entry: position[entry[0]]):
             grown = complete.add(stretch)
             if grown.size >= enough:
                 complete.remove(grown)
                 sent.append((write, grown))
+                enough = self.piece // itemsize
         rest = complete.sorted()
         # Many small remainders would cost more than streaming gains.
         if not sent or len(rest) > len(sent) + 2:

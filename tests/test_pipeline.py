@@ -19,7 +19,7 @@ from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.across_steps import AcrossSteps
@@ -212,6 +212,19 @@ def test_a_large_bucket_is_sent_in_pieces_that_cover_it_once(optimizer: bool) ->
         assert late == []
     assert "sends bucket.0/in_place [" in lowered.text()
     assert "sends the rest: [" in lowered.text()
+
+
+def test_the_first_piece_of_a_step_is_a_small_one() -> None:
+    def mebibytes(stretch: Stretch) -> float:
+        return stretch.size * 4 / 2**20
+
+    cut = {"allreduce": {"mode": "size", "config": 16}}
+    program = wide(40, 512, cut)._program  # 40 x 1 MiB, in three buckets
+    sends = [mebibytes(stretch) for node in program.graph.nodes for _, stretch in info(node).sends]
+    starts = list(program.collectives())
+    assert len(starts) == 3 and all(info(start).rest for start in starts)
+    assert 1 <= sends[0] < 2
+    assert len(sends) >= 3 and all(8 <= each < 10 for each in sends[1:])
 
 
 def test_a_small_bucket_is_sent_at_once() -> None:
