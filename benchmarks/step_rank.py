@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks.netns import Layout, set_rate, tool_path
 from benchmarks.peers import PEERS
 from benchmarks.step_task import Measured, Result, Task, label
 from benchmarks.workloads import WORKLOADS, Workload
+from commfuse_fx.cost.model import OVERHEAD
 
 Rate = float | None
 
@@ -58,7 +60,8 @@ class _Rank:
         self.layout = None if task.network is None else Layout(task.network, dist.get_world_size())
         self.workload = WORKLOADS[task.workload]
         self.gauge = Gauge(self.workload, rank)
-        self.profiles: dict[Rate, list[cf.StepProfile]] = {}
+        self.calibrated: dict[Rate, cf.StepProfile] = {}
+        self.profiles: list[tuple[Rate, cf.StepProfile]] = []
         self.variants: dict[Rate, dict[str, Variant]] = {rate: {} for rate in task.rates}
         self.measured = {rate: Measured() for rate in task.rates}
         self.skipped: dict[str, str] = {}
@@ -66,7 +69,7 @@ class _Rank:
     def result(self) -> Result:
         for rate in self.task.rates:
             self._set_rate(rate)
-            self.profiles[rate] = [self.gauge.calibrated()]
+            self.calibrated[rate] = self.gauge.calibrated()
             self._note_progress()
         self._build_all()
         self._warm_up()
@@ -78,10 +81,8 @@ class _Rank:
             for name in names[::onward]:
                 for rate in self.task.rates[::onward]:
                     self._measure(rate, name)
-            # A profile takes as long as several blocks: in every second round.
-            if number % 2 == 0 and any(name in MODES for name in names):
-                for rate in self.task.rates:
-                    self._profile(rate)
+                if name in MODES:
+                    self._profile()
         for rate in self.task.rates:
             self._predict(rate)
         if self.task.timeline:
@@ -104,7 +105,7 @@ class _Rank:
         for name in self.task.variants:
             by_rate = name in MODES and MODES[name].by_rate
             for rates in [(rate,) for rate in self.task.rates] if by_rate else [self.task.rates]:
-                variant = self._built(name, copy.deepcopy(model), self.profiles[rates[0]][0])
+                variant = self._built(name, copy.deepcopy(model), self.calibrated[rates[0]])
                 if variant is None:
                     break
                 for rate in rates:
@@ -170,16 +171,27 @@ class _Rank:
         dist.barrier()
         return seconds / self.task.block
 
-    def _profile(self, rate: Rate) -> None:
-        """The step's compute, once more: what is predicted is then of the same moments as what is measured."""
+    def _profile(self) -> None:
+        """The step's compute, once more: what is predicted is then of the same moments as what is measured. All rates
+        take turns."""
+        rate = self.task.rates[len(self.profiles) % len(self.task.rates)]
         self._set_rate(rate)
-        self.profiles[rate].append(self.gauge.again(self.profiles[rate][0].cluster))
+        self.profiles.append((rate, self.gauge.again(self.calibrated[rate].cluster)))
         self._note_progress()
+
+    def _profile_at(self, rate: Rate) -> cf.StepProfile:
+        """What the nodes take at all rates, since nothing is on the wire while they are measured; and at this one the
+        network and what a step takes besides."""
+        first = self.calibrated[rate]
+        besides = [profile.node_seconds[OVERHEAD] for at, profile in self.profiles if at == rate]
+        seconds = median_profile([profile for _, profile in self.profiles] or [first]).node_seconds
+        overhead = median(besides) if besides else first.node_seconds[OVERHEAD]
+        return replace(first, node_seconds={**seconds, OVERHEAD: overhead})
 
     def _predict(self, rate: Rate) -> None:
         """What the simulator says of every mode, with the step's compute as it was measured in between."""
-        profile = median_profile(self.profiles[rate][1:])
         args, kwargs = self.workload.batch(self.rank)
+        profile = self._profile_at(rate)
         for name, variant in self.variants[rate].items():
             if variant.compiled is not None:
                 simulation = variant.compiled.lower(*args, **kwargs).simulate(profile)
@@ -188,7 +200,7 @@ class _Rank:
 
     def _record_timelines(self, rate: Rate) -> None:
         """One step of every mode, measured and simulated, as spans in seconds from the step's begin."""
-        profile = median_profile(self.profiles[rate][1:])
+        profile = self._profile_at(rate)
         args, kwargs = self.workload.batch(self.rank)
         for name, variant in self.variants[rate].items():
             if variant.compiled is None:
