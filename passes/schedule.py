@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from torch import fx
@@ -56,15 +57,17 @@ class Schedule:
             if self.memory_limit is not None:
                 self._check_peak(program)
             return False
-        candidates = list(self._candidates(program))
+        costs = self.costs.remembering()
+        candidates = list(self._candidates(program, costs))
+        if self.memory_limit is not None:
+            candidates = self._within_limit(program, candidates, costs)
         best = self._best(candidates)
         modified = best.apply(program)
         self._report(program, candidates, best)
         return modified
 
-    def _candidates(self, program: Program) -> Iterator[_Candidate]:
+    def _candidates(self, program: Program, costs: CostModel) -> Iterator[_Candidate]:
         """Every arrangement worth a look; what comes first wins where two are equally fast."""
-        costs = self.costs.remembering()
         start = _Arrangement.of(program)
         Overlap()(program)
         overlapped = _Arrangement.of(program)
@@ -86,17 +89,38 @@ class Schedule:
         start.restore(program)
 
     def _judged(self, name: str, program: Program, costs: CostModel) -> _Candidate:
-        """What this arrangement takes; where it does not fit, with as much memory given back as it takes to fit."""
-        if self.memory_limit is None:
-            return _Candidate(name, _seconds(program, costs), None, _Arrangement.of(program))
-        start = _Arrangement.of(program)
+        """What this arrangement takes, with as much memory as it wants."""
+        return _Candidate(name, _seconds(program, costs), None, _Arrangement.of(program))
+
+    def _within_limit(self, program: Program, candidates: Sequence[_Candidate], costs: CostModel) -> list[_Candidate]:
+        """The candidates, those that may be the fastest one that fits as they are within the limit.
+
+        A candidate that already takes longer than one that fits is left as it is: giving memory back makes none faster.
+        """
+        checked = list(candidates)
+        *_, unscheduled = candidates
+        fastest = inf
+        for i in sorted(range(len(candidates)), key=lambda i: candidates[i].seconds):
+            if candidates[i].seconds > fastest * (1 + EQUAL):
+                break
+            checked[i] = self._fitted(candidates[i], program, costs)
+            if self._fits(checked[i]):
+                fastest = min(fastest, checked[i].seconds)
+        unscheduled.arrangement.restore(program)
+        return checked
+
+    def _fitted(self, candidate: _Candidate, program: Program, costs: CostModel) -> _Candidate:
+        """What this arrangement takes with as much memory given back as it takes to fit, and its peak."""
+        assert self.memory_limit is not None
+        start = candidate.arrangement
+        start.restore(program)
         roots = Roots(program.graph, program.aliases())
         leads = LEADS if can_start_late(program) else ()
         dependence: Dependence | None = None
         peak = 0
         for lead in (None, *leads):
-            start.restore(program)
             if lead is not None:
+                start.restore(program)
                 dependence = dependence or Dependence(program.graph, program.aliases())
                 start_late(program, costs, lead, dependence)
             # What the step allocates depends on which ops will overwrite their inputs.
@@ -104,10 +128,16 @@ class Schedule:
             peak = _free_kept_memory(program, self.memory_limit)
             if peak <= self.memory_limit:
                 break
-        return _Candidate(name, _seconds(program, costs), peak, _Arrangement.of(program))
+        fitted = _Arrangement.of(program)
+        # Times are compared as without a limit, where ops do not overwrite their inputs yet.
+        start.restore_ops()
+        seconds = _seconds(program, costs)
+        fitted.restore(program)
+        return _Candidate(candidate.name, seconds, peak, fitted)
 
     def _fits(self, candidate: _Candidate) -> bool:
-        return self.memory_limit is None or (candidate.peak or 0) <= self.memory_limit
+        """Whether it is within the limit, as far as that is known."""
+        return self.memory_limit is None or candidate.peak is None or candidate.peak <= self.memory_limit
 
     def _best(self, candidates: list[_Candidate]) -> _Candidate:
         fitting = [candidate for candidate in candidates if self._fits(candidate)]
@@ -137,10 +167,10 @@ class Schedule:
 
     def _check_peak(self, program: Program) -> None:
         """Raises TooLittleMemory when a step in which there is nothing to arrange does not fit."""
-        start = _Arrangement.of(program)
         candidate = self._judged("unscheduled", program, self.costs)
-        start.restore(program)
-        self._best([candidate])
+        fitted = self._fitted(candidate, program, self.costs)
+        candidate.arrangement.restore(program)
+        self._best([fitted])
 
     def _check_limit(self, program: Program) -> None:
         capacity = self.costs.cluster.device.memory_bytes
@@ -155,6 +185,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Candidate:
+    """`peak`: bytes, None where nobody has looked."""
+
     name: str
     seconds: float
     peak: int | None
@@ -181,12 +213,17 @@ class _Arrangement:
 
     def restore(self, program: Program) -> None:
         reorder(program.graph, self.order)
-        for node, (target, sends, rest, next_step, kept) in zip(self.order, self.annotations, strict=True):
+        for node, (_, sends, rest, next_step, kept) in zip(self.order, self.annotations, strict=True):
             details = info(node)
             details.sends, details.rest, details.next_step, details.kept = sends, rest, next_step, kept
+        self.restore_ops()
+        program.notes[:] = self.notes
+
+    def restore_ops(self) -> None:
+        """What the nodes call, and nothing else."""
+        for node, (target, *_) in zip(self.order, self.annotations, strict=True):
             if node.target is not target:  # setting it is slow
                 node.target = target
-        program.notes[:] = self.notes
 
 
 def _annotations(node: fx.Node) -> tuple[Any, ...]:

@@ -223,6 +223,22 @@ def test_kept_memory_is_given_up_first_and_only_as_far_as_it_takes() -> None:
     assert 0 < kept(free - 1) < 10
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_a_limit_that_the_fastest_plan_meets_changes_nothing(across: bool) -> None:
+    def planned(limit: int | None) -> cf.Lowered:
+        return lower(WIDE, schedule=cf.ScheduleConfig(memory_limit=limit, across_steps=across), cluster=SLOW)
+
+    def steps_of(lowered: cf.Lowered) -> list[str]:
+        return [line for line in lowered.text().splitlines() if not line.startswith("#")]
+
+    free = planned(None)
+    peak = peak_memory(free.program)
+    assert steps_of(planned(peak)) == steps_of(free)
+    tried = [notes(planned(limit).program, "schedule") for limit in (peak, None)]
+    assert tried[0] == tried[1], "slower arrangements are listed, though nobody looked at their memory"
+    assert len(tried[0]) >= 2
+
+
 def test_a_limit_costs_no_bits() -> None:
     batches = WIDE.batches(3)
     free = make_world(WIDE, WIDE.model(), 2, sgd, **ACROSS_STEPS)

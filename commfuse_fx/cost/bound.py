@@ -54,7 +54,7 @@ def _critical_path(played: Played, dependence: Dependence) -> float:
     done: dict[fx.Node, float] = {}
     released: dict[fx.Node, list[tuple[float, float]]] = {}  # start -> (when a piece can move, how long it takes)
     for node in played.order:
-        ready = max((done[other] for other in dependence.direct[node]), default=played.overhead)
+        ready = max((done[other] for other in dependence.direct[node]), default=0.0)
         if is_wait(node):
             ready = max(ready, _last_end(released.get(node.args[0], [])))  # type: ignore[arg-type]
         done[node] = ready + played.seconds.get(node, 0.0)

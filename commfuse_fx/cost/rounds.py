@@ -6,6 +6,7 @@ round, so such a graph is played until its rounds repeat.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -64,8 +65,7 @@ class Played:
     order: the nodes as executed. seconds: of each node that computes. pieces: what goes onto the wire right
     after a node. began, ended: the last round. computed: (node, begin, end). flown: each collective that was waited
     for, in the order of waits; where nodes are deferred it may have started in the round before. deferred: nodes run
-    in the following step. overhead: seconds of compute that a round begins with, besides its nodes; spent: when.
-    message: seconds of compute to hand over one message.
+    in the following step. message: seconds of compute to hand over one message.
     """
 
     order: list[fx.Node]
@@ -77,15 +77,13 @@ class Played:
     computed: list[tuple[fx.Node, float, float]] = field(default_factory=list)
     flown: dict[fx.Node, Flown] = field(default_factory=dict)
     deferred: bool = False
-    overhead: float = 0.0
     message: float = 0.0
-    spent: tuple[float, float] = (0.0, 0.0)
 
     @property
     def compute_seconds(self) -> float:
-        """Of a round: its nodes, and what comes besides."""
+        """Of a round: its nodes, and handing over its messages."""
         messages = sum(len(pieces) for pieces in self.pieces.values())
-        return self.overhead + sum(self.seconds.values()) + messages * self.message
+        return sum(self.seconds.values()) + messages * self.message
 
 
 def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[fx.Node, list[Piece]]:
@@ -121,8 +119,9 @@ def play(program: Program, model: CostModel, steps: int | None = None) -> Played
     pieces = pieces_of(program, order, model)
     deferred = any(is_deferred(node) for node in order)
     message = model.cluster.device.collective_overhead
-    played = Played(order, {}, pieces, Engine(), deferred=deferred, overhead=model.step_overhead, message=message)
+    played = Played(order, {}, pieces, Engine(), deferred=deferred, message=message)
     acts = _acts(played, model)
+    _spread(model.step_overhead, played, acts)
     if not played.deferred:
         for number in range(steps or MOST_ROUNDS):
             before = played.engine.allowances()
@@ -162,6 +161,19 @@ def _acts(played: Played, model: CostModel) -> list[_Act]:
     return acts
 
 
+def _spread(overhead: float, played: Played, acts: Sequence[_Act]) -> None:
+    """Let what a step takes besides its nodes pass in all of them alike. In one place it would hide communication that
+    has nothing to hide behind: it is for the most part nodes that take longer than one by one."""
+    total = sum(played.seconds.values())
+    if not overhead or not total:
+        return
+    stretch = 1.0 + overhead / total
+    for act in acts:
+        if act.seconds is not None:
+            act.seconds *= stretch
+            played.seconds[act.node] = act.seconds
+
+
 def _state(engine: Engine) -> dict[str, float]:
     return {**engine.outstanding(), **engine.allowances()}
 
@@ -176,8 +188,6 @@ class _Round:
         played, engine = self.played, self.played.engine
         played.began = engine.now
         computed = played.computed = []
-        if played.overhead:
-            played.spent = engine.run(played.overhead)
         played.flown = {}
         for act in acts:
             if act.seconds is not None:

@@ -16,7 +16,7 @@ from torch import fx
 
 import commfuse_fx as cf
 from commfuse_fx.cost.engine import Transfer
-from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.model import OVERHEAD, CostModel
 from commfuse_fx.cost.simulate import Simulation, simulate
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.ir.meta import Stretch, info
@@ -252,6 +252,18 @@ def test_streaming_a_bucket_hides_more_of_it() -> None:
     assert whole.collectives[0].hidden == 0 < pieces.collectives[0].hidden
     assert pieces.step_seconds < whole.step_seconds
     assert whole.compute_seconds == pieces.compute_seconds
+
+
+def test_what_a_step_takes_besides_its_nodes_passes_in_all_of_them() -> None:
+    program = compiled(WIDE)
+    plain, more = (simulate(program, CostModel(CLUSTER, {OVERHEAD: seconds})) for seconds in (0.0, 0.5))
+    check(more)
+    assert more.compute_seconds == pytest.approx(plain.compute_seconds + 0.5)
+    times = [{each.node: each.end - each.begin for each in s.events if each.kind == "compute"} for s in (plain, more)]
+    stretches = [times[1][node] / seconds for node, seconds in times[0].items() if seconds > 1e-6]
+    assert len(stretches) > 10
+    assert stretches[0] > 1.01
+    assert stretches == pytest.approx([stretches[0]] * len(stretches), rel=1e-6)
 
 
 def test_measured_nodes_replace_the_model() -> None:
