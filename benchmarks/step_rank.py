@@ -189,13 +189,19 @@ class _Rank:
         return replace(first, node_seconds={**seconds, OVERHEAD: overhead})
 
     def _predict(self, rate: Rate) -> None:
-        """What the simulator says of every mode, with the step's compute as it was measured in between."""
+        """What the simulator says of every mode and its plan, with the step's compute as it was measured in between."""
         args, kwargs = self.workload.batch(self.rank)
         profile = self._profile_at(rate)
         for name, variant in self.variants[rate].items():
             if variant.compiled is not None:
-                simulation = variant.compiled.lower(*args, **kwargs).simulate(profile)
-                self.measured[rate].predicted[name] = simulation.step_seconds
+                lowered = variant.compiled.lower(*args, **kwargs)
+                self.measured[rate].predicted[name] = lowered.simulate(profile).step_seconds
+                collectives = lowered.explain(profile).collectives
+                self.measured[rate].plans[name] = {
+                    "collectives": len(collectives),
+                    "next_step": sum(1 for each in collectives if each.next_step),
+                    "messages": sum(each.pieces for each in collectives),
+                }
         self._note_progress()
 
     def _record_timelines(self, rate: Rate) -> None:

@@ -62,7 +62,8 @@ def rows(
         times, sent = slowest([each.seconds for each in at]), slowest([each.wire_bytes for each in at])
         for name in times:
             nbytes = statistics.median(sent[name]) if name in sent else None
-            yield rate, name, row(name, times, nbytes, rate, unlimited.get(name), at[0].predicted.get(name))
+            figures = row(name, times, nbytes, rate, unlimited.get(name), at[0].predicted.get(name))
+            yield rate, name, {**figures, "plan": at[0].plans.get(name)}
 
 
 def row(

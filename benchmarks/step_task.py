@@ -45,11 +45,14 @@ class Task:
 
 @dataclass
 class Measured:
-    """At one rate, by variant; per block: `seconds` and sent `wire_bytes` per step. predicted: simulated seconds."""
+    """At one rate, by variant; per block: `seconds` and sent `wire_bytes` per step. predicted: simulated seconds.
+    plans: of this project's modes, how many collectives, of them waited for in the next step, and messages.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     wire_bytes: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
+    plans: dict[str, dict[str, int]] = field(default_factory=dict)
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     simulated: dict[str, list[Span]] = field(default_factory=dict)
 

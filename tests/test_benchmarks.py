@@ -134,12 +134,14 @@ class TestArithmetic:
         assert row("overlap", {"overlap": [1.1]}, None, 1.0, unlimited=None)["ratio_to_limit"] is None
 
     def test_rows_take_limits_from_the_unlimited_rate(self) -> None:
-        fast, slow = Measured({"DDP": [1.0]}), Measured({"DDP": [3.0]}, {"DDP": [250e6]}, {"DDP": 2.7})
+        plan = {"collectives": 2, "next_step": 0, "messages": 3}
+        fast, slow = Measured({"DDP": [1.0]}), Measured({"DDP": [3.0]}, {"DDP": [250e6]}, {"DDP": 2.7}, {"DDP": plan})
         other = Measured({"DDP": [2.0]}, {"DDP": [200e6]})
         ranks = [Result({"unlimited": fast, "1": slow}), Result({"unlimited": fast, "1": other})]
         found = {(rate, name): figures for rate, name, figures in rows([None, 1.0], ranks)}
         assert list(found) == [(None, "DDP"), (1.0, "DDP")]
         assert found[1.0, "DDP"]["seconds"] == 3.0 and found[1.0, "DDP"]["ratio_simulated"] == pytest.approx(0.9)
+        assert found[None, "DDP"]["plan"] is None and found[1.0, "DDP"]["plan"] == plan
         assert found[None, "DDP"]["ratio_to_limit"] == 1.0 and found[1.0, "DDP"]["ratio_to_limit"] == pytest.approx(1.5)
 
     def test_means_leave_the_unlimited_rate_out(self) -> None:
