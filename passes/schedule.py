@@ -117,7 +117,7 @@ class Schedule:
         roots = Roots(program.graph, program.aliases())
         leads = LEADS if can_start_late(program) else ()
         dependence: Dependence | None = None
-        peak = 0
+        peak, freed = 0, False
         for lead in (None, *leads):
             if lead is not None:
                 start.restore(program)
@@ -125,10 +125,12 @@ class Schedule:
                 start_late(program, costs, lead, dependence)
             # What the step allocates depends on which ops will overwrite their inputs.
             reinplace(program, roots)
-            peak = _free_kept_memory(program, self.memory_limit)
+            peak, freed = _free_kept_memory(program, self.memory_limit)
             if peak <= self.memory_limit:
                 break
         fitted = _Arrangement.of(program)
+        if lead is None and not freed:
+            return _Candidate(candidate.name, candidate.seconds, peak, fitted)
         # Times are compared as without a limit, where ops do not overwrite their inputs yet.
         start.restore_ops()
         seconds = _seconds(program, costs)
@@ -242,17 +244,20 @@ def _seconds(program: Program, costs: CostModel) -> float:
     return played.ended - played.began
 
 
-def _free_kept_memory(program: Program, limit: int) -> int:
-    """Let go of memory that is kept between steps, the largest first, until the step fits. Returns the peak."""
+def _free_kept_memory(program: Program, limit: int) -> tuple[int, bool]:
+    """Let go of memory that is kept between steps, the largest first, until the step fits.
+
+    Returns the peak, and whether any was let go.
+    """
     memory = Memory(program)
-    peak = memory.peak()
+    peak, freed = memory.peak(), False
     for node in sorted((node for node in program.graph.nodes if info(node).kept), key=_size, reverse=True):
         if peak <= limit:
             break
         memory.let_go(node)
         program.note("memory cap", info(node).name, "its memory is not kept between steps: the limit leaves no room")
-        peak = memory.peak()
-    return peak
+        peak, freed = memory.peak(), True
+    return peak, freed
 
 
 def _size(node: fx.Node) -> int:

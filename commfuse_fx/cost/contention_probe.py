@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from statistics import mean, median
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -16,7 +17,11 @@ from commfuse_fx.runtime.socket_threads import share_a_core
 from commfuse_fx.runtime.turns import TURN, give_way
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
-"""How many messages, and how small, show what a message costs besides its bytes."""
+"""How many messages at a time, and how small, show what a message costs besides its bytes."""
+
+SPARSE, SPACING = 8, 4e-3
+"""So many messages, so many seconds apart, are like those of a step: what they need is no longer in the caches, nor is
+what the step needs after them. In a row each costs about half as much."""
 
 RUNS = (3, 30)
 """How often, at least and at most, compute beside collectives is measured: single runs differ by a third."""
@@ -35,8 +40,9 @@ UPDATED, PARTS = 6 << 20, 24
 class Contention:
     """What collectives and compute of one rank are to each other on the core that they share.
 
-    per_byte: seconds of compute that a byte on the wire takes away; per_message: that a message does. latency: seconds
-    of a message while the ranks compute; bandwidth: bytes per second of all_reduces on the wire in the meantime.
+    per_byte: seconds of compute that a byte on the wire takes away; per_message: that a message does, milliseconds from
+    the next. latency: seconds of a message while the ranks compute; bandwidth: bytes per second of all_reduces on the
+    wire in the meantime.
     """
 
     per_byte: float
@@ -53,26 +59,30 @@ def measure_contention(group: Group, nbytes: int, alone: float, seconds: float) 
     if group.device.type != "cpu":
         return None
     small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
-    lost, elapsed = _lost(group, small, seconds / 2)
+    lost, elapsed = _lost(group, [small], seconds / 4)
     each = lost / MESSAGES
     # Gloo works on two at a time, so each of them takes twice its share of the row.
     latency = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
+    lost, _ = _lost(group, [[block] for block in small[:SPARSE]], seconds / 4, SPACING)
+    sparse = max(lost / SPARSE, each)
     count = min(max(int(ROW / alone), LEAST_IN_ROW), 16)
     large = [torch.zeros(nbytes // 4) for _ in range(count)]
     wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    lost, elapsed = _lost(group, large, seconds / 2)
-    return Contention(max(lost - count * each, 0.0) / wire_bytes, each, latency, wire_bytes / elapsed)
+    lost, elapsed = _lost(group, [large], seconds / 2)
+    return Contention(max(lost - count * each, 0.0) / wire_bytes, sparse, latency, wire_bytes / elapsed)
 
 
-def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Seconds of compute that these all_reduces take away while they are on their way, and how long they are.
+def _lost(
+    group: Group, rows: Sequence[Sequence[torch.Tensor]], seconds: float, spacing: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of compute that all_reduces of these blocks take away, and how long the run is that they are in.
 
-    The compute gives way to them as a step does. What it takes without them is measured before and after each run: a
-    machine's speed may drift. As many runs as fit into so many seconds; their median counts.
+    rows: a row goes onto its way at once, the next one when it is done, `spacing` seconds later at the earliest. What
+    the compute takes without them is measured before and after each run: a machine's speed may drift. As many runs as
+    fit into so many seconds; their median counts.
     """
     compute = _Compute()
     compute.once()
-    gives_way = share_a_core()
     pause = min(ROW / 2, seconds / 10)
     undisturbed = [_seconds_of(group, compute, pause)]
     found: list[float] = []
@@ -81,16 +91,7 @@ def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple
     while len(found) < runs:
         group.agreed(0.0)  # start together
         start = perf_counter()
-        works = [group.all_reduce(block) for block in blocks]
-        done, turn = 0, start
-        while not all(work.is_completed() for work in works):
-            compute.once()
-            done += 1
-            if gives_way and perf_counter() - turn >= TURN:
-                give_way()
-                turn = perf_counter()
-        for work in works:
-            work.wait()
+        done = sum([_computed(compute, [group.all_reduce(block) for block in row], spacing) for row in rows])
         elapsed = perf_counter() - start
         undisturbed.append(_seconds_of(group, compute, pause))
         found.append(elapsed - done * mean(undisturbed[-2:]))
@@ -98,6 +99,22 @@ def _lost(group: Group, blocks: Sequence[torch.Tensor], seconds: float) -> tuple
         if len(found) == 1:
             runs = min(max(int(seconds / (group.agreed(elapsed) + pause)), RUNS[0]), RUNS[1])
     return max(median(found), 0.0), median(lasted)
+
+
+def _computed(compute: _Compute, works: Sequence[Any], least: float) -> int:
+    """Compute until these are done, and so many seconds at least, giving way to them as a step does. How often."""
+    gives_way = share_a_core()
+    start = turn = perf_counter()
+    done = 0
+    while perf_counter() - start < least or not all(work.is_completed() for work in works):
+        compute.once()
+        done += 1
+        if gives_way and perf_counter() - turn >= TURN:
+            give_way()
+            turn = perf_counter()
+    for work in works:
+        work.wait()
+    return done
 
 
 class _Compute:
