@@ -7,6 +7,7 @@ import torch
 
 from commfuse_fx.cost import contention_probe
 from commfuse_fx.cost.contention_probe import SPACING, SPARSE, Contention, measure_contention
+from commfuse_fx.cost.probe_group import Group
 
 SMALL, LARGE = 1e-3, 4e-3
 """Seconds of the core that messages take away, as soon as they are issued."""
@@ -39,13 +40,11 @@ class _Work:
         pass
 
 
-class _Group:
-    """A group whose messages take so long of the core, half of it where one follows another at once."""
-
-    size = 2
-    device = torch.device("cpu")
+class _Group(Group):
+    """Two ranks whose messages take so long of the core, half of it where one follows another at once."""
 
     def __init__(self, clock: _Clock) -> None:
+        super().__init__(None, (0, 1), torch.device("cpu"))
         self.clock = clock
         self.issued: list[float] = []
         self.last = -1.0
@@ -67,7 +66,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[_Group, Contention]:
     monkeypatch.setattr(contention_probe, "perf_counter", clock)
     monkeypatch.setattr(contention_probe, "_Compute", lambda: _Compute(clock))
     group = _Group(clock)
-    found = measure_contention(group, 1 << 20, alone=5e-3, seconds=1.2)  # type: ignore[arg-type]
+    found = measure_contention(group, 1 << 20, alone=5e-3, seconds=1.2)
     assert found is not None
     return group, found
 
