@@ -54,6 +54,10 @@ from commfuse_fx.sharding.resolve import resolve_marks
 PLANS = ((2_500, 5), (3_500, 4), (5_000, 3), (7_000, 2))
 """How many variants are planned to the end and compared, for graphs of up to so many nodes; a single one above."""
 
+AMPLE = 1.25
+"""How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
+where that shares the wire with another one, or a step computes faster than usual."""
+
 WORTHWHILE = 1e-3
 """What a further plan has to promise to be made: so much of the step's time, at best."""
 
@@ -107,8 +111,8 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     is taken."""
     found = [Variant(), Variant(postponed=1.0)]
     if config.across_steps:
-        whole, half = (Variant(across_steps=True, postponed=part) for part in (1.0, 0.5))
-        found = [Variant(across_steps=True), whole, *found, half]
+        ample, half = (Variant(across_steps=True, postponed=part) for part in (AMPLE, 0.5))
+        found = [Variant(across_steps=True), ample, *found, half]
     if not config.comm_fusion.is_optimal:
         found = [each for each in found if not each.postponed]
     if config.schedule == "none":

@@ -25,8 +25,8 @@ class Bound:
 def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
     """The largest of four bounds; the first of equal ones.
 
-    Compute: one core does all computing and the backend's host work. Communication: a group moves one message at
-    a time, and a link carries one message's worth at a time, in bursts too, since it has to earn them. Critical path:
+    Compute: one core does all computing and the backend's host work. Communication: a group moves one message's
+    worth at a time, and so does a link, in bursts too, since it has to earn them. Critical path:
     the longest chain of nodes that must come one after another; it says nothing of the period of steps that reach
     into each other, so nodes that run in the following step leave it out. `dependence` None leaves it out, too.
     """

@@ -1,13 +1,12 @@
 """Plays transfers and computing against each other in time. Knows no graph.
 
-One thread computes. Each stream carries one transfer at a time, in the order of issue, as backends do with the
-collectives of one group. Time is fluid: between two events every rate is constant, and at an event (a transfer
-begins, ends its latency or ends) the rates are worked out anew.
+One thread computes. Each stream carries one transfer at a time, or two that share it evenly, in the order of issue, as
+backends do with the collectives of one group. Time is fluid: between two events every rate is constant, and at an event
+(a transfer begins, ends its latency or ends) the rates are worked out anew.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -28,9 +27,8 @@ class Transfer:
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
     fast after a pause that is as long (a token bucket). slowed: how many times as long the latency is while the step
-    computes, on the core that the backend's threads wait for. Where that is more than 1, the latency of one transfer
-    passes while the one before it in the stream is still moving: such backends work on two at a time. busy_speed: the
-    part of its speed that it has at most while the step computes, in turn with the backend's threads.
+    computes, on the core that the backend's threads wait for. busy_speed: the part of its speed that it has at most
+    while the step computes, in turn with the backend's threads.
 
     Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, on
     a factor below 1, and on a busy_speed that is not above 0 and at most 1.
@@ -61,9 +59,16 @@ class Transfer:
             raise ConfigValueError(f"Transfer busy_speed={self.busy_speed!r}: give a part above 0, at most 1")
 
     @property
+    def lanes(self) -> int:
+        """How many transfers of its stream are on their way at a time. Backends whose threads wait for the core that
+        computes work on two: the latency of one passes while the other one moves, and both share what they move over.
+        """
+        return 2 if self.slowed > 1 else 1
+
+    @property
     def overlapped(self) -> float:
-        """The part of the latency that passes while the transfer before it is still moving."""
-        return self.latency if self.slowed > 1 else 0.0
+        """The part of the latency that passes while another transfer of the stream moves."""
+        return self.latency if self.lanes > 1 else 0.0
 
     @property
     def least_seconds(self) -> float:
@@ -74,11 +79,10 @@ class Transfer:
 class _Flight:
     """A transfer that was issued. `until`: when its present phase ends if no rate changes.
 
-    ahead: its latency passes behind another transfer of its stream. latency: what is left of it, on an idle machine,
-    where computing slows it.
+    latency: what is left of it, on an idle machine, where computing slows it. share: of its most crowded link.
     """
 
-    __slots__ = ("ahead", "begin", "demand", "end", "issued", "latency", "left", "loading", "rate", "transfer", "until")
+    __slots__ = ("begin", "demand", "end", "issued", "latency", "left", "loading", "rate", "share", "transfer", "until")
 
     def __init__(self, transfer: Transfer, issued: float) -> None:
         self.transfer = transfer
@@ -87,10 +91,10 @@ class _Flight:
         self.end = inf
         self.until = inf
         self.loading = False
-        self.ahead = False
         self.latency = transfer.latency
         self.left = transfer.transfer
         self.rate = 0.0
+        self.share = 1.0
         self.demand = transfer.host / transfer.transfer if transfer.transfer else 0.0
 
 
@@ -107,8 +111,8 @@ class _Allowance:
 class Engine:
     """A clock, one compute thread and any number of streams.
 
-    Links are divided evenly between the transfers that load them: a transfer moves at the rate of its most
-    crowded link. A transfer with host time takes compute time away while it moves. Backend and step share the
+    Links, and streams, are divided evenly between the transfers that load them: a transfer moves at the rate of the
+    most crowded one. A transfer with host time takes compute time away while it moves. Backend and step share the
     core half and half where there is not enough for both; where the step waits, the backend has it all. A link with
     bursts begins with its whole allowance, spends it where it moves more than its rate, and earns it back otherwise.
     """
@@ -117,7 +121,7 @@ class Engine:
         self.now = 0.0
         """Seconds since the start."""
         self._flights: list[_Flight] = []
-        self._queues: dict[str, deque[_Flight]] = {}
+        self._queues: dict[str, list[_Flight]] = {}
         self._active: list[_Flight] = []
         self._allowances: dict[str, _Allowance] = {}
         self._slowed = False  # whether computing slows any latency
@@ -163,13 +167,10 @@ class Engine:
                 self._allowances.setdefault(link, _Allowance(transfer.burst))
         self._slowed = self._slowed or transfer.slowed > 1.0
         self._held_back = self._held_back or transfer.busy_speed < 1.0
-        queue = self._queues.setdefault(transfer.stream, deque())
+        queue = self._queues.setdefault(transfer.stream, [])
         queue.append(flight)
-        if len(queue) == 1:
+        if len(queue) <= transfer.lanes:
             self._serve(queue)
-            self._plan(self._computing)
-        elif len(queue) == 2 and transfer.slowed > 1.0:
-            self._go_ahead(flight)
             self._plan(self._computing)
         return len(self._flights) - 1
 
@@ -182,6 +183,16 @@ class Engine:
                 self._plan(computing=False)
             self._reach_next()
         return entered, self.now
+
+    def rest(self, until: float) -> None:
+        """Stand still until this time, if it is still to come."""
+        while self.now < until:
+            if self._computing:
+                self._plan(computing=False)
+            if self._next > until:
+                self.now = until
+            else:
+                self._reach_next()
 
     def drain(self) -> float:
         """Stand still until nothing is on the wire. Returns the time."""
@@ -198,47 +209,34 @@ class Engine:
     def outstanding(self) -> dict[str, float]:
         """Seconds, on an idle machine, of what each stream that is not empty has still to move."""
         self._settle()
-        found: dict[str, float] = {}
-        for stream, queue in self._queues.items():
-            if queue:
-                head, *behind = queue
-                if head.transfer.slowed > 1.0:
-                    first = head.left + (0.0 if head.loading else head.latency)
-                else:
-                    first = head.left if head.loading else head.until - self.now + head.transfer.transfer
-                found[stream] = first + sum(each.latency + each.transfer.transfer for each in behind)
-        return found
+        return {stream: sum(self._left(flight) for flight in queue) for stream, queue in self._queues.items() if queue}
+
+    def _left(self, flight: _Flight) -> float:
+        """Seconds that it has still to go, on an idle machine and alone."""
+        if flight.loading or flight.begin == inf or flight.transfer.slowed > 1.0:
+            return flight.left + (0.0 if flight.loading else flight.latency)
+        return flight.until - self.now + flight.left
 
     def allowances(self) -> dict[str, float]:
         """Seconds of transfer that each link with bursts may still carry at once."""
         self._settle()
         return {f"allowance of {link}": allowance.left for link, allowance in self._allowances.items()}
 
-    def _serve(self, queue: deque[_Flight]) -> None:
-        """Begin with the transfer at the head of a queue, now; one that takes no time at all ends at once."""
-        while queue:
-            head = queue[0]
-            head.begin = self.now
-            if head.latency or head.left:
-                head.loading = not head.latency
-                head.until = self.now + head.latency
-                if head.ahead:
-                    head.ahead = False
-                else:
-                    self._active.append(head)
-                if len(queue) > 1 and queue[1].transfer.slowed > 1.0:
-                    self._go_ahead(queue[1])
-                return
-            if head.ahead:
-                self._active.remove(head)
-            head.end = self.now
-            queue.popleft()
-
-    def _go_ahead(self, flight: _Flight) -> None:
-        """Let the latency of the second transfer of a stream pass from now on."""
-        if not flight.ahead:
-            flight.ahead = True
-            self._active.append(flight)
+    def _serve(self, queue: list[_Flight]) -> None:
+        """Begin with the transfers that this stream has room for; one that takes no time at all ends at once."""
+        place = 0
+        while place < len(queue) and place < queue[place].transfer.lanes:
+            flight = queue[place]
+            if flight.begin == inf:
+                flight.begin = self.now
+                if not (flight.latency or flight.left):
+                    flight.end = self.now
+                    del queue[place]
+                    continue
+                flight.loading = not flight.latency
+                flight.until = self.now + flight.latency
+                self._active.append(flight)
+            place += 1
 
     def _slow_down(self, computing: bool) -> None:
         """Work out when latencies end that depend on whether the step computes."""
@@ -250,9 +248,6 @@ class Engine:
         """Go on to the next event and let it happen."""
         self.now = max(self.now, self._next)
         self._settle()
-        for flight in self._active:
-            if flight.ahead and flight.until <= self._next:
-                flight.latency, flight.until = 0.0, inf
         over = [flight for flight in self._active if flight.until <= self._next]
         for flight in over:
             if not flight.loading and flight.transfer.transfer:
@@ -261,7 +256,7 @@ class Engine:
             flight.end = self.now
             self._active.remove(flight)
             queue = self._queues[flight.transfer.stream]
-            queue.popleft()
+            queue.remove(flight)
             self._serve(queue)
         self._plan(self._computing)
 
@@ -316,7 +311,7 @@ class Engine:
     def _hold_back(loading: list[_Flight]) -> float:
         """Set the rates that computing leaves. Returns the part of the core that moving then takes."""
         for flight in loading:
-            flight.rate = min(flight.rate, flight.transfer.busy_speed)
+            flight.rate = min(flight.rate, flight.share * flight.transfer.busy_speed)
         return sum([flight.rate * flight.demand for flight in loading])
 
     def _spend(self, loading: list[_Flight]) -> float:
@@ -332,14 +327,18 @@ class Engine:
     def _share_links(loading: list[_Flight]) -> float:
         """Set the rates that the links allow. Returns the part of the core that moving at these rates takes."""
         if len(loading) == 1:
-            loading[0].rate = 1.0
+            loading[0].rate = loading[0].share = 1.0
             return loading[0].demand
         users: dict[str, int] = {}
+        crowd: dict[str, int] = {}
         for flight in loading:
+            stream = flight.transfer.stream
+            crowd[stream] = crowd.get(stream, 0) + 1
             for link in dict.fromkeys(flight.transfer.links):
                 users[link] = users.get(link, 0) + 1
         demand = 0.0
         for flight in loading:
-            flight.rate = 1.0 / max([users[link] for link in flight.transfer.links], default=1)
+            most = max([users[link] for link in flight.transfer.links], default=1)
+            flight.rate = flight.share = 1.0 / max(most, crowd[flight.transfer.stream])
             demand += flight.rate * flight.demand
         return demand

@@ -7,7 +7,7 @@ depends on what it leaves out, above all on a core that the backend's threads an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commfuse_fx.cost.cyclic import CyclicMember, CyclicPlan, PieceChoice
 from commfuse_fx.cost.engine import Engine, Transfer
@@ -15,6 +15,12 @@ from commfuse_fx.cost.numbers import EQUAL, alike
 
 MOST_ROUNDS = 8
 """Rounds after which a loop that does not settle is taken as it is."""
+
+NEAR = 3e-3
+"""Plans whose periods differ by no more than this part of them are chosen between by how they bear late results."""
+
+LATE = 0.05
+"""How late the results are then, in parts of the step's compute: as far as ranks get ahead of each other."""
 
 _SETTLED = 1e-3
 """Part of a burst that may be left more or less after a round than before it."""
@@ -25,7 +31,8 @@ class Loop:
     """One step of a training loop as blocks of compute, in seconds.
 
     price: what a message of so many bytes takes. message: seconds of compute that handing one over takes. update:
-    seconds of compute that each further member's update takes besides its elements.
+    seconds of compute that each further member's update takes besides its elements. late: seconds by which every
+    result comes later than the wire alone would have it, because another rank is behind.
     """
 
     forward: Sequence[float]
@@ -33,6 +40,7 @@ class Loop:
     price: Callable[[int], Transfer]
     message: float = 0.0
     update: float = 0.0
+    late: float = 0.0
 
     def period(self, members: Sequence[CyclicMember], plan: CyclicPlan) -> float:
         """Seconds from one step to the next.
@@ -74,13 +82,25 @@ class Loop:
             for member in updates.get(block, ()):
                 for handle in on_wire.pop(member, ()):
                     engine.wait(handle)
+                    if self.late:
+                        engine.rest(engine.times(handle)[2] + self.late)
                 engine.run(self.update + members[member].update)
             engine.run(seconds)
 
     def best(self, choices: Iterable[tuple[PieceChoice, Sequence[CyclicMember]]]) -> tuple[PieceChoice, float]:
-        """The fastest of these plans (with the members that each refers to), with the fewest messages among equals,
-        and its period."""
-        judged = [(self.period(members, choice.plan), choice) for choice, members in choices]
-        limit = min(period for period, _ in judged) * (1 + EQUAL)
-        period, choice = min(((p, c) for p, c in judged if p <= limit), key=lambda each: len(each[1].plan.order))
+        """One of these plans (with the members that each refers to), and its period.
+
+        The fastest ones differ by less than compute varies from step to step and from rank to rank. Of those `NEAR` the
+        fastest the one is taken that is fastest where results come late, with the fewest messages among equals.
+        """
+        judged = [(self.period(members, choice.plan), choice, members) for choice, members in choices]
+        limit = min(period for period, *_ in judged) * (1 + NEAR)
+        near = [each for each in judged if each[0] <= limit]
+        if len(near) == 1:
+            return near[0][1], near[0][0]
+        behind = replace(self, late=LATE * (sum(self.forward) + sum(self.backward)))
+        delayed = [behind.period(members, choice.plan) for _, choice, members in near]
+        limit = min(delayed) * (1 + EQUAL)
+        equals = [(period, choice) for (period, choice, _), late in zip(near, delayed, strict=True) if late <= limit]
+        period, choice = min(equals, key=lambda each: len(each[1].plan.order))
         return choice, period

@@ -1,6 +1,6 @@
 """Play the graph of a step, in its order, for one or several rounds.
 
-One compute stream and one first-in-first-out stream per group. A node with `next_step` runs in the following
+One compute stream and one stream per group, in order of issue. A node with `next_step` runs in the following
 round, so such a graph is played until its rounds repeat.
 """
 

@@ -243,3 +243,15 @@ def test_a_hundred_thousand_nodes_are_fast() -> None:
     assert time.perf_counter() - start < 1.0
     # All hosts' work and all computing fit beside the wire, which is the bottleneck.
     assert engine.now == pytest.approx(100 * (1.0 + 1e-5))
+
+
+def test_rest_stands_still_until_a_time_and_transfers_go_on() -> None:
+    engine = Engine()
+    handle = engine.issue(Transfer("dp", 0.0, 2.0, host=1.0))
+    engine.run(0.25)  # takes twice as long: the transfer has the other half of the core
+    engine.rest(1.5)
+    assert (engine.now, engine.times(handle)[2]) == (1.5, inf)
+    engine.rest(1.0)
+    assert engine.now == 1.5
+    engine.rest(5.0)
+    assert (engine.now, engine.times(handle)[2]) == (5.0, 2.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commfuse_fx.cost import loop
-from commfuse_fx.cost.cyclic import CyclicMember, cyclic_plans, piece_choices
+from commfuse_fx.cost.cyclic import CyclicMember, PieceChoice, cyclic_plans, merged_member, piece_choices
 from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.loop import Loop
 
@@ -50,3 +52,25 @@ def test_the_best_has_the_fewest_messages_among_equals() -> None:
     choice, period = free.best(list(choices))
     assert len(choice.plan.order) == 1
     assert period == pytest.approx(4.0)
+
+
+def test_late_results_are_waited_for_once_a_step() -> None:
+    free = _loop(each=0.0)
+    (plan, *_) = cyclic_plans(free.forward, free.backward, MEMBERS, 0.0, 0.0, None)
+    late = replace(free, late=0.5)
+    # The first block of the forward needs what is sent at the end of the backward; the second one has had its result.
+    assert late.period(MEMBERS, plan) == pytest.approx(4.5)
+
+
+def test_of_plans_as_fast_the_one_that_bears_late_results_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = _loop(each=0.0)
+    members = [CyclicMember(100, 0, 0), CyclicMember(100, 1, 1)]  # a block of compute between ready and needed
+    together = [merged_member(members)]  # ready last and needed first
+    choices = [
+        (PieceChoice(None, groups, cyclic_plans(free.forward, free.backward, given, 0.0, 0.0, None)[0]), given)
+        for groups, given in ((((0, 1),), together), (((0,), (1,)), members))
+    ]
+    choice, period = free.best(choices)
+    assert (len(choice.plan.order), period) == (2, pytest.approx(4.0))
+    monkeypatch.setattr(loop, "LATE", 0.0)
+    assert len(free.best(choices)[0].plan.order) == 1

@@ -47,21 +47,48 @@ def test_nothing_before_its_issue_counts() -> None:
     assert engine.times(handle) == (3.5, 3.5, 6.5)
 
 
-def test_the_next_latency_passes_behind_a_transfer() -> None:
+def test_two_at_a_time_share_their_stream() -> None:
     engine = Engine()
     handles = [engine.issue(SLOW) for _ in range(3)]
-    engine.run(12.5)
-    # The second one is ready when the first one ends. The third becomes second at 6, and is ready at 10.
-    assert [engine.times(handle) for handle in handles] == [(0.0, 0.0, 6.0), (0.0, 6.0, 8.0), (0.0, 8.0, 12.0)]
+    engine.run(16.5)
+    # Two are ready at 4, and take twice as long together. The third one begins when they have ended.
+    assert [engine.times(handle) for handle in handles] == [(0.0, 0.0, 8.0), (0.0, 0.0, 8.0), (0.0, 8.0, 14.0)]
 
 
-def test_one_of_latency_only_ends_behind_the_one_before() -> None:
+def test_the_latency_of_one_passes_while_the_other_moves() -> None:
+    engine = Engine()
+    first = engine.issue(SLOW)
+    engine.run(4.0)
+    second = engine.issue(SLOW)
+    engine.run(8.0)
+    assert engine.times(first) == (0.0, 0.0, 6.0)
+    assert engine.times(second) == (4.0, 4.0, 10.0)
+
+
+def test_and_a_short_one_passes_a_long_one() -> None:
+    engine = Engine()
+    long = engine.issue(Transfer("dp", 0.0, 9.0, slowed=4.0))
+    engine.run(1.0)
+    short = engine.issue(Transfer("dp", 0.0, 2.0, slowed=4.0))
+    engine.run(12.0)
+    assert (engine.times(long)[2], engine.times(short)[2]) == (11.0, 5.0)
+
+
+def test_what_takes_no_time_ends_at_once() -> None:
     engine = Engine()
     first = engine.issue(SLOW)
     second = engine.issue(Transfer("dp", 0.5, 0.0, slowed=4.0))
     third = engine.issue(Transfer("dp", 0.0, 0.0, slowed=4.0))
     engine.run(20.0)
-    assert [engine.times(handle)[2] for handle in (first, second, third)] == [6.0, 6.0, 6.0]
+    # The third one begins when the second one has made room.
+    assert [engine.times(handle)[2] for handle in (first, second, third)] == [6.0, 2.0, 2.0]
+
+
+def test_two_that_the_core_holds_back_move_no_more_than_one() -> None:
+    engine = Engine()
+    handles = [engine.issue(Transfer("dp", 0.0, 2.0, slowed=4.0, busy_speed=0.5)) for _ in range(2)]
+    engine.run(10.0)
+    assert [engine.times(handle)[2] for handle in handles] == [8.0, 8.0]
 
 
 def test_outstanding_counts_what_is_left_of_both() -> None:
@@ -80,7 +107,7 @@ def test_outstanding_counts_what_is_left_of_both() -> None:
     ),
     st.floats(1.01, 50),
 )
-def test_streams_keep_their_order_and_all_ends(
+def test_streams_begin_in_order_two_at_a_time_and_all_ends(
     acts: list[tuple[float, float, float, bool, str]], slowed: float
 ) -> None:
     engine = Engine()
@@ -95,7 +122,9 @@ def test_streams_keep_their_order_and_all_ends(
     for row in handles.values():
         times = [engine.times(handle) for handle in row]
         assert all(issued <= begin <= end < inf for issued, begin, end in times)
-        assert all(one[2] <= other[1] for one, other in pairwise(times))
+        assert all(one[1] <= other[1] for one, other in pairwise(times))
+        for place, (_, begin, _) in enumerate(times):
+            assert sum(1 for _, _, end in times[:place] if end > begin) <= 1
     assert engine.outstanding() == {}
 
 
