@@ -203,6 +203,8 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     os.dup2(file, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Whoever starts the tests in the background of a shell leaves them one that is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     import torch
     import torch.distributed as dist
