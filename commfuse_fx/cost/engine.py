@@ -7,6 +7,7 @@ backends do with the collectives of one group. Time is fluid: between two events
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -121,7 +122,7 @@ class Engine:
         self.now = 0.0
         """Seconds since the start."""
         self._flights: list[_Flight] = []
-        self._queues: dict[str, list[_Flight]] = {}
+        self._queues: dict[str, deque[_Flight]] = {}
         self._active: list[_Flight] = []
         self._allowances: dict[str, _Allowance] = {}
         self._slowed = False  # whether computing slows any latency
@@ -167,7 +168,7 @@ class Engine:
                 self._allowances.setdefault(link, _Allowance(transfer.burst))
         self._slowed = self._slowed or transfer.slowed > 1.0
         self._held_back = self._held_back or transfer.busy_speed < 1.0
-        queue = self._queues.setdefault(transfer.stream, [])
+        queue = self._queues.setdefault(transfer.stream, deque())
         queue.append(flight)
         if len(queue) <= transfer.lanes:
             self._serve(queue)
@@ -222,7 +223,7 @@ class Engine:
         self._settle()
         return {f"allowance of {link}": allowance.left for link, allowance in self._allowances.items()}
 
-    def _serve(self, queue: list[_Flight]) -> None:
+    def _serve(self, queue: deque[_Flight]) -> None:
         """Begin with the transfers that this stream has room for; one that takes no time at all ends at once."""
         place = 0
         while place < len(queue) and place < queue[place].transfer.lanes:

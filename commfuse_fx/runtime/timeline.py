@@ -30,9 +30,14 @@ class Span:
         return self.wait_left if self.done is None else min(self.done, self.wait_left)
 
     @property
+    def noticed(self) -> float:
+        """When the step could go on with the result: where it has waited, it is woken a little after the end."""
+        return self.end if self.end <= self.wait_entered else self.wait_left
+
+    @property
     def in_flight(self) -> float:
-        """Seconds from its start to its end, time in the backend's queue included."""
-        return max(self.end - self.issued, 0.0)
+        """Seconds from its start until the step has noticed its end, time in the backend's queue included."""
+        return max(self.noticed - self.issued, 0.0)
 
     @property
     def exposed(self) -> float:
@@ -50,7 +55,7 @@ class Timeline:
     @property
     def in_flight(self) -> float:
         """Seconds during which at least one collective was on the wire, over all steps."""
-        return sum(_covered((span.issued, span.end) for span in step) for step in self.steps)
+        return sum(_covered((span.issued, span.noticed) for span in step) for step in self.steps)
 
     @property
     def exposed(self) -> float:
