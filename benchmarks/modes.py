@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import commfuse_fx as cf
-from benchmarks.workloads import Workload
+from benchmarks.workloads import LEARNING_RATE, Workload
 from commfuse_fx.cost.calibrate import calibrate
 
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
@@ -48,7 +48,7 @@ class Gauge:
     def __init__(self, workload: Workload, rank: int) -> None:
         torch.manual_seed(0)
         model = workload.model()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self.step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer)
         self.args, self.kwargs = workload.batch(rank)
         self.step(*self.args, **self.kwargs)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads import Workload, eager_loss
+from benchmarks.workloads import LEARNING_RATE, Workload, eager_loss
 
 Step = Callable[[], Any]
 
@@ -60,7 +60,7 @@ PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
 
 
 def _step(workload: Workload, model: nn.Module, after_backward: Callable[[], None] | None = None) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     args, kwargs = workload.batch(dist.get_rank())
 
     def step() -> None:

@@ -25,7 +25,7 @@ from benchmarks.modes import MODES, Gauge, median_profile, simulate
 from benchmarks.netns import Layout, set_rate, tool_path
 from benchmarks.peers import PEERS
 from benchmarks.step_task import Measured, Result, Task, label
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import LEARNING_RATE, WORKLOADS, Workload
 from commfuse_fx.cost.model import OVERHEAD
 
 Rate = float | None
@@ -253,7 +253,8 @@ def _build(name: str, workload: Workload, model: nn.Module, cluster: cf.StepProf
     if name in PEERS:
         return Variant(PEERS[name](workload, model))
     options: Mapping[str, Any] = MODES[name].options(cluster)
-    step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=torch.optim.AdamW(model.parameters()), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer, **options)
     args, kwargs = workload.batch(dist.get_rank())
     return Variant(lambda: step(*args, **kwargs), step.synchronize, step)
 

@@ -157,6 +157,15 @@ WORKLOADS = {
 }
 
 
+LEARNING_RATE = 1e-6
+"""Of the variants that `step_time` compares: low enough that no model learns its batch by heart while it is measured.
+
+One that does drives probabilities into the denormal numbers, where a processor takes up to 20 times as long: its
+log_softmax's backward alone then takes 93 instead of 5 ms. How long a step takes would depend on how many steps its
+variant has had.
+"""
+
+
 def eager_loss(workload: Workload, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The loss as plain PyTorch computes it."""
     if workload.loss_fn is None:
