@@ -2,7 +2,8 @@
 
 oneDNN, which computes float32 convolutions on CPUs, does so channels last. Handed contiguous activations, it reorders
 them in every convolution and again in its backward. Other ops follow the strides of what they are given: one copy in
-front of the first convolution spares a reordering in each.
+front of the first convolution spares a reordering in each. The gradient of a mean over a map is one number per map: it
+is broadcast, which suits every layout, not copied.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import Spec, TensorSpec, contiguous_stride, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.simplify import erase_upwards
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
@@ -107,6 +109,7 @@ class _Plan:
         self.convolutions: list[fx.Node] = []
         self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}  # -> the first node that takes it
         self._taken: dict[fx.Node, dict[fx.Node, torch.memory_format]] = {}  # node -> operand -> the format it takes
+        self._broadcast: dict[fx.Node, list[fx.Node]] = {}  # node -> operands that it can take as broadcasts
         self._specs: dict[fx.Node, Spec] = {}  # of nodes whose strides change
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -149,6 +152,11 @@ class _Plan:
         for node, layouts in self._taken.items():
             for value, layout in layouts.items():
                 node.replace_input_with(value, made[value, layout])
+        for node, values in self._broadcast.items():
+            for value in values:
+                with build.before(value):
+                    node.replace_input_with(value, self._as_broadcast(build, value))
+                erase_upwards(program, value)
         kept = self._taken.get(program.output, {})
         program.grads = {name: made[grad, kept[grad]] if grad in kept else grad for name, grad in program.grads.items()}
         for node, changed in self._specs.items():
@@ -168,7 +176,7 @@ class _Plan:
             return False
         if node.target in _CONVOLUTIONS:
             return not self._has_large_weight(node)
-        return node.target in _FOLLOWING or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return node.target in _FOLLOWING or _is_pointwise(node)
 
     def _has_large_weight(self, node: fx.Node) -> bool:
         weight = tensor_spec(_weight_of(node))
@@ -182,7 +190,10 @@ class _Plan:
         for operand in operands:
             spec = self._spec(operand)
             if isinstance(spec, TensorSpec) and len(spec.shape) == 4 and not _is_channels_last(spec):
-                self._take(node, operand, torch.channels_last)
+                if _is_pointwise(node) and _expansion(operand) is not None:
+                    self._broadcast.setdefault(node, []).append(operand)
+                else:
+                    self._take(node, operand, torch.channels_last)
 
     def _restore(self, node: fx.Node) -> bool:
         """Hand a node its operands as they were. Returns whether that can be done."""
@@ -205,9 +216,11 @@ class _Plan:
         """What the node yields, from its operands as the plan lays them out."""
         if node.target is operator.getitem:
             return self._spec(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
-        taken = self._taken.get(node, {})
+        taken, broadcast = self._taken.get(node, {}), self._broadcast.get(node, ())
 
         def empty(operand: fx.Node) -> Any:
+            if operand in broadcast:
+                return _empty(tensor_spec(_expansion(operand)))  # type: ignore[arg-type]
             spec = self._spec(operand)
             if operand in taken:
                 assert isinstance(spec, TensorSpec)
@@ -218,6 +231,36 @@ class _Plan:
             args = fx.node.map_arg(node.args, empty)
             kwargs = fx.node.map_arg(node.kwargs, empty)
             return spec_of(node.target(*args, **kwargs))  # type: ignore[operator]
+
+    def _as_broadcast(self, build: Builder, value: fx.Node) -> fx.Node:
+        """`value` once more, computed before it is expanded: the same numbers, without memory of its size."""
+        expansion = _expansion(value)
+        if value is expansion:
+            return value
+        assert expansion is not None
+        small, name = expansion.args[0], info(value).name
+        assert isinstance(small, fx.Node)
+        with self._mode:
+            spec = spec_of(value.target(_empty(tensor_spec(small)), *value.args[1:]))  # type: ignore[operator]
+        args = (small, *value.args[1:])
+        scaled = build.call(value.target, args, spec=spec, like=info(value), name=f"{name}/scaled")
+        args = (scaled, *expansion.args[1:])
+        return build.call(
+            aten.expand.default, args, spec=info(expansion).spec, like=info(value), name=f"{name}/broadcast"
+        )
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _expansion(value: fx.Node) -> fx.Node | None:
+    """The node that expands one number per map to the maps that `value` is, scaled or not; None if it is none."""
+    if value.target in (aten.div.Scalar, aten.mul.Scalar):
+        value = value.args[0]  # type: ignore[assignment]
+    if value.target is not aten.expand.default:
+        return None
+    return value if tensor_spec(value).stride[2:] == (0, 0) else None
 
 
 def _activations(convolution: fx.Node) -> Sequence[fx.Node]:

@@ -299,6 +299,18 @@ def test_copies_that_would_cost_more_than_they_spare_are_not_made() -> None:
     assert ChannelsLast(at_most=10)(program)
 
 
+def test_the_gradient_of_a_mean_over_maps_is_broadcast_not_copied() -> None:
+    model = nn.Sequential(*layer(3, 8), *layer(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    lines = lowered(model).text().splitlines()
+    assert [line for line in lines if line.startswith("bwd") and LAST in line] == []
+    (broadcast,) = (line for line in lines if "aten.expand(" in line)
+    assert ": f32[8,8,12,12](8,1,0,0) = " in broadcast
+    name = broadcast.split()[1].rstrip(":")
+    (user,) = (line for line in lines if f"({name}, " in line)
+    assert "aten.threshold_backward(" in user
+    assert "(1152,1,96,8) = " in user
+
+
 def test_explain_says_what_was_copied_for_what() -> None:
     notes = [note for note in lowered(build("Residual")).explain().notes if note.topic == "channels last"]
     assert [note.subject for note in notes] == ["activations of 5 convolution(s)"]
