@@ -109,7 +109,7 @@ class _Plan:
         self.convolutions: list[fx.Node] = []
         self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}  # -> the first node that takes it
         self._taken: dict[fx.Node, dict[fx.Node, torch.memory_format]] = {}  # node -> operand -> the format it takes
-        self._broadcast: dict[fx.Node, list[fx.Node]] = {}  # node -> operands that it can take as broadcasts
+        self._broadcast: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # node -> operand -> what expands it for the node
         self._specs: dict[fx.Node, Spec] = {}  # of nodes whose strides change
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -153,9 +153,9 @@ class _Plan:
             for value, layout in layouts.items():
                 node.replace_input_with(value, made[value, layout])
         for node, values in self._broadcast.items():
-            for value in values:
+            for value, expansion in values.items():
                 with build.before(value):
-                    node.replace_input_with(value, self._as_broadcast(build, value))
+                    node.replace_input_with(value, self._as_broadcast(build, value, expansion))
                 erase_upwards(program, value)
         kept = self._taken.get(program.output, {})
         program.grads = {name: made[grad, kept[grad]] if grad in kept else grad for name, grad in program.grads.items()}
@@ -190,8 +190,8 @@ class _Plan:
         for operand in operands:
             spec = self._spec(operand)
             if isinstance(spec, TensorSpec) and len(spec.shape) == 4 and not _is_channels_last(spec):
-                if _is_pointwise(node) and _expansion(operand) is not None:
-                    self._broadcast.setdefault(node, []).append(operand)
+                if _is_pointwise(node) and (expansion := _expansion(operand)) is not None:
+                    self._broadcast.setdefault(node, {})[operand] = expansion
                 else:
                     self._take(node, operand, torch.channels_last)
 
@@ -216,11 +216,11 @@ class _Plan:
         """What the node yields, from its operands as the plan lays them out."""
         if node.target is operator.getitem:
             return self._spec(node.args[0])[node.args[1]]  # type: ignore[arg-type, index]
-        taken, broadcast = self._taken.get(node, {}), self._broadcast.get(node, ())
+        taken, broadcast = self._taken.get(node, {}), self._broadcast.get(node, {})
 
         def empty(operand: fx.Node) -> Any:
             if operand in broadcast:
-                return _empty(tensor_spec(_expansion(operand)))  # type: ignore[arg-type]
+                return _empty(tensor_spec(broadcast[operand]))
             spec = self._spec(operand)
             if operand in taken:
                 assert isinstance(spec, TensorSpec)
@@ -232,16 +232,15 @@ class _Plan:
             kwargs = fx.node.map_arg(node.kwargs, empty)
             return spec_of(node.target(*args, **kwargs))  # type: ignore[operator]
 
-    def _as_broadcast(self, build: Builder, value: fx.Node) -> fx.Node:
+    def _as_broadcast(self, build: Builder, value: fx.Node, expansion: fx.Node) -> fx.Node:
         """`value` once more, computed before it is expanded: the same numbers, without memory of its size."""
-        expansion = _expansion(value)
         if value is expansion:
             return value
-        assert expansion is not None
         small, name = expansion.args[0], info(value).name
         assert isinstance(small, fx.Node)
+        assert callable(value.target)
         with self._mode:
-            spec = spec_of(value.target(_empty(tensor_spec(small)), *value.args[1:]))  # type: ignore[operator]
+            spec = spec_of(value.target(_empty(tensor_spec(small)), *value.args[1:]))
         args = (small, *value.args[1:])
         scaled = build.call(value.target, args, spec=spec, like=info(value), name=f"{name}/scaled")
         args = (scaled, *expansion.args[1:])
@@ -256,11 +255,10 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def _expansion(value: fx.Node) -> fx.Node | None:
     """The node that expands one number per map to the maps that `value` is, scaled or not; None if it is none."""
-    if value.target in (aten.div.Scalar, aten.mul.Scalar):
-        value = value.args[0]  # type: ignore[assignment]
-    if value.target is not aten.expand.default:
+    source = value.args[0] if value.target in (aten.div.Scalar, aten.mul.Scalar) else value
+    if not isinstance(source, fx.Node) or source.target is not aten.expand.default:
         return None
-    return value if tensor_spec(value).stride[2:] == (0, 0) else None
+    return source if tensor_spec(source).stride[2:] == (0, 0) else None
 
 
 def _activations(convolution: fx.Node) -> Sequence[fx.Node]:
