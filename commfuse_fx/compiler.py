@@ -30,6 +30,7 @@ from commfuse_fx.lowered import Snapshot
 from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide, Layouts
+from commfuse_fx.passes.draw_masks import DrawMasks
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.keep_gradients import KeepGradients
@@ -159,6 +160,8 @@ def _data_parallel(config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[st
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
         LowerUserCollectives(),
         *([ChannelsLast()] if torch.backends.mkldnn.is_available() else []),
+        # A rank that is alone draws what eager execution draws.
+        *([DrawMasks()] if group is not None and mesh.world > 1 else []),
         ReduceGradients(
             group,
             mean=config.gradients_mean,

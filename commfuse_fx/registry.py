@@ -14,6 +14,7 @@ from commfuse_fx.passes.across_steps import AcrossSteps
 from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide
+from commfuse_fx.passes.draw_masks import DrawMasks
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.issue_by_need import IssueByNeed
@@ -39,6 +40,7 @@ _CLASSES: tuple[type[Any], ...] = (
     SliceFullBatch,
     LowerUserCollectives,
     ChannelsLast,
+    DrawMasks,
     ReduceGradients,
     RangeLookups,
     CounterRandom,

@@ -15,6 +15,7 @@ from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.masks import bernoulli, bernoulli_
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ _IN_PLACE: dict[Any, Any] = {
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.bernoulli.p: aten.bernoulli_.float,
+    bernoulli: bernoulli_,
     **IN_PLACE,
 }
 
