@@ -48,6 +48,7 @@ from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
+from commfuse_fx.passes.weight_gradients import WeightGradients
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
@@ -156,10 +157,11 @@ def build_pipeline(
 
 def _data_parallel(config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[str]) -> list[Pass]:
     group = None if config.parallel_mode == "stand_alone" else mesh.all_axes
+    convolutions: list[Pass] = [ChannelsLast(), WeightGradients()] if torch.backends.mkldnn.is_available() else []
     return [
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
         LowerUserCollectives(),
-        *([ChannelsLast()] if torch.backends.mkldnn.is_available() else []),
+        *convolutions,
         # A rank that is alone draws what eager execution draws.
         *([DrawMasks()] if group is not None and mesh.world > 1 else []),
         ReduceGradients(

@@ -33,6 +33,7 @@ from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
 from commfuse_fx.passes.update_parameters import UpdateParameters
+from commfuse_fx.passes.weight_gradients import WeightGradients
 
 # In the order in which a compile runs them.
 _CLASSES: tuple[type[Any], ...] = (
@@ -40,6 +41,7 @@ _CLASSES: tuple[type[Any], ...] = (
     SliceFullBatch,
     LowerUserCollectives,
     ChannelsLast,
+    WeightGradients,
     DrawMasks,
     ReduceGradients,
     RangeLookups,

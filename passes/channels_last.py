@@ -180,16 +180,16 @@ class _Plan:
 
     def _has_large_weight(self, node: fx.Node) -> bool:
         weight = tensor_spec(_weight_of(node))
-        return not _is_channels_last(weight) and weight.nbytes > self.large_weight * _activation_bytes(node)
+        return not is_channels_last(weight) and weight.nbytes > self.large_weight * _activation_bytes(node)
 
     def _align(self, node: fx.Node, starts: bool) -> None:
         """Kernels of several tensors are fast, and lay out their result plainly, where all are laid out alike."""
-        if not starts and not any(_is_channels_last(self._specs.get(operand)) for operand in node.all_input_nodes):
+        if not starts and not any(is_channels_last(self._specs.get(operand)) for operand in node.all_input_nodes):
             return
         operands = _activations(node) if node.target in _CONVOLUTIONS else node.all_input_nodes
         for operand in operands:
             spec = self._spec(operand)
-            if isinstance(spec, TensorSpec) and len(spec.shape) == 4 and not _is_channels_last(spec):
+            if isinstance(spec, TensorSpec) and len(spec.shape) == 4 and not is_channels_last(spec):
                 if _is_pointwise(node) and (expansion := _expansion(operand)) is not None:
                     self._broadcast.setdefault(node, {})[operand] = expansion
                 else:
@@ -285,7 +285,8 @@ def _laid_out(spec: TensorSpec, layout: torch.memory_format) -> TensorSpec:
     return replace(spec, stride=(row, channel, line, column))
 
 
-def _is_channels_last(spec: Spec) -> bool:
+def is_channels_last(spec: Spec) -> bool:
+    """Whether it is a tensor of maps with this layout; strides of dimensions of size 1 do not matter."""
     if not isinstance(spec, TensorSpec) or len(spec.shape) != 4:
         return False
     return _keep(spec, _laid_out(spec, torch.channels_last)) is spec

@@ -175,6 +175,11 @@ def _convolution_backward(node: fx.Node) -> float:
     return _convolution_work(x, weight, out, _argument(node, "transposed")) * (bool(mask[0]) + bool(mask[1]))
 
 
+def _weight_gradient(node: fx.Node) -> float:
+    out, x, weight = (_spec(value) for value in node.args[:3])
+    return _convolution_work(x, weight, out, False)
+
+
 def _convolution_work(x: TensorSpec, weight: TensorSpec, out: TensorSpec, transposed: bool) -> float:
     # Each position (of the output; of the input where transposed) meets the whole weight once, groups or not.
     positions = (x if transposed else out).shape
@@ -199,6 +204,7 @@ _WORK: dict[str, Callable[[fx.Node], float]] = {
     "linear": _linear,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "convolution_weight_gradient": _weight_gradient,
 }
 
 

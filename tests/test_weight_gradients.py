@@ -1,0 +1,180 @@
+"""Gradients of convolutions' weights as matrix products: the numbers, and which convolutions have them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.cost.roofline import flops_and_bytes
+from commfuse_fx.ir.deserialize import from_json
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.runtime import convolutions
+from commfuse_fx.runtime.convolutions import convolution_weight_gradient
+from tests.models import Batch, Case, randomised
+from tests.oracle import ACROSS_STEPS, assert_same, make_world, sgd, train_reference, train_world
+
+aten = torch.ops.aten
+NAME = "commfuse.convolution_weight_gradient("
+
+Size = tuple[int, int]
+
+
+def operands(
+    count: int, ins: int, outs: int, size: Size, kernel: Size, padding: Size
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient, input and weight; the maps lie channels last."""
+    torch.manual_seed(0)
+    last = torch.channels_last
+    x = torch.randn(count, ins, *size).to(memory_format=last)
+    weight = torch.randn(outs, ins, *kernel)
+    grad = torch.randn(F.conv2d(x, weight, padding=padding).shape).to(memory_format=last)
+    return grad, x, weight
+
+
+SHAPES: list[tuple[int, int, int, Size, Size, Size]] = [
+    (4, 32, 40, (10, 12), (3, 3), (1, 1)),
+    (1, 8, 4, (7, 5), (3, 3), (1, 1)),
+    (5, 6, 3, (9, 8), (3, 3), (0, 0)),
+    (3, 4, 4, (6, 9), (1, 3), (0, 1)),
+    (3, 4, 4, (9, 6), (3, 1), (1, 0)),
+    (2, 5, 7, (8, 8), (2, 2), (0, 1)),
+    (2, 3, 2, (6, 6), (3, 3), (2, 2)),
+    (2, 3, 2, (3, 4), (3, 4), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("way", [convolutions._by_products, convolutions._by_onednn])
+@pytest.mark.parametrize("chunk", [1, 20_000, 1 << 30])  # one image, some, and all of them at once
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_are_those_of_float64(
+    shape: tuple[int, int, int, Size, Size, Size],
+    chunk: int,
+    way: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(convolutions, "_CHUNK_BYTES", chunk)
+    grad, x, weight = operands(*shape)
+    exact = weight.double().requires_grad_()
+    F.conv2d(x.double(), exact, padding=shape[-1]).backward(grad.double())
+    assert exact.grad is not None
+    found = way(grad, x, weight, list(shape[-1]))
+    torch.testing.assert_close(found.double(), exact.grad, rtol=1e-4, atol=1e-4)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("capability", "way"), [("AVX2", "_by_products"), ("AVX512", "_by_onednn")])
+def test_the_processor_decides_how(capability: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("_by_products", "_by_onednn"):
+        original = getattr(convolutions, name)
+
+        def noted(*args: object, name: str = name, original: Callable[..., torch.Tensor] = original) -> torch.Tensor:
+            called.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(convolutions, name, noted)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    grad, x, weight = operands(*SHAPES[0])
+    found = convolution_weight_gradient(grad, x, weight, [1, 1])
+    assert called == [way]
+    torch.testing.assert_close(found, convolutions._by_onednn(grad, x, weight, [1, 1]), rtol=1e-4, atol=1e-4)
+
+
+def block(ins: int, outs: int, size: int = 3, **options: Any) -> list[nn.Module]:
+    convolution = nn.Conv2d(ins, outs, size, **{"padding": size // 2, **options})
+    return [convolution, nn.BatchNorm2d(outs), nn.ReLU()]
+
+
+def net(*blocks: list[nn.Module]) -> nn.Module:
+    """Blocks between one from three channels and a head."""
+    torch.manual_seed(0)
+    layers = [module for modules in (block(3, 32), *blocks) for module in modules]
+    return randomised(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)))
+
+
+def images(rows: int, size: int = 24) -> Batch:
+    torch.manual_seed(1)
+    return torch.randn(rows, 3, size, size), torch.randint(0, 5, (rows,))
+
+
+def lowered(model: nn.Module, size: int = 24) -> cf.Lowered:
+    return cf.compile(model, loss_fn=F.cross_entropy, optimizer=sgd(model)).lower(*images(4, size))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "found"),
+    [
+        ("two", [block(32, 48), block(48, 32)], 2),
+        ("without a bias", [block(32, 32, bias=False)], 1),
+        ("few channels", [block(32, 16), block(16, 32)], 0),
+        ("strides", [block(32, 32, stride=2)], 0),
+        ("dilated", [block(32, 32, dilation=2, padding=2)], 0),
+        ("groups", [block(32, 32, groups=2)], 0),
+        ("large kernel", [block(32, 32, 5)], 0),
+        ("kernel of a pixel", [block(32, 32, 1)], 0),
+    ],
+)
+def test_which_convolutions(name: str, blocks: list[list[nn.Module]], found: int) -> None:
+    assert lowered(net(*blocks)).text().count(NAME) == found
+
+
+def test_small_maps_that_padding_lets_grow_are_left_alone() -> None:
+    assert NAME in lowered(net(block(32, 32))).text()
+    assert NAME not in lowered(net(block(32, 32)), size=16).text()
+
+
+def test_a_model_that_lies_channels_last_itself() -> None:
+    assert lowered(net(block(32, 32)).to(memory_format=torch.channels_last)).text().count(NAME) == 1
+
+
+def test_gradients_are_those_of_the_eager_loop() -> None:
+    model = net(block(32, 48), block(48, 32, bias=False))
+    mine = copy.deepcopy(model)
+    step = cf.compile(mine, loss_fn=F.cross_entropy)
+    batch = images(4)
+    assert NAME in step.lower(*batch).text()
+    loss = step(*batch)
+    want = F.cross_entropy(model(batch[0]), batch[1])
+    want.backward()
+    torch.testing.assert_close(loss, want.detach(), rtol=2e-5, atol=2e-5)
+    for (name, have), param in zip(mine.named_parameters(), model.parameters(), strict=True):
+        assert have.grad is not None and param.grad is not None
+        assert have.grad.stride() == param.grad.stride(), name
+        torch.testing.assert_close(have.grad, param.grad, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_the_work_is_that_of_the_backward() -> None:
+    def work(model: nn.Module) -> float:
+        return sum(flops_and_bytes(node)[0] for node in lowered(model)._program.graph.nodes)
+
+    wide, grouped = work(net(block(32, 32))), work(net(block(32, 32, groups=2)))
+    positions = 2.0 * 4 * 24 * 24
+    assert wide - grouped == 3 * positions * (32 * 32 * 9) / 2
+
+
+def test_a_saved_graph_is_read_back_whole() -> None:
+    found = lowered(net(block(32, 32)))
+    assert canonical_text(from_json(found.to_json())) == found.text()
+
+
+def build() -> nn.Module:
+    return net(block(32, 32), block(32, 32))
+
+
+@pytest.mark.parametrize("options", [{}, ACROSS_STEPS], ids=["in the step", "across steps"])
+def test_two_ranks_train_as_one_device_does(options: dict[str, Any]) -> None:
+    case = Case("weight gradients", build, lambda rows: images(rows, 24), coupled=True)
+    model = case.model(torch.float32)
+    batches = case.batches(2, rows=4, dtype=torch.float32)
+    want = train_reference(case, model, batches, 2, sgd)
+    world = make_world(case, model, 2, sgd, **options)
+    assert NAME in world.step.lower(*images(2)).text()
+    train_world(world, batches)
+    assert_same(world.models, want, 2e-4)
