@@ -2,6 +2,7 @@
 
 Rank 0 of a world of 8. "fusion + schedule" are the passes that decide and apply the communication plan. A mode's row is
 one plan; "all plans" is what a compile in mode "optimal, across steps" spends: every plan that it makes and compares.
+"simulate" is one simulation of the plan with its bound and its reasons, on the mode's cluster or gloo-1gbit.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from benchmarks.measure import save
 from benchmarks.workloads import WORKLOADS, ManySmall, gpt2
 from commfuse_fx.compiler import build_pipeline, plan_step
 from commfuse_fx.cost.memory import peak_memory
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.presets import preset
+from commfuse_fx.cost.simulate import simulate
 from commfuse_fx.ir.program import Program
 from commfuse_fx.pipeline import PassRecord
 from commfuse_fx.step import CompiledStep
 
 OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
 MODES: dict[str, dict[str, Any]] = {
+    "unfused": {"comm_fusion": {"openstate": False}},
     "default": {},
     "optimal gloo-1gbit": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
     "optimal h100-ib-8": {"comm_fusion": OPTIMAL, "cluster": "h100-ib-8"},
@@ -141,6 +146,9 @@ def measure(name: str, traced: Traced, results: dict[str, Any]) -> None:
         captured = run.records[0].nodes_before
         nodes = max(record.nodes_before for record in run.records)
         total = traced.trace_seconds + passes
+        start = time.perf_counter()
+        simulate(program, CostModel(program.config.cluster or preset("gloo-1gbit")))
+        simulating = time.perf_counter() - start
         results[f"{name}, {mode}"] = {
             "captured_nodes": captured,
             "nodes": nodes,
@@ -150,12 +158,13 @@ def measure(name: str, traced: Traced, results: dict[str, Any]) -> None:
             "trace_s": traced.trace_seconds,
             "passes_s": passes,
             "planning_s": planning,
+            "simulate_s": simulating,
             "collectives": sum(1 for _ in program.collectives()),
             "by_pass": seconds,
         }
         print(
             f"{name:12} {captured:8} {nodes:8} {mode:22} {plans:5} {total:8.2f} {traced.trace_seconds:8.2f} "
-            f"{passes:9.3f} {planning:18.3f}  {slowest} {seconds[slowest]:.3f}",
+            f"{passes:9.3f} {planning:18.3f} {simulating:11.3f}  {slowest} {seconds[slowest]:.3f}",
             flush=True,
         )
 
@@ -171,7 +180,7 @@ def main(arguments: list[str]) -> None:
     results: dict[str, Any] = {}
     print(
         f"{'model':12} {'captured':>8} {'nodes':>8} {'mode':22} {'plans':>5} {'total s':>8} {'trace s':>8} "
-        f"{'passes s':>9} {'fusion+schedule s':>18}  slowest pass"
+        f"{'passes s':>9} {'fusion+schedule s':>18} {'simulate s':>11}  slowest pass"
     )
     for layers in [] if options.no_gpt2 else options.gpt2:
         args, kwargs = WORKLOADS["gpt2"].batch(0)

@@ -81,14 +81,29 @@ class _Flight:
     """A transfer that was issued. `until`: when its present phase ends if no rate changes.
 
     latency: what is left of it, on an idle machine, where computing slows it. share: of its most crowded link.
+    moved: when its latency was over.
     """
 
-    __slots__ = ("begin", "demand", "end", "issued", "latency", "left", "loading", "rate", "share", "transfer", "until")
+    __slots__ = (
+        "begin",
+        "demand",
+        "end",
+        "issued",
+        "latency",
+        "left",
+        "loading",
+        "moved",
+        "rate",
+        "share",
+        "transfer",
+        "until",
+    )
 
     def __init__(self, transfer: Transfer, issued: float) -> None:
         self.transfer = transfer
         self.issued = issued
         self.begin = inf
+        self.moved = inf
         self.end = inf
         self.until = inf
         self.loading = False
@@ -207,6 +222,11 @@ class Engine:
         flight = self._flights[handle]
         return flight.issued, flight.begin, flight.end
 
+    def moving(self, handle: int) -> tuple[Transfer, float, float]:
+        """A transfer, and from when to when it loaded its links; inf for what has not happened yet."""
+        flight = self._flights[handle]
+        return flight.transfer, flight.moved, flight.end
+
     def outstanding(self) -> dict[str, float]:
         """Seconds, on an idle machine, of what each stream that is not empty has still to move."""
         self._settle()
@@ -234,7 +254,8 @@ class Engine:
                     flight.end = self.now
                     del queue[place]
                     continue
-                flight.loading = not flight.latency
+                if not flight.latency:
+                    flight.loading, flight.moved = True, self.now
                 flight.until = self.now + flight.latency
                 self._active.append(flight)
             place += 1
@@ -252,7 +273,7 @@ class Engine:
         over = [flight for flight in self._active if flight.until <= self._next]
         for flight in over:
             if not flight.loading and flight.transfer.transfer:
-                flight.loading, flight.latency = True, 0.0
+                flight.loading, flight.latency, flight.moved = True, 0.0, self.now
                 continue
             flight.end = self.now
             self._active.remove(flight)

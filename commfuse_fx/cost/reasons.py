@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 from torch import fx
 
 from commfuse_fx.cost.deferred import is_deferred
-from commfuse_fx.cost.rounds import Flown, Played
+from commfuse_fx.cost.engine import Transfer
+from commfuse_fx.cost.rounds import Played
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
@@ -20,23 +23,35 @@ MEMORY_CAP = "memory cap"
 # A collective was waited for "at once" when less than this part of its exposure was computed meanwhile.
 _AT_ONCE = 0.01
 
+# Of those that a collective stands behind, the longest of this many is named: thousands may stand before each of
+# thousands.
+_NEAREST = 100
+
 
 @dataclass(frozen=True)
 class _Leg:
-    """One piece on the wire."""
+    """One piece on the wire. moved: when its latency was over."""
 
     start: fx.Node
+    transfer: Transfer
     issued: float
     begin: float
+    moved: float
     end: float
+
+    def competes_with(self, other: _Leg) -> bool:
+        """Whether the two get less of the wire while both move."""
+        mine, its = self.transfer, other.transfer
+        return mine.stream == its.stream or any(link in its.links for link in mine.links)
 
 
 class Reasons:
     """Explains the exposed collectives of what was played.
 
-    The exposed seconds of a collective have three parts: it stood in the queue behind others of its group; compute
-    that does not need it comes only after its wait; and the rest, which nothing in this step could have hidden.
-    The largest part is the reason. Updates of parameters come after all waits and count as nobody's cover.
+    The exposed seconds of a collective have four parts: it stood in the queue behind others of its group; it moved at
+    a part of its speed beside another one; compute that does not need it comes only after its wait; and the rest, which
+    nothing in this step could have hidden. The largest part is the reason. Updates of parameters come after all waits
+    and count as nobody's cover.
     """
 
     def __init__(self, program: Program, played: Played, dependence: Dependence) -> None:
@@ -46,11 +61,13 @@ class Reasons:
         self.position = {node: i for i, node in enumerate(played.order)}
         self.waits = {node.args[0]: node for node in played.order if is_wait(node)}
         self.legs = self._legs()
-        self.streams = self._streams()
+        self.by_begin = sorted(self.legs.values(), key=lambda leg: (leg.begin, leg.end))
+        self.latest_ends = list(accumulate([leg.end for leg in self.by_begin], max))
         self.later = self._independent_later()
 
     def of(self, start: fx.Node) -> str:
-        """ "no independent compute left", "FIFO behind X (ms)", "dependency on Y", "memory cap"; "" if not exposed.
+        """ "no independent compute left", "FIFO behind X (ms)", "shares the wire with X (ms)", "dependency on Y",
+        "memory cap"; "" if not exposed.
 
         Y is the node whose result is sent; where compute that could have covered the collective comes too late,
         Y is the node that stands first after the wait.
@@ -61,19 +78,21 @@ class Reasons:
             return ""
         if info(start).name in self.capped:
             return MEMORY_CAP
-        behind = self._queued_behind(start, flown)
-        queued = min(sum(behind.values()), exposed)
-        coverable = min(exposed - queued, self.later.get(start, 0.0))
-        rest = exposed - queued - coverable
-        if queued >= max(coverable, rest):
-            first = max(behind, key=behind.__getitem__)
-            return f"FIFO behind {info(first).name} ({_ms(behind[first])})"
+        last = self.legs[flown.handles[-1]]
+        behind, beside = self._ahead_of(last), self._shared_with(last)
+        queued = min(self._queued(last), exposed) if behind else 0.0
+        shared = min(sum(beside.values()), exposed - queued)
+        coverable = min(exposed - queued - shared, self.later.get(start, 0.0))
+        rest = exposed - queued - shared - coverable
+        if queued >= max(shared, coverable, rest):
+            return f"FIFO behind {_longest(behind)}"
+        if shared >= max(coverable, rest):
+            return f"shares the wire with {_longest(beside)}"
         if coverable > rest:
             return (
                 f"dependency on {info(self._first_user(start)).name}, which needs it before "
                 f"{_ms(self.later[start])} of independent compute"
             )
-        last = self.legs[flown.handles[-1]]
         if flown.wait_entered - last.issued <= _AT_ONCE * exposed:
             return f"dependency on {info(self._producer(start)).name}"
         return "no independent compute left"
@@ -82,28 +101,43 @@ class Reasons:
         legs: dict[int, _Leg] = {}
         for start, flown in self.played.flown.items():
             for handle in flown.handles:
-                legs[handle] = _Leg(start, *self.played.engine.times(handle))
+                issued, begin, end = self.played.engine.times(handle)
+                transfer, moved, _ = self.played.engine.moving(handle)
+                legs[handle] = _Leg(start, transfer, issued, begin, moved, end)
         return legs
 
-    def _streams(self) -> dict[str, list[_Leg]]:
-        """The legs of each stream in the order in which they were on the wire."""
-        streams: dict[str, list[_Leg]] = {}
-        for leg in self.legs.values():
-            streams.setdefault(_stream(leg.start), []).append(leg)
-        return {name: sorted(legs, key=lambda leg: (leg.end, leg.begin)) for name, legs in streams.items()}
+    def _during(self, begin: float, end: float) -> Iterator[_Leg]:
+        """What was on the wire at any time between these two."""
+        for i in range(bisect_left(self.by_begin, end, key=lambda leg: leg.begin) - 1, -1, -1):
+            if self.latest_ends[i] <= begin:
+                return
+            if self.by_begin[i].end > begin:
+                yield self.by_begin[i]
 
-    def _queued_behind(self, start: fx.Node, flown: Flown) -> dict[fx.Node, float]:
-        """Seconds for which the last piece of a collective stood behind each other one of its stream."""
-        mine = self.legs[flown.handles[-1]]
-        stream = self.streams[_stream(start)]
+    def _queued(self, mine: _Leg) -> float:
+        """Seconds for which a piece stood in the queue, less those in which its own collective kept a lane."""
+        own = [self.legs[handle] for handle in self.played.flown[mine.start].handles]
+        kept = sum(_overlap(leg.begin, leg.end, mine.issued, mine.begin) for leg in own)
+        return max(mine.begin - mine.issued - kept / mine.transfer.lanes, 0.0)
+
+    def _ahead_of(self, mine: _Leg) -> dict[fx.Node, float]:
+        """Seconds for which a piece stood behind each other collective of its stream, of the nearest ones."""
+        during = self._during(mine.issued, mine.begin)
+        stream = mine.transfer.stream
+        others = (leg for leg in during if leg.transfer.stream == stream and leg.start is not mine.start)
         found: dict[fx.Node, float] = {}
-        # One after another: those that ended before it was issued stand first, those that began after it last.
-        for leg in stream[bisect_right(stream, mine.issued, key=lambda leg: leg.end) :]:
-            if leg.begin >= mine.begin:
-                break
-            if leg.start is not start:
-                overlap = min(leg.end, mine.begin) - max(leg.begin, mine.issued)
-                found[leg.start] = found.get(leg.start, 0.0) + overlap
+        for leg in islice(others, _NEAREST):
+            overlap = _overlap(leg.begin, leg.end, mine.issued, mine.begin)
+            found[leg.start] = found.get(leg.start, 0.0) + overlap
+        return found
+
+    def _shared_with(self, mine: _Leg) -> dict[fx.Node, float]:
+        """Seconds that a piece lost to each other collective that moved beside it: of two, each has half the wire."""
+        found: dict[fx.Node, float] = {}
+        for leg in self._during(mine.moved, mine.end):
+            overlap = _overlap(leg.moved, leg.end, mine.moved, mine.end)
+            if overlap and leg.start is not mine.start and leg.competes_with(mine):
+                found[leg.start] = found.get(leg.start, 0.0) + overlap / 2
         return found
 
     def _producer(self, start: fx.Node) -> fx.Node:
@@ -157,10 +191,14 @@ class Reasons:
         return {start: sum(cost for mask, cost in free.items() if mask & bit) for start, bit in bits.items()}
 
 
-def _stream(start: fx.Node) -> str:
-    details = info(start).collective
-    assert details is not None
-    return details.group
+def _overlap(begin: float, end: float, other_begin: float, other_end: float) -> float:
+    return max(min(end, other_end) - max(begin, other_begin), 0.0)
+
+
+def _longest(seconds: dict[fx.Node, float]) -> str:
+    """Of seconds per collective: the one with most, and how many."""
+    first = max(seconds, key=seconds.__getitem__)
+    return f"{info(first).name} ({_ms(seconds[first])})"
 
 
 def _ms(seconds: float) -> str:
