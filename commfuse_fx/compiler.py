@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +17,7 @@ from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
+from commfuse_fx.gc_pause import no_garbage_collection
 from commfuse_fx.inspect.watch import graph_log
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.mesh import Mesh
@@ -226,7 +225,7 @@ def compile_call(
     sharding: Sharding | None = None,
 ) -> Compiled:
     """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified."""
-    with _no_garbage_collection():
+    with no_garbage_collection():
         start = time.perf_counter()
         program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
         seconds = time.perf_counter() - start
@@ -321,15 +320,3 @@ def _predicted_seconds(program: Program) -> tuple[float, float]:
     played = play(program, cost_model(program.config.cluster))
     host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
     return round(played.ended - played.began, 9), host
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A compile makes many objects and little garbage; scanning them again and again took half of the passes' time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

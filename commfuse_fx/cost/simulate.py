@@ -14,6 +14,7 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.reasons import Reasons
 from commfuse_fx.cost.rounds import Played, play
 from commfuse_fx.cost.trace_export import chrome_trace
+from commfuse_fx.gc_pause import no_garbage_collection
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
@@ -126,6 +127,7 @@ class Simulation:
         return path
 
 
+@no_garbage_collection()
 def simulate(program: Program, model: CostModel, steps: int | None = None) -> Simulation:
     """Play a step of `program` and report on it.
 
