@@ -39,14 +39,16 @@ def _by_onednn(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, pa
 def _by_products(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
     outs, ins, rows, columns = weight.shape
     count, _, *size = given.shape
-    height, width = (length + 2 * by for length, by in zip(size, padding, strict=True))
+    # The padding behind a row is also that before the next one; so are the rows between two images.
+    height, width = (max(own + by, got) for own, by, got in zip(size, padding, grad.shape[2:], strict=True))
     pixels = height * width
+    lead = padding[0] * width + padding[1]
     at_once = min(count, max(1, _CHUNK_BYTES // (pixels * (ins + outs) * grad.itemsize)))
     # Rows beyond the end meet gradients that are 0, but must be numbers.
-    padded = grad.new_zeros(at_once * pixels + (rows - 1) * width + columns - 1, ins)
+    behind = max(lead, (rows - 1) * width + columns - 1)
+    padded = grad.new_zeros(at_once * pixels + behind, ins)
     gradient = grad.new_zeros(at_once * pixels, outs)
-    inner = padded[: at_once * pixels].view(at_once, height, width, ins)
-    inner = inner[:, padding[0] : padding[0] + size[0], padding[1] : padding[1] + size[1]]
+    inner = padded[lead : lead + at_once * pixels].view(at_once, height, width, ins)[:, : size[0], : size[1]]
     corner = gradient.view(at_once, height, width, outs)[:, : grad.shape[2], : grad.shape[3]]
     found = grad.new_zeros(outs, rows, columns, ins)
     for first in range(0, count, at_once):
