@@ -23,6 +23,7 @@ from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.presets import preset
 from commfuse_fx.cost.simulate import simulate
+from commfuse_fx.gc_pause import no_garbage_collection
 from commfuse_fx.ir.program import Program
 from commfuse_fx.pipeline import PassRecord
 from commfuse_fx.step import CompiledStep
@@ -108,16 +109,13 @@ class Traced:
         program = replace(self.captured.copy(), config=config)
         passes = Passes()
         gc.collect()
-        gc.disable()
-        try:
+        with no_garbage_collection():
             start = time.perf_counter()
             if all_plans:
                 program, _, _ = plan_step(program, config, watcher=passes)
             else:
                 build_pipeline(config, self.mesh).run(program, watcher=passes)
             return program, passes, time.perf_counter() - start
-        finally:
-            gc.enable()
 
     def _step(self, options: dict[str, Any]) -> CompiledStep:
         return cf.compile(

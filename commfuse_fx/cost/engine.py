@@ -222,10 +222,10 @@ class Engine:
         flight = self._flights[handle]
         return flight.issued, flight.begin, flight.end
 
-    def moving(self, handle: int) -> tuple[Transfer, float, float]:
-        """A transfer, and from when to when it loaded its links; inf for what has not happened yet."""
+    def moving(self, handle: int) -> tuple[Transfer, float]:
+        """A transfer, and when its latency was over and it loaded its links; inf if it has not yet."""
         flight = self._flights[handle]
-        return flight.transfer, flight.moved, flight.end
+        return flight.transfer, flight.moved
 
     def outstanding(self) -> dict[str, float]:
         """Seconds, on an idle machine, of what each stream that is not empty has still to move."""

@@ -102,7 +102,7 @@ class Reasons:
         for start, flown in self.played.flown.items():
             for handle in flown.handles:
                 issued, begin, end = self.played.engine.times(handle)
-                transfer, moved, _ = self.played.engine.moving(handle)
+                transfer, moved = self.played.engine.moving(handle)
                 legs[handle] = _Leg(start, transfer, issued, begin, moved, end)
         return legs
 
