@@ -18,6 +18,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.channels_last import is_channels_last
 from commfuse_fx.passes.simplify import replace_all
 from commfuse_fx.runtime.convolutions import convolution_weight_gradient
+from commfuse_fx.runtime.winograd import tiles_pay
 
 _INPUT, _WEIGHT, _BIAS = range(3)  # results of a convolution's backward
 
@@ -27,7 +28,7 @@ class WeightGradients:
     """Gradients differ in their last digits: they are summed in another order.
 
     `at_least`: channels in and out. `kernel`: the largest, in pixels. `padding`: maps may grow by this part when they
-    are padded. Outside of these, oneDNN's kernel is as fast or faster.
+    are padded, unless they are computed by tiles. Outside of these, oneDNN's kernel is as fast or faster.
     """
 
     at_least: int = 32
@@ -65,6 +66,8 @@ class WeightGradients:
             return False
         if min(weight.shape[:2]) < self.at_least or not 1 < prod(weight.shape[2:]) <= self.kernel:
             return False
+        if tiles_pay(grad.shape, weight.shape):
+            return True
         padded = prod(size + 2 * by for size, by in zip(given.shape[2:], padding, strict=True))
         return bool(padded <= (1 + self.padding) * prod(grad.shape[2:]))
 

@@ -1,4 +1,4 @@
-"""Gradients of convolutions' weights as matrix products: the numbers, and which convolutions have them."""
+"""Gradients of convolutions' weights by tiles and as matrix products: the numbers, and which convolutions have them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from commfuse_fx.ir.deserialize import from_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.runtime import convolutions
 from commfuse_fx.runtime.convolutions import convolution_weight_gradient
+from commfuse_fx.runtime.winograd import tiles_pay
 from tests.models import Batch, Case, randomised
 from tests.oracle import ACROSS_STEPS, assert_same, make_world, sgd, train_reference, train_world
 
@@ -47,16 +48,23 @@ SHAPES: list[tuple[int, int, int, Size, Size, Size]] = [
     (2, 5, 7, (8, 8), (2, 2), (0, 1)),
     (2, 3, 2, (6, 6), (3, 3), (2, 2)),
     (2, 3, 2, (3, 4), (3, 4), (0, 0)),
+    (3, 3, 2, (3, 8), (3, 3), (0, 1)),
+    (6, 8, 12, (16, 16), (3, 3), (1, 1)),
+]
+WAYS = [
+    (way, shape)
+    for shape in SHAPES
+    for way in (convolutions._by_products, convolutions._by_onednn, convolutions._by_tiles)
+    if way is not convolutions._by_tiles or shape[4] == (3, 3)
 ]
 
 
-@pytest.mark.parametrize("way", [convolutions._by_products, convolutions._by_onednn])
-@pytest.mark.parametrize("chunk", [1, 20_000, 1 << 30])  # one image, some, and all of them at once
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 20_000, 1 << 30])  # a row of tiles or an image, some, and all of them at once
+@pytest.mark.parametrize(("way", "shape"), WAYS, ids=str)
 def test_gradients_are_those_of_float64(
+    way: Callable[..., torch.Tensor],
     shape: tuple[int, int, int, Size, Size, Size],
     chunk: int,
-    way: Callable[..., torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(convolutions, "_CHUNK_BYTES", chunk)
@@ -69,10 +77,24 @@ def test_gradients_are_those_of_float64(
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(("capability", "way"), [("AVX2", "_by_products"), ("AVX512", "_by_onednn")])
-def test_the_processor_decides_how(capability: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+MANY_CHANNELS = (2, 64, 64, (20, 20), (3, 3), (1, 1))
+FEW_CHANNELS = SHAPES[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "way"),
+    [
+        ("AVX2", MANY_CHANNELS, "_by_tiles"),
+        ("AVX2", FEW_CHANNELS, "_by_products"),
+        ("AVX512", MANY_CHANNELS, "_by_onednn"),
+        ("AVX512", FEW_CHANNELS, "_by_onednn"),
+    ],
+)
+def test_processor_and_shape_decide_how(
+    capability: str, shape: tuple[int, int, int, Size, Size, Size], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[str] = []
-    for name in ("_by_products", "_by_onednn"):
+    for name in ("_by_tiles", "_by_products", "_by_onednn"):
         original = getattr(convolutions, name)
 
         def noted(*args: object, name: str = name, original: Callable[..., torch.Tensor] = original) -> torch.Tensor:
@@ -81,10 +103,26 @@ def test_the_processor_decides_how(capability: str, way: str, monkeypatch: pytes
 
         monkeypatch.setattr(convolutions, name, noted)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    grad, x, weight = operands(*SHAPES[0])
+    grad, x, weight = operands(*shape)
     found = convolution_weight_gradient(grad, x, weight, [1, 1])
     assert called == [way]
     torch.testing.assert_close(found, convolutions._by_onednn(grad, x, weight, [1, 1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("grad", "weight", "pay"),
+    [
+        ((8, 64, 32, 32), (64, 64, 3, 3), True),
+        ((8, 128, 15, 15), (64, 128, 3, 3), True),
+        ((8, 32, 32, 32), (32, 32, 3, 3), False),  # too little to multiply for what is transformed
+        ((2, 512, 4, 4), (512, 512, 3, 3), False),  # 8 tiles: results of 16 places for one sum of 8 numbers
+        ((1, 64, 16, 16), (64, 64, 3, 3), False),  # little work
+        ((8, 64, 32, 32), (64, 64, 3, 1), False),
+        ((8, 64, 32, 32), (64, 64, 5, 5), False),
+    ],
+)
+def test_where_tiles_pay(grad: tuple[int, ...], weight: tuple[int, ...], pay: bool) -> None:
+    assert tiles_pay(grad, weight) == pay
 
 
 def block(ins: int, outs: int, size: int = 3, **options: Any) -> list[nn.Module]:
@@ -130,6 +168,11 @@ def test_small_maps_that_padding_lets_grow_are_left_alone() -> None:
     assert NAME not in lowered(net(block(32, 32)), size=16).text()
 
 
+def test_small_maps_are_computed_by_tiles_where_channels_are_many() -> None:
+    text = lowered(net(block(32, 64), block(64, 64), block(64, 32)), size=16).text()
+    assert text.count(NAME) == 1
+
+
 def test_a_model_that_lies_channels_last_itself() -> None:
     assert lowered(net(block(32, 32)).to(memory_format=torch.channels_last)).text().count(NAME) == 1
 
@@ -165,7 +208,8 @@ def test_a_saved_graph_is_read_back_whole() -> None:
 
 
 def build() -> nn.Module:
-    return net(block(32, 32), block(32, 32))
+    """The one in the middle is computed by tiles on processors with AVX2 alone, the others as products."""
+    return net(block(32, 64), block(64, 64), block(64, 32))
 
 
 @pytest.mark.parametrize("options", [{}, ACROSS_STEPS], ids=["in the step", "across steps"])

@@ -1,9 +1,8 @@
-"""The gradient of a convolution's weight on CPUs, as one matrix product for each place of the kernel.
+"""The gradient of a convolution's weight on CPUs: an op of its own, which takes the way that is fastest there.
 
-Padded maps with their channels last are one row of channels per pixel, and to move the kernel by a pixel is to begin
-some rows later: dL/dW[:, :, i, j] is the product of the rows of dL/dy with the rows of x from i * width + j on. Without
-AVX-512, oneDNN's own kernel needs more of the caches than products do: beside others who use them it takes up to twice
-as long.
+Without AVX-512, oneDNN's own kernel needs more of the caches than matrix products do: beside others who use them it
+takes up to twice as long. So there the op takes one product for each pixel of the kernel or, where channels are many
+enough to pay for the transforms, Winograd's tiles.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from commfuse_fx.runtime.winograd import tiles_pay, weight_gradient_by_tiles
+
 aten = torch.ops.aten
 
 _library = torch.library.Library("commfuse", "FRAGMENT")
 _library.define("convolution_weight_gradient(Tensor grad, Tensor input, Tensor weight, int[] padding) -> Tensor")
 
-_CHUNK_BYTES = 5 << 19  # of the padded maps that are multiplied at once: 2.5 MiB, which stay in the caches
+_CHUNK_BYTES = 5 << 19  # of what is multiplied at once, padded maps or tiles: 2.5 MiB, which stay in the caches
 
 
 def _weight_gradient(
@@ -25,6 +26,8 @@ def _weight_gradient(
 ) -> torch.Tensor:
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return _by_onednn(grad, given, weight, padding)
+    if tiles_pay(grad.shape, weight.shape):
+        return _by_tiles(grad, given, weight, padding)
     return _by_products(grad, given, weight, padding)
 
 
@@ -36,7 +39,16 @@ def _by_onednn(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, pa
     return found.contiguous(memory_format=torch.channels_last)
 
 
+def _by_tiles(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    return weight_gradient_by_tiles(grad, given, padding, _CHUNK_BYTES)
+
+
 def _by_products(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    """Padded maps with their channels last are one row of channels per pixel.
+
+    To move the kernel by a pixel is to begin some rows later: dL/dW[:, :, i, j] is the product of the rows of dL/dy
+    with the rows of x from i * width + j on.
+    """
     outs, ins, rows, columns = weight.shape
     count, _, *size = given.shape
     # The padding behind a row is also that before the next one; so are the rows between two images.
