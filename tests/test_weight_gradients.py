@@ -109,6 +109,14 @@ def test_processor_and_shape_decide_how(
     torch.testing.assert_close(found, convolutions._by_onednn(grad, x, weight, [1, 1]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_no_images(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    grad, x, weight = operands(0, 64, 64, (20, 20), (3, 3), (1, 1))
+    found = convolution_weight_gradient(grad, x, weight, [1, 1])
+    torch.testing.assert_close(found, torch.zeros_like(weight))
+
+
 @pytest.mark.parametrize(
     ("grad", "weight", "pay"),
     [

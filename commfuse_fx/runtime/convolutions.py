@@ -55,7 +55,7 @@ def _by_products(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, 
     height, width = (max(own + by, got) for own, by, got in zip(size, padding, grad.shape[2:], strict=True))
     pixels = height * width
     lead = padding[0] * width + padding[1]
-    at_once = min(count, max(1, _CHUNK_BYTES // (pixels * (ins + outs) * grad.itemsize)))
+    at_once = max(1, min(count, _CHUNK_BYTES // (pixels * (ins + outs) * grad.itemsize)))
     # Rows beyond the end meet gradients that are 0, but must be numbers.
     behind = max(lead, (rows - 1) * width + columns - 1)
     padded = grad.new_zeros(at_once * pixels + behind, ins)
