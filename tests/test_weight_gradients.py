@@ -60,7 +60,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 30])  # a row of tiles or an image, some, and all of them at once
-@pytest.mark.parametrize(("way", "shape"), WAYS, ids=str)
+@pytest.mark.parametrize(("way", "shape"), WAYS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_gradients_are_those_of_float64(
     way: Callable[..., torch.Tensor],
     shape: tuple[int, int, int, Size, Size, Size],
