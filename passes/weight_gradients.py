@@ -73,24 +73,25 @@ class WeightGradients:
 
 
 def _apart(build: Builder, node: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Take the gradients of weight and bias out of a convolution's backward. Returns what replaces its results."""
+    """Take the gradients of weight and bias out of a convolution's backward. Returns what replaces its results.
+
+    Each is computed where its result stood: gradients are communicated in the order of the graph, and a rank whose
+    batch does not pay keeps its convolution whole.
+    """
     args: Any = node.args
     grad, given, weight = args[:3]
-    results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-    made: dict[fx.Node, fx.Node] = {}
     like = info(node)
-    with build.after(node):
-        if (old := results.get(_BIAS)) is not None:
-            rows = (grad, [0, 2, 3])
-            name = f"{like.name}/bias"
-            made[old] = build.call(aten.sum.dim_IntList, rows, spec=tensor_spec(old), like=info(old), name=name)
-    with build.after(node):
-        if (old := results.get(_WEIGHT)) is not None:
-            operands = (grad, given, weight, args[5])
-            name = f"{like.name}/weight"
-            made[old] = build.call(
-                convolution_weight_gradient, operands, spec=tensor_spec(old), like=info(old), name=name
-            )
+    calls: dict[Any, tuple[str, Any, tuple[Any, ...]]] = {
+        _WEIGHT: ("weight", convolution_weight_gradient, (grad, given, weight, args[5])),
+        _BIAS: ("bias", aten.sum.dim_IntList, (grad, [0, 2, 3])),
+    }
+    made: dict[fx.Node, fx.Node] = {}
+    for old in node.users:
+        if (call := calls.get(old.args[1])) is not None:
+            what, target, operands = call
+            with build.after(old):
+                name = f"{like.name}/{what}"
+                made[old] = build.call(target, operands, spec=tensor_spec(old), like=info(old), name=name)
     assert isinstance(like.spec, tuple)
     like.spec = (like.spec[_INPUT], None, None)
     node.args = (*args[:10], [args[10][_INPUT], False, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx import compiler
 from commfuse_fx.cost.roofline import flops_and_bytes
 from commfuse_fx.ir.deserialize import from_json
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.passes.weight_gradients import WeightGradients
 from commfuse_fx.runtime import convolutions
 from commfuse_fx.runtime.convolutions import convolution_weight_gradient
 from commfuse_fx.runtime.winograd import tiles_pay
@@ -150,8 +153,8 @@ def images(rows: int, size: int = 24) -> Batch:
     return torch.randn(rows, 3, size, size), torch.randint(0, 5, (rows,))
 
 
-def lowered(model: nn.Module, size: int = 24) -> cf.Lowered:
-    return cf.compile(model, loss_fn=F.cross_entropy, optimizer=sgd(model)).lower(*images(4, size))
+def lowered(model: nn.Module, size: int = 24, **options: Any) -> cf.Lowered:
+    return cf.compile(model, loss_fn=F.cross_entropy, optimizer=sgd(model), **options).lower(*images(4, size))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,15 @@ def test_small_maps_are_computed_by_tiles_where_channels_are_many() -> None:
 
 def test_a_model_that_lies_channels_last_itself() -> None:
     assert lowered(net(block(32, 32)).to(memory_format=torch.channels_last)).text().count(NAME) == 1
+
+
+def test_a_rank_that_keeps_its_convolutions_whole_communicates_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(block(32, 48), block(48, 32))
+    apart = lowered(model, device_num=2)
+    monkeypatch.setattr(compiler, "WeightGradients", partial(WeightGradients, at_least=1000))
+    whole = lowered(model, device_num=2)
+    assert NAME in apart.text() and NAME not in whole.text()
+    assert apart.collectives == whole.collectives
 
 
 def test_gradients_are_those_of_the_eager_loop() -> None:
