@@ -76,6 +76,7 @@ class CompiledStep:
         self._known_shards: dict[Any, Shards] = {}
         self._exchanges = 0
         self._calls = 0
+        self._undone_calls = 0  # of them, those of `profile`
         self._started = False
         self._checksum = 0
         if not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone":
@@ -140,9 +141,10 @@ class CompiledStep:
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
         """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.
 
-        args, kwargs: those of a call. rounds: how often the step is run; parameters, buffers and optimizer state are
-        afterwards what they were. cluster: what collectives cost (`commfuse calibrate` measures that); None: the
-        step's own cluster. The result is what `compile` takes as `cluster=`. Call it on all ranks together.
+        args, kwargs: those of a call. rounds: how often the step is run; parameters, gradients, buffers, optimizer
+        state and random numbers are afterwards what they were. cluster: what collectives cost (`commfuse calibrate`
+        measures that); None: the step's own cluster. The result is what `compile` takes as `cluster=`. Call it on all
+        ranks together.
 
         Raises VirtualWorldError in a virtual world, and what a call raises.
         """
@@ -159,9 +161,30 @@ class CompiledStep:
         given = default_cluster(device, self.mesh.world) if given is None else given
         inputs = dict(call.leaves)
         measured = profile_step(executor, inputs, given, rounds, model_fingerprint(params))
-        return with_overhead(
-            measured, executor, inputs, lambda: self(*args, **kwargs), self.synchronize, max(rounds, 3)
-        )
+        with self._calls_undone(executor):
+            return with_overhead(
+                measured, executor, inputs, lambda: self(*args, **kwargs), self.synchronize, max(rounds, 3)
+            )
+
+    @contextmanager
+    def _calls_undone(self, executor: Executor) -> Iterator[None]:
+        """Calls inside the block do not count for what comes after: for seeds, for parameters that rank 0 has still to
+        send, and for those that were whole."""
+        calls, started = self._calls, self._started
+        shards = executor.shards
+        whole = [] if shards is None or shards.is_divided else list(executor.params.values())
+        kept = [param.detach().clone() for param in whole]
+        try:
+            yield
+        finally:
+            self._undone_calls += self._calls - calls
+            if self.config.parameter_broadcast:  # what was sent has been undone as well
+                self._started = started
+        if shards is not None and whole:
+            shards.open()
+            with torch.no_grad():
+                for param, before in zip(whole, kept, strict=True):
+                    param.copy_(before)
 
     @contextmanager
     def record_communication(self) -> Iterator[Timeline]:
@@ -195,7 +218,7 @@ class CompiledStep:
         if not self._started:
             self._start(plan)
         if executor.needs_seed:
-            executor.seed = self._seeds.of_step(self._calls)
+            executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
         loss, *grads = executor.run(dict(call.leaves))
         if self._agreement is not None:
             self._agreement.end_step()

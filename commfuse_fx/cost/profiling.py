@@ -5,9 +5,7 @@ While it is measured every collective ends where it begins, so that no node is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from time import perf_counter
@@ -22,8 +20,9 @@ from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, PER_VIEW, CostModel, p
 from commfuse_fx.cost.profile import StepProfile
 from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.cost.rounds import play
+from commfuse_fx.cost.undo import step_undone, undone
 from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.options import check_int
@@ -74,11 +73,11 @@ def with_overhead(
     """The profile with what real steps take longer than the simulation of the same program, if they do.
 
     run: one step; rounds: how many are timed at least; finish: waits for what they leave on the wire. The slowest rank
-    counts, by `typical` of the steps. Leaves parameters, buffers, optimizer state and random number generators as they
-    were. All ranks together.
+    counts, by `typical` of the steps. Leaves parameters, gradients, buffers, optimizer state and random number
+    generators as they were. All ranks together.
     """
     world = dist.get_world_size() if is_distributed() and profile.world > 1 else 1
-    with _undone(executor, inputs):
+    with step_undone(executor, inputs):
         run()
         first = _timed(run)
         # Short steps vary more from one to the next: all ranks take as many of them as fit into a second.
@@ -131,7 +130,7 @@ def measure_step(executor: Executor, inputs: Mapping[str, torch.Tensor], rounds:
     measured: list[dict[str, float]] = []
     with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
         for _ in range(rounds + 1):
-            with _undone(executor, inputs):
+            with undone(executor, inputs):
                 measured.append(stopwatch.round(executor.gather(inputs)))
     return {key: median(found[key] for found in measured[1:]) for key in measured[0]}
 
@@ -228,65 +227,3 @@ def _direct(function: Any) -> Callable[..., Any]:
     """As generated code calls it: an overload's own callable skips a Python frame."""
     direct: Callable[..., Any] = function._op if isinstance(function, torch._ops.OpOverload) else function
     return direct
-
-
-@contextmanager
-def _undone(executor: Executor, inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Whatever the step changes inside the block is as before after it."""
-    program = executor.program
-    written = {value: None for node in program.graph.nodes for value in written_nodes(node)}
-    shared = program.aliases()
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (node, source), value in zip(program.sources.items(), executor.gather(inputs), strict=True):
-        # A batch may be a view that cannot be written, and members of flat storage are kept with it.
-        if node not in shared and (source.kind != "input" or node in written):
-            tensors = value if isinstance(value, (list, tuple)) else [value]
-            kept.extend((tensor, tensor.clone()) for tensor in tensors if isinstance(tensor, torch.Tensor))
-    calls_optimizer = any(is_opaque(node) for node in program.graph.nodes)
-    restore_optimizer = _keep_optimizer(executor.optimizer) if calls_optimizer else None
-    random = torch.get_rng_state()
-    random_cuda = [torch.cuda.get_rng_state(device) for device in executor.devices]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
-        if restore_optimizer is not None:
-            restore_optimizer()
-        torch.set_rng_state(random)
-        for device, state in zip(executor.devices, random_cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-
-def _keep_optimizer(optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """For an optimizer whose own step() is called: state and options of its groups, with the same tensor objects."""
-    assert optimizer is not None
-    states = {param: _keep_mapping(state) for param, state in optimizer.state.items()}
-    groups = [_keep_mapping({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-
-    def restore() -> None:
-        for param in [param for param in optimizer.state if param not in states]:
-            del optimizer.state[param]
-        for param, before in states.items():
-            _restore_mapping(optimizer.state[param], before)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            _restore_mapping(group, before, keep=("params",))
-
-    return restore
-
-
-def _keep_mapping(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """key -> (the very object, a copy of its content)."""
-    return {k: (v, v.clone() if isinstance(v, torch.Tensor) else deepcopy(v)) for k, v in values.items()}
-
-
-def _restore_mapping(values: dict[str, Any], before: Mapping[str, tuple[Any, Any]], keep: Sequence[str] = ()) -> None:
-    for key in [key for key in values if key not in before and key not in keep]:
-        del values[key]
-    for key, (held, content) in before.items():
-        if isinstance(held, torch.Tensor):
-            held.copy_(content)
-            values[key] = held
-        else:
-            values[key] = content

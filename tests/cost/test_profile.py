@@ -192,6 +192,8 @@ class Plain(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
     "opaque": Plain,
 }
@@ -244,6 +246,45 @@ def test_a_step_after_measuring_is_the_step_without_measuring() -> None:
         loss = ready.step(*ready.batch)
         results.append((loss, ready.model.state_dict(), ready.optimizer and ready.optimizer.state_dict()))
     assert_same(results[0], results[1])
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, None])
+def test_training_goes_on_as_without_a_profile(name: str | None, steps: int) -> None:
+    results = []
+    for profiles in (False, True):
+        torch.manual_seed(0)
+        ready = Ready(name, steps)
+        if profiles:
+            before, tensors, held = ready.everything()
+            ready.step.profile(*ready.batch, rounds=1)
+            after, tensors_after, held_after = ready.everything()
+            assert_same(after, before)
+            assert tensors_after == tensors
+            if name != "opaque":
+                assert held_after == held
+        losses = [ready.step(*ready.batch) for _ in range(3)]
+        results.append((losses, ready.everything()[0]))
+    assert_same(results[1], results[0])
+
+
+def test_loaded_optimizer_state_survives_a_profile() -> None:
+    torch.manual_seed(0)
+    source = Ready("adamw", 3)
+    saved = copy.deepcopy((source.model.state_dict(), source.optimizer and source.optimizer.state_dict()))
+    results = []
+    for profiles in (False, True):
+        ready = Ready("adamw", 0)
+        ready.batch = source.batch
+        ready.model.load_state_dict(saved[0])
+        assert ready.optimizer is not None
+        ready.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        if profiles:
+            ready.step.profile(*ready.batch, rounds=1)
+        losses = [ready.step(*ready.batch) for _ in range(2)]
+        results.append((losses, ready.model.state_dict(), ready.optimizer.state_dict()))
+    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, None])
