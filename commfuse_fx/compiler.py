@@ -185,13 +185,17 @@ def _divided(config: CompileConfig, batch: Sequence[str], sharding: Sharding) ->
 
 @dataclass
 class Compiled:
-    """The final program, the program as captured (to replay the passes from), and what it cost."""
+    """The final program, the program as captured (to replay the passes from), and what it cost.
+
+    voted: of a step that several ranks run, the text of what was captured, without and with what depends on the batch.
+    """
 
     program: Program
     captured: Program | None
     pipeline: PassPipeline
     records: list[PassRecord]
     capture_seconds: float
+    voted: tuple[str, str] | None = None
 
     def replay(self) -> Mapping[str, Snapshot]:
         """Run the passes again and keep a text after each."""
@@ -235,10 +239,12 @@ def compile_call(
             if ways != sharding.batch_ways:
                 raise OtherBatch(ways)
         captured = program.copy() if keep_captured else None
+        votes = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
+        voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding)
-    return Compiled(program, captured, pipeline, records, seconds)
+    return Compiled(program, captured, pipeline, records, seconds, voted)
 
 
 def plan_step(

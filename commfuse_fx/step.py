@@ -21,7 +21,7 @@ from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
 from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text import communication_text
 from commfuse_fx.logs import configure_logs
 from commfuse_fx.lowered import Lowered, LoweredCall
 from commfuse_fx.planner import Call, Plan, Planner
@@ -289,11 +289,10 @@ class CompiledStep:
             self._shards_of(program),
         )
         if self._agreement is not None and executor.has_collectives:
+            texts = plan.compiled.voted
+            assert texts is not None, "a step of several ranks"
             plan.ballot = Ballot(
-                self._agreement.number,
-                type(self.model).__qualname__,
-                canonical_text(program, activations=False),
-                canonical_text(program),
+                self._agreement.number, type(self.model).__qualname__, *texts, communication_text(program)
             )
             executor.wire.distress = self._agreement.distress
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))

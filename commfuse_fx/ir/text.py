@@ -42,6 +42,18 @@ def canonical_text(program: Program, activations: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
+def communication_text(program: Program) -> str:
+    """What ranks that captured the same graph have to agree about besides: what is sent, in which order and layout, and
+    what the updates do. Other compute is left out, since passes may arrange it by the size of the batch.
+    """
+    writer = _CommunicationWriter(program)
+    nodes = list(program.graph.nodes)
+    inputs = [writer.line(node) for node in nodes if node.op == "placeholder" and program.sources[node].kind != "input"]
+    sends = [writer.line(node) for node in nodes if _sends(node)]
+    updates = sorted(writer.line(node) for node in nodes if node.op == "call_function" and info(node).phase == "update")
+    return "\n".join((*inputs, *sends, *updates)) + "\n"
+
+
 def node_reference(node: fx.Node) -> str:
     return f"%{info(node).name}"
 
@@ -96,11 +108,7 @@ class _Writer:
             text += "  {kept between steps}"
         if details.next_step is not None:
             text += f"  {{in the next step, before {node_reference(details.next_step)}}}"
-        if details.rest:
-            text += f"  {{sends the rest: {' '.join(map(str, details.rest))}}}"
-        for start, stretch in details.sends:
-            text += f"  {{sends {info(start).name} {stretch}}}"
-        return text
+        return text + _sent_text(details)
 
     def _input(self, node: fx.Node, details: NodeInfo) -> str:
         source = self.program.sources[node]
@@ -146,3 +154,49 @@ class _Writer:
         if isinstance(value, str):
             return value
         return str(value).removeprefix("torch.")
+
+
+class _CommunicationWriter(_Writer):
+    """Lines that name no compute: its names depend on what passes made of it."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program, activations=False)
+        self.sent_before: dict[fx.Node, int] = {}  # how many nodes that send stand before each
+        count = 0
+        for node in program.graph.nodes:
+            self.sent_before[node] = count
+            count += _sends(node)
+
+    def line(self, node: fx.Node) -> str:
+        details = info(node)
+        if node.op == "placeholder":
+            return self._input(node, details)
+        text = f"{PHASE_TAG[details.phase]} {node_reference(node)}: {self._spec(details)} = {self._call(node)}"
+        if not _sends(node):
+            return text
+        if details.collective is not None:
+            size = self.program.mesh.size(details.collective.group)
+            text += f"  {{{collective_text(details.collective, size)}}}"
+        else:
+            text = f"{PHASE_TAG[details.phase]} *"
+        text += _sent_text(details)
+        if details.next_step is not None:
+            text += f"  {{in the next step, behind {self.sent_before[details.next_step]} that send}}"
+        return text
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, fx.Node) and value.op == "call_function":
+            details = info(value)
+            return node_reference(value) if details.collective is not None or details.phase == "update" else "*"
+        return super()._value(value)
+
+
+def _sends(node: fx.Node) -> bool:
+    """Whether a node puts something on the wire."""
+    return node.op == "call_function" and bool(info(node).collective is not None or info(node).sends)
+
+
+def _sent_text(details: NodeInfo) -> str:
+    """What a node sends of a bucket that leaves in pieces."""
+    text = f"  {{sends the rest: {' '.join(map(str, details.rest))}}}" if details.rest else ""
+    return text + "".join(f"  {{sends {info(start).name} {stretch}}}" for start, stretch in details.sends)

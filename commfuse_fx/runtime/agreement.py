@@ -50,18 +50,20 @@ def checksum(tensors: list[torch.Tensor]) -> int:
 class Ballot:
     """What a rank votes for, and shows the others if they vote for something else.
 
-    number: of the compiled step, in the order in which the program compiled them. model: class of its model. plan:
-    what must agree. full: the whole text to quote from, line by line as `plan`.
+    number: of the compiled step, in the order in which the program compiled them. model: class of its model. captured:
+    the graph that was captured, as far as it must agree. full: the whole text to quote from, line by line as
+    `captured`. plan: what `communication_text` says of the graph that was made of it.
     """
 
     number: int
     model: str
-    plan: str
+    captured: str
     full: str
+    plan: str
 
     @cached_property
     def signature(self) -> int:
-        return hash62(f"{self.number}\n{self.plan}")
+        return hash62(f"{self.number}\n{self.captured}\n{self.plan}")
 
 
 class Agreement:
@@ -205,7 +207,7 @@ class Agreement:
                     f"  rank {other}: step {ballot.number}, of {ballot.model}\n"
                     "Compile the same steps in the same order on every rank, and call them in the same order."
                 )
-            if ballot.plan != first.plan:
+            if (ballot.captured, ballot.plan) != (first.captured, first.plan):
                 line, one, two = _first_difference(first, ballot)
                 return (
                     f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
@@ -217,8 +219,8 @@ class Agreement:
 
 def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
     """Compare what must agree; quote the full lines."""
-    keys = [ballot.plan.splitlines() for ballot in (one, two)]
-    full = [ballot.full.splitlines() for ballot in (one, two)]
+    keys = [[*ballot.captured.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
+    full = [[*ballot.full.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
     for i in range(max(len(keys[0]), len(keys[1]))):
         if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
             return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]

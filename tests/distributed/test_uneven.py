@@ -1,0 +1,110 @@
+"""Ranks whose batches differ in size, for a step or for good: one plan of communication, and the mean over ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from tests.distributed.harness import Ranks
+from tests.distributed.models import OFF, assert_same
+
+pytestmark = pytest.mark.dist
+
+Rows = Sequence[tuple[int, int]]
+"""Of each step: how many rank 0 and rank 1 have."""
+
+INDEX = {"allreduce": {"mode": "index", "config": [2, 4]}}
+ONE_MIB = {"allreduce": {"mode": "size", "config": 1}}
+
+
+def tower() -> nn.Module:
+    """Large batches are computed channels last, with gradients of weights of their own, small ones as they are."""
+    layers: list[nn.Module] = []
+    for ins, outs in ((3, 32), (32, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(ins, outs, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5))
+
+
+def images(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 3, 24, 24)
+
+
+class Unseen(nn.Module):
+    """A mask that is drawn and changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.0 * F.dropout(x, 0.1, training=True)
+
+
+def masked() -> nn.Module:
+    """Large masks are drawn by another kernel than small ones."""
+    return nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), Unseen(), nn.Linear(1024, 64), nn.Linear(64, 5))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in ((16, 128), (128, 256), (256, 256), (256, 128), (128, 5))))
+
+
+def vectors(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 16)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "tower": (tower, images),
+    "masked": (masked, vectors),
+    "layers": (layers, vectors),
+}
+
+
+def train(kind: str, rows: Rows, options: dict[str, Any]) -> Any:
+    """Parameters after these steps, and those of an eager loop that averages over ranks."""
+    make, batch_of = MODELS[kind]
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, reference))
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=mine, **options)
+    torch.manual_seed(1 + dist.get_rank())
+    for each in rows:
+        x, y = batch_of(each[dist.get_rank()]), torch.randint(0, 5, (each[dist.get_rank()],))
+        loss = step(x, y)
+        theirs.zero_grad()
+        want = F.cross_entropy(reference(x), y)
+        want.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-3, atol=1e-4)
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        theirs.step()
+    step.synchronize()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=1e-3, atol=2e-4)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+SMALLER_LAST = ((8, 8), (8, 8), (8, 1), (8, 8))
+FIRST = ((32, 31), (32, 31), (16, 32))
+
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "size": {"comm_fusion": ONE_MIB},
+    "index": {"comm_fusion": INDEX},
+    "off": {"comm_fusion": OFF},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("tower", SMALLER_LAST), ("masked", ((32, 15), (32, 32), (15, 32))), ("masked", ((32, 32), (32, 15)))]
+)
+def test_compute_that_follows_the_batch_is_no_other_plan(ranks: Ranks, kind: str, rows: Rows, way: str) -> None:
+    first, second = ranks.values(train, kind, rows, WAYS[way], size=2)
+    assert_same(first, second)
