@@ -14,7 +14,9 @@ from torch import fx, nn
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
+from commfuse_fx.common_costs import Seconds, common_costs
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.gc_pause import no_garbage_collection
@@ -128,12 +130,14 @@ def build_pipeline(
     flat_updates: bool = True,
     variant: Variant | None = None,
     sharding: Sharding | None = None,
+    costs: CostModel | None = None,
 ) -> PassPipeline:
     """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts, or those that have the batch
-    as their first dimension where `sharding` says how the step is divided. `variant`: by default as the configuration
-    says."""
+    as their first dimension where `sharding` says how the step is divided. `variant` and `costs`: by default as the
+    configuration says."""
     variant = Variant(config.across_steps) if variant is None else variant
-    costs = cost_model(config.cluster) if config.plans_by_cost else None
+    if costs is None and config.plans_by_cost:
+        costs = cost_model(config.cluster)
     passes: list[Pass] = [Simplify()]
     passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
     passes.append(UpdateParameters())
@@ -227,8 +231,12 @@ def compile_call(
     flat_updates: bool = True,
     keep_captured: bool = False,
     sharding: Sharding | None = None,
+    common: Seconds | None = None,
 ) -> Compiled:
-    """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified."""
+    """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified.
+
+    common: what nodes count as, for a plan that all ranks have in common, whatever their batches.
+    """
     with no_garbage_collection():
         start = time.perf_counter()
         program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
@@ -243,7 +251,7 @@ def compile_call(
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
-        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding)
+        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding, common)
     return Compiled(program, captured, pipeline, records, seconds, voted)
 
 
@@ -253,18 +261,23 @@ def plan_step(
     sliced_inputs: Sequence[str] = (),
     flat_updates: bool = True,
     sharding: Sharding | None = None,
+    common: Seconds | None = None,
     watcher: Watcher | None = None,
 ) -> _Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
 
-    watcher: sees the passes of all variants; by default the graph log.
+    common: as for `compile_call`. watcher: sees the passes of all variants; by default the graph log.
     """
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
-    pipelines = [
-        build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding)
-        for variant in variants(config, len(program.graph.nodes))
-    ]
-    return _fastest(program, pipelines, check, watcher or graph_log())
+
+    def pipeline(variant: Variant, costs: CostModel | None) -> PassPipeline:
+        return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs)
+
+    found = variants(config, len(program.graph.nodes))
+    costs = cost_model(config.cluster) if config.plans_by_cost else None
+    if costs is not None and common is not None:
+        costs = common_costs(program, pipeline(found[0], costs), costs, common)
+    return _fastest(program, [pipeline(variant, costs) for variant in found], costs, check, watcher or graph_log())
 
 
 _Planned = tuple[Program, PassPipeline, list[PassRecord]]
@@ -273,6 +286,7 @@ _Planned = tuple[Program, PassPipeline, list[PassRecord]]
 def _fastest(
     program: Program,
     pipelines: Sequence[PassPipeline],
+    costs: CostModel | None,
     check: Callable[[Program, str], None] | None,
     watcher: Watcher | None = None,
 ) -> _Planned:
@@ -280,9 +294,10 @@ def _fastest(
     take the fastest result. No more are made once one is as fast as computing alone."""
     if len(pipelines) == 1:
         return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
+    assert costs is not None, "nothing else makes several plans"
     shared = _shared_passes(pipelines)
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
-    computing = _compute_seconds(program)
+    computing = _compute_seconds(program, costs)
     planned: list[tuple[float, _Planned]] = []
     failed: list[TooLittleMemory] = []
     for pipeline in pipelines:
@@ -295,7 +310,7 @@ def _fastest(
         except TooLittleMemory as error:
             failed.append(error)
             continue
-        seconds, host = _predicted_seconds(own)
+        seconds, host = _predicted_seconds(own, costs)
         planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
         if seconds <= (computing + host) * (1 + WORTHWHILE):
             break
@@ -313,16 +328,15 @@ def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
     return count
 
 
-def _compute_seconds(program: Program) -> float:
+def _compute_seconds(program: Program, costs: CostModel) -> float:
     """Of a step, whatever its buckets and its order."""
-    costs = cost_model(program.config.cluster)
     nodes = (node for node in program.graph.nodes if not is_start(node) and not is_wait(node))
     return costs.step_overhead + sum(costs.compute_seconds(node) for node in nodes)
 
 
-def _predicted_seconds(program: Program) -> tuple[float, float]:
+def _predicted_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
     """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
     host in it."""
-    played = play(program, cost_model(program.config.cluster))
+    played = play(program, costs)
     host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
     return round(played.ended - played.began, 9), host

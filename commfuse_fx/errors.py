@@ -32,7 +32,12 @@ class CaptureError(CommFuseError, RuntimeError):
 
 
 class PlanMismatchError(CommFuseError, RuntimeError):
-    """The ranks compiled different plans."""
+    """The ranks compiled different plans.
+
+    same_graph: all of them captured the same graph, and planned it differently.
+    """
+
+    same_graph = False
 
 
 class CollectiveError(CommFuseError, RuntimeError):

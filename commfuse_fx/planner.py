@@ -13,8 +13,10 @@ from torch import nn
 from commfuse_fx.capture.loss import LossFn, name_arguments
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
+from commfuse_fx.common_costs import Seconds, seconds_by_name
 from commfuse_fx.compiler import Compiled, OtherBatch, Sharding, batch_ways, compile_call
 from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo
@@ -75,6 +77,8 @@ class Planner:
         self.plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._last: Signature | None = None
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them
+        # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
+        self._common: dict[bool, Seconds] = {}
 
     def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
@@ -123,6 +127,23 @@ class Planner:
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.executor = None
+
+    @property
+    def has_common_plan(self) -> bool:
+        """Whether plans for the model's present mode are already those that ranks have in common."""
+        return self.model.training in self._common or not self.config.plans_by_cost
+
+    def seconds_by_name(self, call: Call) -> Seconds:
+        """What this rank can offer for `plan_in_common`."""
+        compiled = self.read(call)
+        assert compiled.captured is not None
+        return seconds_by_name(compiled.captured, compiled.pipeline, cost_model(self.config.cluster))
+
+    def plan_in_common(self, seconds: Seconds) -> None:
+        """Make all plans for the model's present mode anew, and from now on, with prices that all ranks have."""
+        self._common[self.model.training] = seconds
+        self.plans.clear()
+        self._last = None
 
     def _keep(self, signature: Signature, plan: Plan) -> Plan:
         self.plans[signature] = plan
@@ -186,6 +207,7 @@ class Planner:
                 flat_updates,
                 keep_captured or is_dumped(),
                 sharding,
+                self._common.get(training),
             )
         publish(compiled, self.rank)
         if not keep_captured:

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.common_costs import Seconds
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.profile import StepProfile, model_fingerprint
 from commfuse_fx.cost.profiling import profile_step, with_overhead
 from commfuse_fx.cost.source import default_cluster, priced_for, resolve_costs
-from commfuse_fx.errors import CommFuseError, NotAvailableError, VirtualWorldError
+from commfuse_fx.errors import CommFuseError, NotAvailableError, PlanMismatchError, VirtualWorldError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import communication_text
-from commfuse_fx.logs import configure_logs
+from commfuse_fx.logs import configure_logs, logger
 from commfuse_fx.lowered import Lowered, LoweredCall
 from commfuse_fx.planner import Call, Plan, Planner
 from commfuse_fx.runtime.agreement import Agreement, Ballot, checksum
@@ -40,6 +41,8 @@ from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
+
+_PLAN = logger("plan")
 
 
 class CompiledStep:
@@ -207,6 +210,37 @@ class CompiledStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call = self.planner.take_apart(args, kwargs)
+        if self._agreement is None or self.planner.has_common_plan:
+            return self._run_call(call)
+        random = torch.get_rng_state()
+        try:
+            return self._run_call(call)
+        except PlanMismatchError as error:
+            if not error.same_graph:
+                raise
+            self._plan_in_common(call, error)
+        torch.set_rng_state(random)
+        return self._run_call(call)
+
+    def _plan_in_common(self, call: Call, mismatch: PlanMismatchError) -> None:
+        """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
+
+        Nothing has been sent yet, and all ranks know from the vote that they come here.
+        """
+        assert self._agreement is not None
+        _PLAN.info("planning again, with what nodes take on rank 0, since plans differ between ranks: %s", mismatch)
+        offered: Seconds | None = None
+        try:
+            if self.rank == 0:
+                offered = self.planner.seconds_by_name(call)
+        finally:
+            seconds = self._agreement.from_rank_0(offered)
+        if seconds is None:
+            raise mismatch
+        self.planner.plan_in_common(seconds)
+        self._agreement.begin_step()
+
+    def _run_call(self, call: Call) -> torch.Tensor:
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()

@@ -142,12 +142,16 @@ class Agreement:
         if failed:
             raise PeerFailedError(self._explain_failure(self._exchange("")))
         if differ:
-            raise PlanMismatchError(self._explain_mismatch(self._exchange(ballot)))
+            raise self._mismatch(self._exchange(ballot))
         if len(set(parameters)) > 1:
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
                 "parameter_broadcast=True to start from rank 0's"
             )
+
+    def from_rank_0(self, mine: Any) -> Any:
+        """What rank 0 has, on all ranks, which call this together, between a vote and the next one."""
+        return self._exchange(mine if self.rank == 0 else None)[0]
 
     def _fail(self, error: BaseException) -> None:
         """Vote that this rank cannot go on with this step."""
@@ -195,6 +199,12 @@ class Agreement:
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
         return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
 
+    def _mismatch(self, ballots: list[Any]) -> PlanMismatchError:
+        error = PlanMismatchError(self._explain_mismatch(ballots))
+        graphs = {(each.number, each.captured) if isinstance(each, Ballot) else None for each in ballots}
+        error.same_graph = len(graphs) == 1
+        return error
+
     def _explain_mismatch(self, ballots: list[Any]) -> str:
         first = ballots[0]
         for other, ballot in enumerate(ballots):
@@ -209,10 +219,12 @@ class Agreement:
                 )
             if (ballot.captured, ballot.plan) != (first.captured, first.plan):
                 line, one, two = _first_difference(first, ballot)
+                advice = "the same model, configuration and optimizer, and batches of the same structure"
+                if ballot.captured == first.captured:
+                    advice = "the same optimizer state and, with a memory_limit, batches of the same size"
                 return (
                     f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
-                    f"  rank 0: {one}\n  rank {other}: {two}\n"
-                    "Give every rank the same model, configuration and optimizer, and batches of the same structure."
+                    f"  rank 0: {one}\n  rank {other}: {two}\nGive every rank {advice}."
                 )
         return "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models import OFF, assert_same
+from tests.oracle import ACROSS, OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist
 
@@ -103,8 +104,47 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("tower", SMALLER_LAST), ("masked", ((32, 15), (32, 32), (15, 32))), ("masked", ((32, 32), (32, 15)))]
+    ("kind", "rows"),
+    [("tower", SMALLER_LAST), ("masked", ((32, 15), (32, 32), (15, 32))), ("masked", ((32, 32), (32, 15)))],
 )
 def test_compute_that_follows_the_batch_is_no_other_plan(ranks: Ranks, kind: str, rows: Rows, way: str) -> None:
     first, second = ranks.values(train, kind, rows, WAYS[way], size=2)
     assert_same(first, second)
+
+
+ACROSS_SLOW: dict[str, Any] = {"comm_fusion": OPTIMAL, "cluster": SLOW, "schedule": ACROSS}
+BY_COST: dict[str, dict[str, Any]] = {
+    "optimal": {"comm_fusion": OPTIMAL},
+    "optimal, slow": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
+    "across steps": ACROSS_SLOW,
+    "across steps, 1 Gbit/s": {"schedule": ACROSS, "cluster": "gloo-1gbit"},
+}
+
+
+@pytest.mark.parametrize("way", list(BY_COST))
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("layers", FIRST),
+        ("layers", ((64, 64), (64, 64), (64, 5), (64, 64), (64, 5))),
+        ("layers", ((512, 300), (300, 512))),
+        ("tower", SMALLER_LAST),
+    ],
+)
+def test_plans_by_cost_are_those_of_all_ranks(ranks: Ranks, kind: str, rows: Rows, way: str) -> None:
+    first, second = ranks.values(train, kind, rows, BY_COST[way], size=2)
+    assert_same(first, second)
+
+
+def other_models() -> None:
+    torch.manual_seed(0)
+    model = layers() if dist.get_rank() == 0 else nn.Sequential(*layers(), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=optimizer, comm_fusion=OPTIMAL)
+    step(vectors(8), torch.randint(0, 5, (8,)))
+
+
+def test_other_models_are_no_matter_of_batches(ranks: Ranks) -> None:
+    for outcome in run_soon(ranks, other_models):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        assert "Give every rank the same model" in outcome.error
