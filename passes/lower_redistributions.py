@@ -236,7 +236,7 @@ def _exchange(low: _Lowering) -> fx.Node:
     args = (flat, splits, splits, group)
     out = TensorSpec.flat(local.numel, local)
     target = c10d.all_to_all_single.default
-    wait = low.start_and_wait("all_to_all", target, args, out, group, local.nbytes * ways, None)
+    wait = low.start_and_wait("all_to_all", target, args, out, group, local.nbytes, None)
     # (ways, part of to_dim and whole part of from_dim) -> from_dim = (ways, size)
     part = tuple(size // ways if dim == to_dim else size for dim, size in enumerate(local.shape))
     parts = low.view(wait, (ways, *part), "parts")

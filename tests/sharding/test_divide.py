@@ -162,3 +162,21 @@ def test_the_size_of_the_world_does_not_change_the_graph() -> None:
         x, y = torch.randn(size, 8), torch.randn(size, 4)
         counts.append(len(lower(model, x, y, mesh=(size // 4, 4), loss_fn=nn.MSELoss()).graph_module.graph.nodes))
     assert counts[0] == counts[1]
+
+
+def test_bytes_of_an_exchange_are_what_one_rank_holds() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = cf.shard(self.first(x), ("dp", None))
+            out: torch.Tensor = self.second(cf.shard(rows * 2, (None, "dp")))
+            return out
+
+    rows = torch.randn(256, 64)
+    lowered = lower(Turned(), rows, rows, loss_fn=nn.MSELoss())
+    exchanges = [each for each in lowered.collectives if each.kind == "all_to_all"]
+    assert exchanges
+    assert {each.bytes for each in exchanges} == {256 * 64 * 4 // 4}
