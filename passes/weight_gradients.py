@@ -81,17 +81,17 @@ def _apart(build: Builder, node: fx.Node) -> dict[fx.Node, fx.Node]:
     args: Any = node.args
     grad, given, weight = args[:3]
     like = info(node)
-    calls: dict[Any, tuple[str, Any, tuple[Any, ...]]] = {
-        _WEIGHT: ("weight", convolution_weight_gradient, (grad, given, weight, args[5])),
-        _BIAS: ("bias", aten.sum.dim_IntList, (grad, [0, 2, 3])),
-    }
     made: dict[fx.Node, fx.Node] = {}
     for old in node.users:
+        spec = tensor_spec(old)
+        calls: dict[Any, tuple[str, Any, tuple[Any, ...]]] = {
+            _WEIGHT: ("weight", convolution_weight_gradient, (grad, given, weight, args[5], list(spec.stride))),
+            _BIAS: ("bias", aten.sum.dim_IntList, (grad, [0, 2, 3])),
+        }
         if (call := calls.get(old.args[1])) is not None:
             what, target, operands = call
             with build.after(old):
-                name = f"{like.name}/{what}"
-                made[old] = build.call(target, operands, spec=tensor_spec(old), like=info(old), name=name)
+                made[old] = build.call(target, operands, spec=spec, like=info(old), name=f"{like.name}/{what}")
     assert isinstance(like.spec, tuple)
     like.spec = (like.spec[_INPUT], None, None)
     node.args = (*args[:10], [args[10][_INPUT], False, False])

@@ -16,14 +16,24 @@ from commfuse_fx.runtime.winograd import tiles_pay, weight_gradient_by_tiles
 aten = torch.ops.aten
 
 _library = torch.library.Library("commfuse", "FRAGMENT")
-_library.define("convolution_weight_gradient(Tensor grad, Tensor input, Tensor weight, int[] padding) -> Tensor")
+_library.define(
+    "convolution_weight_gradient(Tensor grad, Tensor input, Tensor weight, int[] padding, int[] layout) -> Tensor"
+)
 
 _CHUNK_BYTES = 5 << 19  # of what is multiplied at once, padded maps or tiles: 2.5 MiB, which stay in the caches
 
 
 def _weight_gradient(
-    grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]
+    grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int], layout: Sequence[int]
 ) -> torch.Tensor:
+    found = _fastest(grad, given, weight, padding)
+    if found.stride() == tuple(layout):
+        return found
+    return _like(grad, given, weight, padding, layout).copy_(found)
+
+
+def _fastest(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    """Laid out in any way."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return _by_onednn(grad, given, weight, padding)
     if tiles_pay(grad.shape, weight.shape):
@@ -36,7 +46,7 @@ def _by_onednn(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, pa
     found: torch.Tensor = aten.convolution_backward.default(
         grad, given, weight, None, one, padding, one, False, [0, 0], 1, mask
     )[1]
-    return found.contiguous(memory_format=torch.channels_last)
+    return found
 
 
 def _by_tiles(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
@@ -75,14 +85,16 @@ def _by_products(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, 
     return found.permute(0, 3, 1, 2)
 
 
-def _like(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
-    return torch.empty_like(weight, memory_format=torch.channels_last)
+def _like(
+    grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, padding: Sequence[int], layout: Sequence[int]
+) -> torch.Tensor:
+    return grad.new_empty_strided(weight.shape, layout)
 
 
 torch.library.impl("commfuse::convolution_weight_gradient", "CPU", lib=_library)(_weight_gradient)
 torch.library.register_fake("commfuse::convolution_weight_gradient", _like, lib=_library)
 
 convolution_weight_gradient = torch.ops.commfuse.convolution_weight_gradient.default
-"""(grad (N, C_out, H', W'), input (N, C_in, H, W), weight (C_out, C_in, K_h, K_w), padding of two numbers) -> dL/dW,
-channels last, of a convolution whose stride, dilation and groups are 1. `grad` and `input` lie channels last, too; of
-`weight` only the shape is read."""
+"""(grad (N, C_out, H', W'), input (N, C_in, H, W), weight (C_out, C_in, K_h, K_w), padding of two numbers, layout) ->
+dL/dW, whose strides are `layout`, of a convolution whose stride, dilation and groups are 1. `grad` and `input` lie
+channels last; of `weight` only the shape is read."""

@@ -32,6 +32,11 @@ def tiles_pay(grad: Sequence[int], weight: Sequence[int]) -> bool:
     if kernel != [3, 3]:
         return False
     count, _, height, width = grad
+    if (height == 1) != (width == 1):
+        # Half of each tile lies beside the line: nothing is gained. And pixels of the kernel that meet nothing but
+        # padding would get rounding errors for zeros, which Adam turns into whole steps. On single pixels, sums of
+        # the places cancel exactly.
+        return False
     tiles = count * -(-height // _STEP) * -(-width // _STEP)
     work = outs * ins * tiles  # multiplications for each of the places
     return work >= max(_MULTIPLICATIONS, _INTENSITY * (outs * ins + (outs + ins) * tiles))
@@ -40,7 +45,7 @@ def tiles_pay(grad: Sequence[int], weight: Sequence[int]) -> bool:
 def weight_gradient_by_tiles(
     grad: torch.Tensor, given: torch.Tensor, padding: Sequence[int], chunk_bytes: int
 ) -> torch.Tensor:
-    """dL/dW (C_out, C_in, 3, 3), channels last, from `grad` (N, C_out, H', W') and the input (N, C_in, H, W).
+    """dL/dW (C_out, C_in, 3, 3), in strides of its own, from `grad` (N, C_out, H', W') and the input (N, C_in, H, W).
 
     Stride and dilation are 1. `chunk_bytes`: of transformed tiles that are worked on at once; one row of them at least.
     """
@@ -75,7 +80,7 @@ def weight_gradient_by_tiles(
     combine = grad.new_tensor(_COMBINE)
     # The first transform, by rows, counts last in the places: they are (column, row), and so are the kernel's pixels.
     kernel = (torch.kron(combine, combine).t() @ products.view(_PLACES, -1)).view(3, 3, outs, ins)
-    return kernel.permute(2, 3, 1, 0).contiguous(memory_format=torch.channels_last)
+    return kernel.permute(2, 3, 1, 0)
 
 
 def _share(count: int, most: int) -> int:
