@@ -5,6 +5,7 @@ Runs behind `channels_last`: the way is one for maps whose channels lie last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,7 +69,7 @@ class WeightGradients:
             return False
         if tiles_pay(grad.shape, weight.shape):
             return True
-        padded = prod(size + 2 * by for size, by in zip(given.shape[2:], padding, strict=True))
+        padded = prod(size + 2 * by for size, by in zip(given.shape[2:], _for_both(padding), strict=True))
         return bool(padded <= (1 + self.padding) * prod(grad.shape[2:]))
 
 
@@ -80,12 +81,13 @@ def _apart(build: Builder, node: fx.Node) -> dict[fx.Node, fx.Node]:
     """
     args: Any = node.args
     grad, given, weight = args[:3]
+    padding = _for_both(args[5])
     like = info(node)
     made: dict[fx.Node, fx.Node] = {}
     for old in node.users:
         spec = tensor_spec(old)
         calls: dict[Any, tuple[str, Any, tuple[Any, ...]]] = {
-            _WEIGHT: ("weight", convolution_weight_gradient, (grad, given, weight, args[5], list(spec.stride))),
+            _WEIGHT: ("weight", convolution_weight_gradient, (grad, given, weight, padding, list(spec.stride))),
             _BIAS: ("bias", aten.sum.dim_IntList, (grad, [0, 2, 3])),
         }
         if (call := calls.get(old.args[1])) is not None:
@@ -96,3 +98,8 @@ def _apart(build: Builder, node: fx.Node) -> dict[fx.Node, fx.Node]:
     like.spec = (like.spec[_INPUT], None, None)
     node.args = (*args[:10], [args[10][_INPUT], False, False])
     return made
+
+
+def _for_both(lengths: Sequence[int]) -> list[int]:
+    """A length for each dimension. Convolutions take one for both as well, such as the padding of `padding="valid"`."""
+    return [*lengths] if len(lengths) == 2 else [*lengths] * 2

@@ -200,11 +200,15 @@ def test_a_rank_that_keeps_its_convolutions_whole_communicates_alike(monkeypatch
 
 
 def test_gradients_are_those_of_the_eager_loop() -> None:
-    model = net(block(32, 48), block(48, 32, bias=False))
+    assert_gradients_of_eager(net(block(32, 48), block(48, 32, bias=False)), 2)
+
+
+def assert_gradients_of_eager(model: nn.Module, found: int) -> None:
+    """`found`: how many weight gradients have the op."""
     mine = copy.deepcopy(model)
     step = cf.compile(mine, loss_fn=F.cross_entropy)
     batch = images(4)
-    assert NAME in step.lower(*batch).text()
+    assert step.lower(*batch).text().count(NAME) == found
     loss = step(*batch)
     want = F.cross_entropy(model(batch[0]), batch[1])
     want.backward()
@@ -213,6 +217,29 @@ def test_gradients_are_those_of_the_eager_loop() -> None:
         assert have.grad is not None and param.grad is not None
         assert have.grad.stride() == param.grad.stride(), name
         torch.testing.assert_close(have.grad, param.grad, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class OneForBoth(nn.Conv2d):
+    """Gives stride, padding and dilation as one number each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.convolution(x, self.weight, self.bias, [1], [1], [1], False, [0], 1)
+
+
+@pytest.mark.parametrize(
+    ("middle", "found"),
+    [
+        (nn.Conv2d(32, 32, 3, padding="valid"), 2),
+        (nn.Conv2d(32, 32, 3, padding="same"), 2),
+        (nn.Conv2d(32, 32, (1, 3), padding="valid"), 2),
+        (nn.Conv2d(32, 32, 3, padding="valid", stride=2), 0),  # what it leaves is too small for the other one
+        (OneForBoth(32, 32, 3), 2),
+    ],
+    ids=["valid", "same", "valid, a row", "valid, strides", "torch.convolution"],
+)
+def test_padding_by_name_or_one_number(middle: nn.Module, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert_gradients_of_eager(net([copy.deepcopy(middle)], block(32, 32, bias=False)), found)
 
 
 def test_the_work_is_that_of_the_backward() -> None:
