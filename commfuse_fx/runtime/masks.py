@@ -7,6 +7,7 @@ which it has a vectorised one. Dropout is 5 to 10% of a small transformer's step
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -18,6 +19,7 @@ _library.define("bernoulli_(Tensor(a!) self, float p) -> Tensor(a!)", tags=_DRAW
 
 _VALUES = 1 << 16  # that a number's random bits can have: those of an int16, from -_HALF on
 _HALF = _VALUES >> 1
+_NEVER = 2.0**-53  # less than what torch's own kernel, which compares with a random double, can tell from 0
 
 
 def _bernoulli_(self: torch.Tensor, p: float) -> torch.Tensor:
@@ -26,14 +28,28 @@ def _bernoulli_(self: torch.Tensor, p: float) -> torch.Tensor:
     if not in_memory.is_contiguous() or not _draws_one_by_one():
         return self.bernoulli_(p)
     count = self.numel()
-    words = torch.empty((count + 3) // 4 + 1, dtype=torch.int64).random_(-(1 << 63), None)
-    # A threshold of 16 bits cannot be any p: it is rounded up or down at random, so that the probability is p.
-    below = int(p * _VALUES + (int(words[-1]) + (1 << 63)) * 2.0**-64) - _HALF
-    if below >= _HALF:
-        return self.fill_(1)
-    bits = words.view(torch.int16)[:count].view(in_memory.shape)
-    torch.lt(bits, below, out=in_memory)
+    often = p > 0.5
+    rare = 1 - p if often else p
+    below = int(rare * _VALUES)  # a threshold of 16 bits: it says a little less than what is asked for
+    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)[:count]
+    compare = torch.ge if often else torch.lt
+    compare(bits.view(in_memory.shape), below - _HALF, out=in_memory)
+    said = below / _VALUES
+    _sprinkle(in_memory.view(-1), (rare - said) / (1 - said), 0 if often else 1)
     return self
+
+
+def _sprinkle(numbers: torch.Tensor, p: float, value: int) -> None:
+    """Set each number to `value` at a small probability `p`, independently: by the distances between those."""
+    count, last = numbers.numel(), -1.0
+    places: list[int] = []
+    while last < count and p > _NEVER:
+        distances = torch.empty(int(count * p) + 4, dtype=torch.float64).geometric_(p)
+        _, *reached = accumulate(distances.tolist(), initial=last)
+        last = reached[-1]
+        places += [int(place) for place in reached if place < count]
+    if places:
+        numbers[torch.tensor(places)] = value
 
 
 def _bernoulli(self: torch.Tensor, p: float) -> torch.Tensor:
