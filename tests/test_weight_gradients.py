@@ -79,6 +79,15 @@ def test_gradients_are_those_of_float64(
     torch.testing.assert_close(found.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", [convolutions._by_products, convolutions._by_tiles])
+def test_errors_are_small_relative_to_the_largest_element(way: Callable[..., torch.Tensor]) -> None:
+    grad, x, weight = operands(2, 64, 64, (16, 16), (3, 3), (1, 1))
+    x[:, :, 0, 0] *= 1e6
+    exact = convolutions._by_onednn(grad.double(), x.double(), weight.double(), [1, 1])
+    error = (way(grad, x, weight, [1, 1]) - exact).abs().max() / exact.abs().max()
+    assert float(error) < 2e-6
+
+
 MANY_CHANNELS = (2, 64, 64, (20, 20), (3, 3), (1, 1))
 FEW_CHANNELS = SHAPES[0]
 

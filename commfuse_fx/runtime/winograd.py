@@ -7,6 +7,10 @@ In one dimension, for inputs d and gradients y:
 
     v = d0 - d2, d1 + d2, d2 - d1, d3 - d1      z = y0, y0 + y1, y0 - y1, y1      m = v * z
     dL/dw = m0 + (m1 + m2) / 2, (m1 - m2) / 2, (m1 + m2) / 2 + m3
+
+Errors are small relative to the largest element of a gradient, not to each: what a pixel of the kernel does not meet
+enters its sums as well, and cancels only up to rounding. For the same reason an overflow or an infinity in a tile makes
+all 9 pixels of a kernel non-finite.
 """
 
 from __future__ import annotations
