@@ -110,14 +110,17 @@ class Schedule:
         return checked
 
     def _fitted(self, candidate: _Candidate, program: Program, costs: CostModel) -> _Candidate:
-        """What this arrangement takes with as much memory given back as it takes to fit, and its peak."""
+        """What this arrangement takes with as much memory given back as it takes to fit, and its peak.
+
+        Where it does not fit at all, the attempt with the least peak.
+        """
         assert self.memory_limit is not None
         start = candidate.arrangement
         start.restore(program)
         roots = Roots(program.graph, program.aliases())
         leads = LEADS if can_start_late(program) else ()
         dependence: Dependence | None = None
-        peak, freed = 0, False
+        least: _Attempt | None = None
         for lead in (None, *leads):
             if lead is not None:
                 start.restore(program)
@@ -126,16 +129,20 @@ class Schedule:
             # What the step allocates depends on which ops will overwrite their inputs.
             reinplace(program, roots)
             peak, freed = _free_kept_memory(program, self.memory_limit)
+            if least is None or peak < least.peak:  # a later start can need more
+                least = _Attempt(peak, lead is None and not freed, _Arrangement.of(program))
             if peak <= self.memory_limit:
                 break
-        fitted = _Arrangement.of(program)
-        if lead is None and not freed:
-            return _Candidate(candidate.name, candidate.seconds, peak, fitted)
+        assert least is not None
+        fitted = least.arrangement
+        fitted.restore(program)
+        if least.as_given:
+            return _Candidate(candidate.name, candidate.seconds, least.peak, fitted)
         # Times are compared as without a limit, where ops do not overwrite their inputs yet.
         start.restore_ops()
         seconds = _seconds(program, costs)
         fitted.restore(program)
-        return _Candidate(candidate.name, seconds, peak, fitted)
+        return _Candidate(candidate.name, seconds, least.peak, fitted)
 
     def _fits(self, candidate: _Candidate) -> bool:
         """Whether it is within the limit, as far as that is known."""
@@ -226,6 +233,15 @@ class _Arrangement:
         for node, (target, *_) in zip(self.order, self.annotations, strict=True):
             if node.target is not target:  # setting it is slow
                 node.target = target
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """An arrangement that gives memory back. `peak`: bytes. `as_given`: nothing had to be given back."""
+
+    peak: int
+    as_given: bool
+    arrangement: _Arrangement
 
 
 def _annotations(node: fx.Node) -> tuple[Any, ...]:

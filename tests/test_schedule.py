@@ -296,6 +296,35 @@ def test_gathers_start_later_under_a_limit() -> None:
     assert sum(leads(tight)) < sum(leads(free))
 
 
+class PeakBehindBroadcast(nn.Module):
+    """Needs most memory just behind a broadcast: what is started later is still in flight there."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.wide = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, width = x.shape
+        x = torch.tanh(cf.ops.broadcast(self.first(x), src=0))
+        x = torch.tanh(x + self.wide(x.view(rows, 1, 1, width)).mean(1).view(rows, width))
+        y = self.second(x)
+        gathered = cf.ops.all_gather(y)[:rows] + cf.ops.all_gather(x)[:rows]
+        return self.last(torch.tanh(y + gathered))
+
+
+PEAKED = Case("peaked", PeakBehindBroadcast, lambda rows: (torch.randn(rows, 16), torch.randint(4, (rows,))))
+
+
+def test_the_figure_of_the_error_is_never_above_the_peak_without_a_limit() -> None:
+    free = peaks(PEAKED, schedule="overlap")
+    least = least_memory(PEAKED, across=False)
+    assert least <= free
+    assert peaks(PEAKED, schedule=cf.ScheduleConfig(memory_limit=least)) == least
+    with pytest.raises(ConfigValueError, match=f"needs: {least} bytes"):
+        lower(PEAKED, schedule=cf.ScheduleConfig(memory_limit=least - 1))
+
+
 # Determinism.
 
 
