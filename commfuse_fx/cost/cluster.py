@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -154,6 +154,17 @@ class ClusterSpec(Document, kind="cluster"):
             self.check_ranks(key)
             found = self._splits[key] = self._split(key)
         return found
+
+    def distinct(self, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """One group of each way in which these lie in the cluster: those that lie alike cost the same.
+
+        Raises like `check_ranks`.
+        """
+        found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        for ranks in groups:
+            split = self.split(ranks)
+            found.setdefault((split.size, tuple(level.name for level in split.levels), split.parts), ranks)
+        return list(found.values())
 
     def _split(self, ranks: tuple[int, ...]) -> GroupSplit:
         heads: Sequence[int] = ranks  # one rank of each part

@@ -65,7 +65,7 @@ class CostModel:
     cluster: ClusterSpec
     node_seconds: Mapping[str, float] | None = None
     _costs: dict[Any, CollectiveCost] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _ranks: dict[Any, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _distinct: dict[Any, list[tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.node_seconds is None:
@@ -97,20 +97,26 @@ class CostModel:
                 return seconds
         return roofline_seconds(node, self.cluster.device)
 
-    def cost_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh, rank: int = 0) -> CollectiveCost:
-        """What the collective of a start node costs the group of `rank`; `nbytes` for a piece of its payload."""
+    def cost_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> CollectiveCost:
+        """What the collective of a start node costs; `nbytes` for a piece of its payload.
+
+        Its groups can lie differently in the cluster: it is that of the most expensive one, on every rank.
+        """
         details = info(start).collective
         assert details is not None, "a start carries what its collective does"
         size = details.nbytes if nbytes is None else nbytes
-        key = (details.kind, size, details.group, mesh, rank)
+        key = (details.kind, size, details.group, mesh)
         if key not in self._costs:
-            ranks = self._group(mesh, details.group, rank)
-            self._costs[key] = collective_cost(details.kind, size, ranks, self.cluster)
+            costs = [
+                collective_cost(details.kind, size, ranks, self.cluster)
+                for ranks in self._distinct_groups(mesh, details.group)
+            ]
+            self._costs[key] = max(costs, key=lambda cost: cost.seconds)
         return self._costs[key]
 
-    def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh, rank: int = 0) -> Transfer:
+    def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> Transfer:
         """The same for the engine. Its stream is the group, written as mesh axes."""
-        cost = self.cost_of(start, nbytes, mesh=mesh, rank=rank)
+        cost = self.cost_of(start, nbytes, mesh=mesh)
         details = info(start).collective
         assert details is not None
         extra = cost.burst, cost.boost, cost.slowed, cost.busy_speed
@@ -120,11 +126,12 @@ class CostModel:
         """The same prices, for asking again and again about one graph."""
         return RememberingModel(self.cluster, self.node_seconds)
 
-    def _group(self, mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
-        key = (mesh, group, rank)
-        if key not in self._ranks:
-            self._ranks[key] = mesh.ranks(group, rank)
-        return self._ranks[key]
+    def _distinct_groups(self, mesh: Mesh, group: str) -> list[tuple[int, ...]]:
+        """Of the groups along these axes, one of each way in which they lie in the cluster."""
+        key = (mesh, group)
+        if key not in self._distinct:
+            self._distinct[key] = self.cluster.distinct(mesh.groups(group))
+        return self._distinct[key]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,13 @@ class Mesh:
                 members.append(self._rank_at(position))
         return tuple(members)
 
+    def groups(self, group: str) -> list[tuple[int, ...]]:
+        """The ranks of all groups along these axes, each in the order of the mesh."""
+        axes = {self._axis(name) for name in group.split(",")}
+        members = self._positions(axes)
+        firsts = self._positions(set(range(len(self.shape))) - axes)
+        return [tuple([self._rank_at(first + each) for each in members]) for first in firsts]
+
     def index(self, group: str, rank: int) -> int:
         """Position of `rank` inside its group."""
         index = 0
@@ -78,6 +85,14 @@ class Mesh:
         if name not in self.names:
             raise KeyError(f"no mesh axis {name!r}; axes are {', '.join(self.names)}")
         return self.names.index(name)
+
+    def _positions(self, axes: set[int]) -> list[int]:
+        """The row-major positions that one comes to from the first device along these axes."""
+        found = [0]
+        for axis in sorted(axes):
+            stride = prod(self.shape[axis + 1 :])
+            found = [position + i * stride for position in found for i in range(self.shape[axis])]
+        return found
 
     def _rank_at(self, position: int) -> int:
         return position if self.devices is None else self.devices[position]

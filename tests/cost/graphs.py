@@ -45,7 +45,7 @@ class Priced(CostModel):
     def compute_seconds(self, node: fx.Node) -> float:
         return self.computes.get(info(node).name, 0.0)
 
-    def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh, rank: int = 0) -> Transfer:
+    def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> Transfer:
         whole = self.moves[info(start).name]
         if nbytes is None:
             return whole
