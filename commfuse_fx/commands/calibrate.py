@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfuse_fx.commands.console import say
 from commfuse_fx.commands.files import problem_with
 from commfuse_fx.commands.options import add_common
 from commfuse_fx.cost.calibrate import DEFAULT_SECONDS, Calibration, calibrate
@@ -123,3 +124,5 @@ def _print_report(found: Calibration, options: argparse.Namespace) -> None:
         print(json.dumps({"file": str(options.out), **found.report.to_dict()}, indent=1))
     else:
         print(f'{found.report.text()}written to {options.out}: give cluster="{options.out}"')
+    for warning in found.report.warnings:
+        say(f"warning: {warning}")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.fit import Burst, Sample, burst, fit
+from commfuse_fx.cost.fit import Burst, Fit, Sample, burst, fit
 from commfuse_fx.cost.network_probe import NetworkFigures, measure_group, shown
 from commfuse_fx.cost.probe import probe, slowest_figures
 from commfuse_fx.cost.probe_group import Group
@@ -34,6 +34,13 @@ LEAST_SLOWED = 2.0
 
 MOST_HELD_BACK = 0.95
 """The part of the bandwidth that is left beside compute, at most, for that to be a figure of its own."""
+
+
+MOST_LATENCY = 0.5
+"""The part of a row of collectives that may be latency where its bytes per second are a bandwidth."""
+
+LARGE_ERROR = 0.5
+"""Median relative error of all_reduce above which the figures of a level are not to be relied on."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,20 @@ class Report:
     device: Device
     levels: tuple[LevelReport, ...]
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why figures are not to be relied on, and what to do about it."""
+        return tuple(
+            f"level {level.name}: the median error of all_reduce is {level.kind_errors['all_reduce']:.0%}, far above "
+            "the usual 30%; calibrate again with nothing else running, and more --seconds"
+            for level in self.levels
+            if level.kind_errors["all_reduce"] > LARGE_ERROR
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: numbers, strings, lists and dictionaries only; units as in the fields."""
         found: dict[str, Any] = asdict(replace(self, device=replace(self.device, flops=dict(self.device.flops))))
-        return found
+        return {**found, "warnings": list(self.warnings)}
 
     def text(self) -> str:
         """The report in plain lines."""
@@ -109,6 +126,7 @@ class Report:
                 f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
                 f"over {len(level.samples)} samples; median of {kinds}",
             ]
+        lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines) + "\n"
 
 
@@ -280,7 +298,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         pipelined.append(_slowest([each.pipelined for each in found if each.pipelined is not None]))
         rested.extend(_slowest(column) for column in zip(*(each.rested for each in found), strict=True))
     single = fit(samples)
-    final = fit(samples, min(sample.wire_bytes / sample.seconds for sample in pipelined))
+    final = fit(samples, min(_carried(row, single) for row in pipelined))
     by_kind: dict[str, list[float]] = {}
     for sample, error in zip(samples, final.errors, strict=True):
         by_kind.setdefault(sample.kind, []).append(error)
@@ -303,6 +321,13 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         kind_errors={kind: median(errors) for kind, errors in by_kind.items()},
         samples=tuple(samples),
     )
+
+
+def _carried(row: Sample, single: Fit) -> float:
+    """Bytes per second of a row; where most of its time is latency, what single collectives say."""
+    if row.messages * single.alpha > MOST_LATENCY * row.seconds:
+        return single.bandwidth
+    return row.wire_bytes / row.seconds
 
 
 def _slowest(samples: Sequence[Sample]) -> Sample:

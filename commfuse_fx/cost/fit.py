@@ -48,6 +48,10 @@ class Fit:
     bandwidth: float
     errors: tuple[float, ...]
 
+    def seconds_of(self, sample: Sample) -> float:
+        """What such a collective takes by these figures."""
+        return _predicted(sample, self.alpha, self.bandwidth)
+
     @property
     def median_error(self) -> float:
         return median(self.errors)

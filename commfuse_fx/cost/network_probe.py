@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.cost.contention_probe import Contention, measure_contention
-from commfuse_fx.cost.fit import Sample
+from commfuse_fx.cost.fit import Sample, fit
 from commfuse_fx.cost.probe_group import Group
 from commfuse_fx.progress import progress
 
@@ -28,6 +28,7 @@ SLOW = 1.0
 """Payloads do not grow to where one collective would take longer than so many seconds."""
 
 PIPELINED_BYTES = 4 << 20
+"""Payload of the collectives that are sent in rows: bytes, not latency, should be what takes time there."""
 
 PAUSE = 0.05
 """Seconds in which a network earns back what it may carry at once."""
@@ -59,9 +60,10 @@ def measure_group(group: Group, name: str, seconds: float) -> NetworkFigures:
     """Measure a group in about so many seconds; all its ranks must call it. name: of the level, for progress lines."""
     with shown(f"collectives of level {name}"):
         samples = _ladder(group, 0.4 * seconds)
-    alone = max(s.seconds for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
-    alone = group.agreed(alone)
-    nbytes = max(s.nbytes for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES)
+        samples += _for_rows(group, samples)
+    rows = [s for s in samples if s.kind == "all_reduce" and s.nbytes <= PIPELINED_BYTES]
+    largest = max(rows, key=lambda sample: sample.nbytes)
+    nbytes, alone = largest.nbytes, group.agreed(largest.seconds)
     with shown(f"several collectives of level {name} at once"):
         pipelined = _in_flight(group, nbytes, alone, 0.15 * seconds)
         rested = _after_pauses(group, nbytes, 0.1 * seconds)
@@ -79,19 +81,34 @@ def _ladder(group: Group, seconds: float) -> list[Sample]:
     expected = 0.0
     for number, size in enumerate(SIZES):
         worst = 0.0
-        for kind, weight in WEIGHTS.items():
-            nbytes, count, call = group.collective(kind, size)
-            if expected < SLOW / 4:
-                call()  # connections are made, and memory is touched for the first time
-            first = group.agreed(group.timed(call))
-            repeats = min(max(math.ceil(unit * (number + 1) / first), 3 if first < SLOW / 4 else 1), 100)
-            times = [group.timed(call) / count for _ in range(repeats)]
-            samples.append(Sample(kind, group.size, nbytes, median(times), weight))
-            worst = max(worst, first / count)
+        for kind in WEIGHTS:
+            sample, first = _measured(group, kind, size, unit * (number + 1), expected)
+            samples.append(sample)
+            worst = max(worst, first)
         expected = worst * SIZES[min(number + 1, len(SIZES) - 1)] / size
         if expected > SLOW or (number >= 3 and group.agreed(perf_counter() - start) > seconds):
             break
     return samples
+
+
+def _measured(group: Group, kind: str, size: int, seconds: float, expected: float) -> tuple[Sample, float]:
+    """One collective, measured for so many seconds, and what it took first. expected: what it will take, about."""
+    nbytes, count, call = group.collective(kind, size)
+    if expected < SLOW / 4:
+        call()  # connections are made, and memory is touched for the first time
+    first = group.agreed(group.timed(call))
+    repeats = min(max(math.ceil(seconds / first), 3 if first < SLOW / 4 else 1), 100)
+    times = [group.timed(call) / count for _ in range(repeats)]
+    return Sample(kind, group.size, nbytes, median(times), WEIGHTS[kind]), first / count
+
+
+def _for_rows(group: Group, reached: Sequence[Sample]) -> list[Sample]:
+    """The all_reduce that rows are made of, where the ladder ended before it and the network is not too slow for it."""
+    row = Sample("all_reduce", group.size, PIPELINED_BYTES, SLOW)
+    expected = group.agreed(fit(reached).seconds_of(row))
+    if reached[-1].nbytes > row.nbytes // 2 or expected > SLOW:
+        return []
+    return [_measured(group, row.kind, row.nbytes, 0.0, expected)[0]]
 
 
 def _in_flight(group: Group, nbytes: int, alone: float, seconds: float) -> Sample:
