@@ -29,6 +29,10 @@ from commfuse_fx.runtime.world import is_distributed, world_timeout
 
 DEFAULT_SECONDS = 15.0
 
+LEAST_ALPHA = 1e-7
+"""Seconds that a message takes at least: no network is faster, and where bytes explain all that was measured, a fit may
+give 0."""
+
 LEAST_SLOWED = 2.0
 """How many times its latency a message must take beside compute for that to be a figure of its own."""
 
@@ -302,19 +306,20 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
     by_kind: dict[str, list[float]] = {}
     for sample, error in zip(samples, final.errors, strict=True):
         by_kind.setdefault(sample.kind, []).append(error)
+    alpha = max(final.alpha, LEAST_ALPHA)
     beside = [each.contention for each in everybody if each.contention is not None]
     latency = max((each.latency for each in beside), default=0.0)
     bandwidth = min((each.bandwidth for each in beside), default=0.0)
     return LevelReport(
         name=name,
         groups=groups,
-        alpha=final.alpha,
+        alpha=alpha,
         bandwidth=final.bandwidth,
         fitted_bandwidth=single.bandwidth,
         burst=burst(rested, final.bandwidth),
         host_seconds_per_byte=max((each.per_byte for each in beside), default=0.0),
         overhead=max((each.per_message for each in beside), default=0.0),
-        alpha_busy=latency if latency > LEAST_SLOWED * final.alpha else 0.0,
+        alpha_busy=latency if latency > LEAST_SLOWED * alpha else 0.0,
         bandwidth_busy=bandwidth if bandwidth < MOST_HELD_BACK * final.bandwidth else 0.0,
         median_error=final.median_error,
         max_error=final.max_error,

@@ -245,6 +245,11 @@ def _checked_burst(level: Level, where: str) -> float:
 
 def _checked_alpha_busy(level: Level, where: str) -> float:
     busy = check_number(level.alpha_busy, f"{where}.alpha_busy")
+    if busy and not level.alpha:
+        raise ConfigValueError(
+            f"{where}.alpha_busy is {show(busy)} with alpha 0; give alpha too: what a message takes while the rank "
+            "waits, such as 1e-7"
+        )
     if busy and busy < level.alpha:
         raise ConfigValueError(
             f"{where}.alpha_busy is {show(busy)}, below alpha {show(level.alpha)}; give 0 where computing makes no "

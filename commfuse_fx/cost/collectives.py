@@ -218,8 +218,9 @@ def collective_cost(
 
 
 def _slowed(levels: Sequence[Level]) -> float:
-    """The factor of the level that it is largest on: a busy rank waits for its core on all of them."""
-    return max((level.alpha_busy / level.alpha for level in levels if level.alpha_busy and level.alpha), default=1.0)
+    """Of the slowest level, as messages go at its pace: one that waits for its core waits on every level."""
+    alpha = max(level.alpha for level in levels)
+    return max(alpha, *(level.alpha_busy for level in levels)) / alpha if alpha else 1.0
 
 
 def _busy_speed(levels: Sequence[Level]) -> float:

@@ -14,7 +14,10 @@ import torch
 
 from commfuse_fx.commands import calibrate as command
 from commfuse_fx.cost import network_probe, probe_group
-from commfuse_fx.cost.calibrate import Calibration, LevelReport, Report, _report_level
+from commfuse_fx.cost.calibrate import Calibration, LevelReport, Report, _Planned, _report_level, _spec_of
+from commfuse_fx.cost.cluster import ClusterSpec
+from commfuse_fx.cost.collectives import collective_cost
+from commfuse_fx.cost.contention_probe import Contention
 from commfuse_fx.cost.fit import Sample
 from commfuse_fx.cost.network_probe import PIPELINED_BYTES, NetworkFigures, measure_group
 from commfuse_fx.cost.probe_group import Group
@@ -46,7 +49,9 @@ class _Network(Group):
         self.now += sample.messages * self.alpha + sample.wire_bytes / self.bandwidth
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, network: _Network, seconds: float) -> tuple[NetworkFigures, LevelReport]:
+def measured(
+    monkeypatch: pytest.MonkeyPatch, network: _Network, seconds: float, contention: Contention | None = None
+) -> tuple[NetworkFigures, LevelReport]:
     def rest(seconds: float) -> None:
         network.now += seconds
 
@@ -54,7 +59,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, network: _Network, seconds: float)
         monkeypatch.setattr(module, "perf_counter", lambda: network.now)
     monkeypatch.setattr(network_probe, "sleep", rest)
     monkeypatch.setattr(network_probe, "shown", lambda what: nullcontext())
-    monkeypatch.setattr(network_probe, "measure_contention", lambda *args: None)
+    monkeypatch.setattr(network_probe, "measure_contention", lambda *args: contention)
     found = measure_group(network, "host", seconds)
     return found, _report_level("host", (RANKS,), [found, found])
 
@@ -88,6 +93,17 @@ def test_latency_is_not_taken_for_a_lack_of_bandwidth(monkeypatch: pytest.Monkey
     """A row of 4 MiB is mostly latency here."""
     _, level = measured(monkeypatch, _Network(2e-2, 1e9), 15.0)
     assert level.bandwidth == pytest.approx(1e9, rel=0.05)
+
+
+def test_a_latency_that_compute_slows_counts_where_there_is_none_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = _Network(0.0, 1e9)
+    contention = Contention(per_byte=0.0, per_message=0.0, latency=1e-3, bandwidth=1e9)
+    _, level = measured(monkeypatch, network, 15.0, contention)
+    assert 0 < level.alpha <= 1e-6
+    spec = _spec_of(_Planned("host", None, (RANKS,)), level, "")
+    cluster = ClusterSpec(name="gloo-2", device=CORE, levels=(spec,), ranks=2)
+    cost = collective_cost("all_reduce", 4, RANKS, cluster)
+    assert cost.latency * cost.slowed == pytest.approx(2e-3)
 
 
 # Figures that are not to be relied on.

@@ -145,3 +145,18 @@ def test_bad_figures_are_refused() -> None:
         cf.ClusterSpec(name="odd", device=CORE, levels=(level,))
     with pytest.raises(ConfigValueError, match="slowed=0.5: give a factor"):
         Transfer("dp", 1.0, 1.0, slowed=0.5)
+
+
+def test_a_latency_of_nothing_cannot_be_slowed() -> None:
+    level = cf.Level(name="tcp", alpha=0, bandwidth=1e9, alpha_busy=1e-3)
+    with pytest.raises(ConfigValueError, match=r"levels\[0\].alpha_busy is 0.001 with alpha 0; give alpha too"):
+        cf.ClusterSpec(name="c", device=CORE, levels=(level,))
+
+
+def test_a_group_over_several_levels_waits_for_its_core_as_on_the_slowest() -> None:
+    host = cf.Level(name="host", domains=2, alpha=1e-7, bandwidth=1e9, alpha_busy=2e-3)
+    tcp = cf.Level(name="tcp", alpha=1e-3, bandwidth=1e9)
+    cluster = cf.ClusterSpec(name="hosts", device=CORE, levels=(host, tcp), ranks=4)
+    inside, over = (collective_cost("all_reduce", 4, ranks, cluster) for ranks in ((0, 1), range(4)))
+    assert inside.slowed * inside.latency == pytest.approx(2 * 2e-3)
+    assert over.slowed == pytest.approx(2.0)
