@@ -149,10 +149,11 @@ class ClusterSpec(Document, kind="cluster"):
         if not isinstance(ranks, Sequence):
             raise ConfigTypeError(f"the group is {show(ranks)}; give a sequence of ranks")
         key = tuple(ranks)
-        found = self._splits.get(key)
-        if found is None:
+        try:
+            return self._splits[key]
+        except (KeyError, TypeError):  # not known yet, or holds what cannot be hashed
             self.check_ranks(key)
-            found = self._splits[key] = self._split(key)
+        found = self._splits[key] = self._split(key)
         return found
 
     def distinct(self, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

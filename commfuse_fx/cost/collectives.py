@@ -12,6 +12,7 @@ algorithms for barrier synchronization" (1988); bus bandwidth as nccl-tests defi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from commfuse_fx.cost.cluster import ClusterSpec, GroupSplit, Level
 from commfuse_fx.cost.files import check_number
+from commfuse_fx.cost.presets import resolve_cluster
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.options import check_choice, show
 
@@ -177,11 +179,16 @@ def bus_bandwidth(kind: str, nbytes: float, ranks: int, seconds: float) -> float
 
 
 def collective_cost(
-    kind: str, nbytes: float, ranks: Sequence[int], cluster: ClusterSpec, algorithm: str | None = None
+    kind: str,
+    nbytes: float,
+    ranks: Sequence[int],
+    cluster: ClusterSpec | str | os.PathLike[str],
+    algorithm: str | None = None,
 ) -> CollectiveCost:
     """What one collective costs a group of ranks of a cluster.
 
     kind: one of `COLLECTIVES`. algorithm: one of `algorithms(kind)`, or None for the cheapest that applies.
+    cluster: what the option of that name takes: a ClusterSpec, the name of a preset, or the path of a file.
     nbytes: bytes of the full, unsharded buffer:
 
     - all_reduce, broadcast, reduce: the tensor, which is as large on every rank;
@@ -198,11 +205,13 @@ def collective_cost(
     Halving and doubling ("recursive") apply to powers of two.
 
     Raises ConfigTypeError or ConfigValueError for an unknown kind or algorithm, for an algorithm that does not apply
-    to this group, for a negative nbytes and for ranks that the cluster does not have.
+    to this group, for a negative nbytes and for ranks that the cluster does not have, and like `resolve_cluster`.
     """
     if kind not in COLLECTIVES:
         check_choice(kind, "kind", COLLECTIVES)
     size = check_number(nbytes, "nbytes")
+    if not isinstance(cluster, ClusterSpec):
+        cluster = resolve_cluster(cluster)
     split = cluster.split(ranks)
     if algorithm is not None:
         _check_applies(algorithm, kind, split, cluster)

@@ -58,19 +58,22 @@ class Document:
 
         Raises ConfigTypeError, ConfigKeyError or ConfigValueError, naming `where`, the field and the fix.
         """
+        if not isinstance(text, str):
+            raise ConfigTypeError(f"{where} is {show(text)}; give a str, or the path of a file to load()")
         kind, body = parse_document(text, where)
         if kind != cls.kind:
             raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "{cls.kind}"')
         return cls._from_body(body, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file. Raises OSError when that fails."""
-        write_document(path, self.to_json())
+        """Write `to_json` to a file. Raises ConfigTypeError for what is no path, OSError when writing fails."""
+        write_document(_checked_path(path), self.to_json())
 
     @classmethod
     def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
         """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
-        return cls.from_json(read_text(path), os.fspath(path))
+        where = _checked_path(path)
+        return cls.from_json(read_text(where), where)
 
 
 def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -85,8 +88,8 @@ def load_document(path: str | os.PathLike[str]) -> Any:
 
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError, which name the file, the field and the fix.
     """
-    where = os.fspath(path)
-    kind, body = parse_document(read_text(path), where)
+    where = _checked_path(path)
+    kind, body = parse_document(read_text(where), where)
     if kind not in _READERS:
         known = ", ".join(f'"{name}"' for name in _READERS)
         raise ConfigValueError(f"{where}: kind is {show(kind)}, which cannot be read here; give one of {known}")
@@ -194,6 +197,12 @@ def check_text(value: object, where: str, *, empty: bool = False) -> str:
     if not value and not empty:
         raise ConfigValueError(f"{where} is empty; give a name")
     return value
+
+
+def _checked_path(path: object) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigTypeError(f"path is {show(path)}; give the path of a JSON file")
+    return os.fspath(path)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

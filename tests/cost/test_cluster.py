@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
+from commfuse_fx.cost.files import load_document
 from commfuse_fx.cost.presets import MAX_NODES, preset, preset_names, resolve_cluster
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
 
@@ -229,6 +230,7 @@ def test_a_split_is_computed_once_per_group() -> None:
         ((0, 0), ConfigValueError, r"the group \(0, 0\) has a rank twice"),
         ((0, 1.5), ConfigTypeError, "the group has rank 1.5; give ints"),
         (("0",), ConfigTypeError, "the group has rank '0'; give ints"),
+        ([[0, 1]], ConfigTypeError, r"the group has rank \[0, 1\]; give ints"),
     ],
 )
 def test_groups_that_the_cluster_cannot_have(ranks: Any, error: type[CommFuseError], message: str) -> None:
@@ -337,6 +339,15 @@ def test_bad_documents(text: str, error: type[CommFuseError], message: str, tmp_
         ClusterSpec.load(path)
     with pytest.raises(error, match=message):
         resolve_cluster(str(path))
+
+
+def test_what_is_neither_text_nor_path() -> None:
+    for text in (5, b"{}", None):
+        with pytest.raises(ConfigTypeError, match=rf"^the text is {text!r}; give a str, or the path of a file to load"):
+            ClusterSpec.from_json(text)  # type: ignore[arg-type]
+    for use in (ClusterSpec.load, load_document, full_cluster().save):
+        with pytest.raises(ConfigTypeError, match="^path is 5; give the path of a JSON file"):
+            use(5)  # type: ignore[arg-type]
 
 
 def test_large_numbers_are_out_of_range_not_a_crash() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +317,18 @@ def test_bad_arguments(changes: dict[str, Any], error: type[CommFuseError], mess
 def test_algorithms_of_an_unknown_kind() -> None:
     with pytest.raises(ConfigValueError, match="kind is 'sum', which is unknown"):
         algorithms("sum")
+
+
+def test_a_cluster_is_named_as_everywhere(tmp_path: Path) -> None:
+    cluster = preset("h100-ib-2")
+    cluster.save(tmp_path / "mine.json")
+    cost = collective_cost("all_reduce", 1 << 20, range(16), cluster)
+    for named in ("h100-ib-2", tmp_path / "mine.json", str(tmp_path / "mine.json")):
+        assert collective_cost("all_reduce", 1 << 20, range(16), named) == cost
+
+
+@pytest.mark.parametrize("cluster", [None, 5, (0, 1)])
+def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
+    message = f"cluster is {cluster!r}; give a ClusterSpec, the name of a preset, or a path"
+    with pytest.raises(ConfigTypeError, match=re.escape(message)):
+        collective_cost("all_reduce", 1, (0, 1), cluster)
