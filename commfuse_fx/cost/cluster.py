@@ -298,6 +298,8 @@ def _checked_domains(domains: object, where: str, ranks: int | None) -> int | tu
             raise ConfigValueError(f"{where}[{i}] is empty; leave it out")
         for rank in domain:
             check_int(rank, f"{where}[{i}] has a rank that", 0, ranks - 1, f" (ranks is {ranks})")
+            if found.get(rank) == i:
+                raise ConfigValueError(f"{where}[{i}] has rank {rank} twice; give it once")
             if rank in found:
                 raise ConfigValueError(
                     f"{where}[{i}] overlaps {where}[{found[rank]}]: both have rank {rank}; give each rank one domain"
@@ -351,14 +353,26 @@ def _domain_table(domains: int | tuple[tuple[int, ...], ...] | None) -> tuple[in
 def _check_network(levels: Sequence[Level], ranks: int | None, tables: Sequence[tuple[int, ...] | None]) -> None:
     """The levels together: they nest, and the last one joins all ranks."""
     for i in range(len(levels) - 1):
+        if _joins_all(levels[i], ranks):
+            raise ConfigValueError(
+                f'levels[{i}] "{levels[i].name}" with domains {show(levels[i].domains)} joins all ranks, so that '
+                f'levels[{i + 1}] "{levels[i + 1].name}" would carry nothing; give the ranks that it joins as domains, '
+                "or leave out one of the levels"
+            )
         _check_nesting(i, levels, ranks, tables)
-    last, where = levels[-1].domains, f"levels[{len(levels) - 1}]"
-    joins_all = last is None or (isinstance(last, tuple) and len(last) == 1)
-    if not joins_all and not (is_int(last) and ranks is not None and last >= ranks):
+    last, where = levels[-1], f"levels[{len(levels) - 1}]"
+    if not _joins_all(last, ranks):
         raise ConfigValueError(
-            f'a level is missing: the last one, {where} "{levels[-1].name}" with domains {show(last)}, does not join '
+            f'a level is missing: the last one, {where} "{last.name}" with domains {show(last.domains)}, does not join '
             "all ranks; add a level with domains=None"
         )
+
+
+def _joins_all(level: Level, ranks: int | None) -> bool:
+    domains = level.domains
+    if isinstance(domains, int):
+        return ranks is not None and domains >= ranks
+    return domains is None or len(domains) == 1
 
 
 def _check_nesting(
@@ -369,9 +383,8 @@ def _check_nesting(
         return
     if isinstance(inner, int) and isinstance(outer, int):
         nested = outer % inner == 0 or (ranks is not None and outer >= ranks)
-    elif ranks is None:
-        nested = False  # the inner level joins all ranks, the outer one does not
     else:
+        assert ranks is not None, "levels that list ranks say how many there are"
         pairs = [(_domain(inner, tables[i], rank), _domain(outer, tables[i + 1], rank)) for rank in range(ranks)]
         holder = dict(pairs)
         nested = all(holder[inside] == outside for inside, outside in pairs)

@@ -123,7 +123,7 @@ def parse_document(text: str, where: str) -> tuple[str, dict[str, Any]]:
     when it is not JSON or has a schema that this version does not know.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        found = json.loads(text, object_pairs_hook=_unique_keys)
     except ConfigKeyError as error:
         raise ConfigKeyError(f"{where}: {error}") from None
     except json.JSONDecodeError as error:
@@ -196,7 +196,18 @@ def check_text(value: object, where: str, *, empty: bool = False) -> str:
         raise ConfigTypeError(f"{where} is {show(value)}; give a str")
     if not value and not empty:
         raise ConfigValueError(f"{where} is empty; give a name")
+    if not _is_unicode(value):
+        raise ConfigValueError(f"{where} is {show(value)}, which has half of a surrogate pair; give whole characters")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8. JSON may name half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_path(path: object) -> str:
@@ -212,10 +223,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ConfigKeyError(f"key {show(key)} stands twice in one object; keep one of them")
         found[key] = value
     return found
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
 
 
 def _layout(value: Any, indent: str) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 import random
 import re
@@ -111,7 +112,25 @@ def test_figures_must_be_numbers(field: str, value: object) -> None:
             ConfigValueError,
             r"levels\[0\]\.domains 2 do not nest in levels\[1\]\.domains \(\(0, 2",
         ),
-        ((level("a"), level("b", domains=4)), ConfigValueError, r"levels\[0\]\.domains None do not nest"),
+        (
+            (level(domains=((0, 1, 2, 3), (4, 5, 6, 7, 5))), level("b")),
+            ConfigValueError,
+            r"^levels\[0\]\.domains\[1\] has rank 5 twice; give it once",
+        ),
+        *(
+            (
+                (level("a", domains=domains), level("b")),
+                ConfigValueError,
+                r'^levels\[0\] "a" with domains .* joins all ranks, so that levels\[1\] "b" would carry nothing',
+            )
+            for domains in (None, 8, 20, (tuple(range(8)),))
+        ),
+        (
+            (level("a", domains=2), level("b", domains=8), level("c")),
+            ConfigValueError,
+            r'^levels\[1\] "b" with domains 8 joins all ranks, so that levels\[2\] "c" would carry nothing',
+        ),
+        ((level("\ud800"),), ConfigValueError, r"levels\[0\]\.name is '\\ud800', which has half of a surrogate pair"),
     ],
 )
 def test_levels_that_are_no_network_are_refused(levels: Any, error: type[CommFuseError], message: str) -> None:
@@ -124,7 +143,7 @@ def test_levels_that_are_no_network_are_refused(levels: Any, error: type[CommFus
     [
         ((level(domains=4),), "a level is missing"),
         ((level(domains=((0, 1),)),), "lists ranks, but ranks is None; give ranks"),
-        ((level("a"), level("b", domains=4)), "do not nest"),
+        ((level("a"), level("b", domains=4)), "joins all ranks"),
     ],
 )
 def test_levels_without_a_number_of_ranks(levels: tuple[Level, ...], message: str) -> None:
@@ -301,7 +320,7 @@ def edited(*path: str | int, value: Any = ..., key: str | None = None) -> str:
         ('{"schema": 1,\n "kind" 3}', ConfigValueError, r"FILE is not JSON: .* at line 2, column 9"),
         ("[1]", ConfigTypeError, r"FILE is \[1\]; give a JSON object"),
         ("[" * 100_000, ConfigValueError, "FILE is not JSON"),
-        ('{"schema": NaN}', ConfigValueError, "FILE is not JSON: NaN is no number"),
+        ('{"schema": NaN, "kind": "cluster"}', ConfigTypeError, "FILE: schema is nan; give 1"),
         ('{"kind": "a", "kind": "b"}', ConfigKeyError, "FILE: key 'kind' stands twice"),
         (edited("schema"), ConfigKeyError, 'FILE: key "schema" is missing; give "schema": 1'),
         (edited("kind"), ConfigKeyError, 'FILE: key "kind" is missing'),
@@ -324,6 +343,18 @@ def edited(*path: str | int, value: Any = ..., key: str | None = None) -> str:
         ),
         (edited("levels", 1, "bandwidth", value=-5), ConfigValueError, r"FILE: levels\[1\]\.bandwidth is -5; give"),
         (edited("levels", 1, "bandwidth", value="5"), ConfigTypeError, r"FILE: levels\[1\]\.bandwidth is '5'; give"),
+        (
+            edited("levels", 1, "alpha", value=math.nan),
+            ConfigValueError,
+            r"FILE: levels\[1\]\.alpha is nan; give a finite",
+        ),
+        (
+            edited("device", "op_overhead", value=math.inf),
+            ConfigValueError,
+            r"FILE: device\.op_overhead is inf; give a",
+        ),
+        (edited("ranks", value=-math.inf), ConfigTypeError, "FILE: ranks is -inf; give an int"),
+        (edited("name", value="\ud800"), ConfigValueError, r"FILE: name is '\\ud800', which has half of a surrogate"),
         (edited("levels", 0, "domains", value=[[0, 1]]), ConfigValueError, r"FILE: levels\[0\]\.domains skips rank 2"),
         (edited("device", value=None), ConfigTypeError, "FILE: device is None; give a JSON object"),
         (edited("device", "flops"), ConfigKeyError, 'FILE: device: key "flops" is missing; give name, flops'),
