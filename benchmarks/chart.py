@@ -42,11 +42,12 @@ def spans_of_events(events: Iterable[Any]) -> list[Span]:
     """Spans of a simulation's events, which have `name`, `kind`, `stream`, `begin` and `end`.
 
     Lanes as in `blocked_and_sent`, but for transfers, whose lanes are named after their streams. Compute without a
-    gap is one span.
+    gap is one span; handing transfers over is compute.
     """
     spans: list[Span] = []
-    for event in sorted(events, key=lambda event: (event.kind != "compute", event.begin, event.end)):
-        lane = {"compute": "compute", "wait": "blocked"}.get(event.kind, f"communication {event.stream}")
+    lanes = {"compute": "compute", "issue": "compute", "wait": "blocked"}
+    for event in sorted(events, key=lambda event: (lanes.get(event.kind) != "compute", event.begin, event.end)):
+        lane = lanes.get(event.kind, f"communication {event.stream}")
         name, begin, end = str(event.name), float(event.begin), float(event.end)
         if lane == "compute":
             name = "compute"

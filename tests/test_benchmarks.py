@@ -263,7 +263,8 @@ class TestChart:
             for name, kind, stream, begin, end in [
                 ("b.0", "communication", "data", 1, 3),
                 ("mm", "compute", "compute", 0, 1),
-                ("relu", "compute", "compute", 1, 2),
+                ("issue b.0", "issue", "compute", 1, 1.5),
+                ("relu", "compute", "compute", 1.5, 2),
                 ("b.0.wait", "wait", "compute", 2, 3),
                 ("adam", "compute", "compute", 3, 4),
             ]

@@ -63,9 +63,10 @@ class Played:
     """What was played, and what happened in the last round, in seconds since the first.
 
     order: the nodes as executed. seconds: of each node that computes. pieces: what goes onto the wire right
-    after a node. began, ended: the last round. computed: (node, begin, end). flown: each collective that was waited
-    for, in the order of waits; where nodes are deferred it may have started in the round before. deferred: nodes run
-    in the following step. message: seconds of compute to hand over one message.
+    after a node. began, ended: the last round. computed: (node, begin, end). issued: (start, number of the piece,
+    begin, end) of messages that take time to hand over. flown: each collective that was waited for, in the order of
+    waits; where nodes are deferred it may have started in the round before. deferred: nodes run in the following
+    step. message: seconds of compute to hand over one message.
     """
 
     order: list[fx.Node]
@@ -75,6 +76,7 @@ class Played:
     began: float = 0.0
     ended: float = 0.0
     computed: list[tuple[fx.Node, float, float]] = field(default_factory=list)
+    issued: list[tuple[fx.Node, int, float, float]] = field(default_factory=list)
     flown: dict[fx.Node, Flown] = field(default_factory=dict)
     deferred: bool = False
     message: float = 0.0
@@ -188,6 +190,7 @@ class _Round:
         played, engine = self.played, self.played.engine
         played.began = engine.now
         computed = played.computed = []
+        issued = played.issued = []
         played.flown = {}
         for act in acts:
             if act.seconds is not None:
@@ -195,10 +198,10 @@ class _Round:
             elif act.waited is not None:
                 self._wait(act.node, act.waited, self._step_of(act))
             for piece in act.pieces:
+                flown = self.on_wire.setdefault((piece.start, self._step_of(act)), Flown())
                 if played.message:
-                    engine.run(played.message)
-                key = (piece.start, self._step_of(act))
-                self.on_wire.setdefault(key, Flown()).handles.append(engine.issue(piece.transfer))
+                    issued.append((piece.start, len(flown.handles), *engine.run(played.message)))
+                flown.handles.append(engine.issue(piece.transfer))
         played.ended = engine.now
 
     def _wait(self, node: fx.Node, start: fx.Node, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ _ROUNDING = 1e-9
 class Event:
     """What one stream did from `begin` to `end`: seconds since the step began.
 
-    kind: "compute" | "communication" | "wait". stream: "compute", or the group of a collective. node: its name in
-    the graph; that of the start for a piece of a collective, whose own `name` carries a number. issued: when a
-    transfer was handed to its stream (None for other kinds). Where nodes run in the following step, a transfer may
-    have been issued before the step began, at a time below 0.
+    kind: "compute" | "issue" | "communication" | "wait". stream: "compute", or the group of a collective; on
+    "compute", "issue" is handing a transfer over, where that takes time. node: its name in the graph; that of the start
+    for a piece of a collective, whose own `name` carries a number. issued: when a transfer was handed to its stream
+    (None for other kinds). Where nodes run in the following step, a transfer may have been issued before the step
+    began, at a time below 0.
     """
 
     name: str
@@ -74,9 +76,9 @@ class SimulatedCollective:
 class Simulation:
     """A simulated step: times in seconds, memory in bytes.
 
-    compute_seconds: of all nodes, with nothing on the wire. exposed_seconds: the step stood still in waits.
-    bound_seconds, bound_by: what no order of the same nodes can beat, and why. peak_memory: allocated at most.
-    events: by stream, in the order of time. collectives: in the order of their waits.
+    compute_seconds: of all nodes and of handing transfers over, with nothing on the wire. exposed_seconds: the step
+    stood still in waits. bound_seconds, bound_by: what no order of the same nodes can beat, and why. peak_memory:
+    allocated at most. events: by stream, in the order of time. collectives: in the order of their waits.
     """
 
     step_seconds: float
@@ -147,7 +149,7 @@ def simulate(program: Program, model: CostModel, steps: int | None = None) -> Si
         bound_seconds=bound.seconds,
         bound_by=bound.cause,
         peak_memory=peak_memory(program, dependence.roots),
-        events=(*_compute_events(played), *_wait_events(played), *_transfer_events(played)),
+        events=(*_compute_events(played), *_issue_events(played), *_wait_events(played), *_transfer_events(played)),
         collectives=collectives,
     )
 
@@ -187,6 +189,17 @@ def _compute_events(played: Played) -> list[Event]:
     return events
 
 
+def _issue_events(played: Played) -> list[Event]:
+    zero = played.began
+    counts = Counter(piece.start for pieces in played.pieces.values() for piece in pieces)
+    events: list[Event] = []
+    for start, number, begin, end in played.issued:
+        details = info(start)
+        name = f"issue {_transfer_name(details.name, number, counts[start])}"
+        events.append(Event(name, "issue", COMPUTE_STREAM, begin - zero, end - zero, details.name, details.phase))
+    return events
+
+
 def _wait_events(played: Played) -> list[Event]:
     zero = played.began
     waits = {node.args[0]: node for node in played.order if is_wait(node)}
@@ -205,11 +218,16 @@ def _transfer_events(played: Played) -> list[Event]:
         details = info(start)
         assert details.collective is not None
         for number, handle in enumerate(flown.handles):
-            name = details.name if len(flown.handles) == 1 else f"{details.name}.{number}"
+            name = _transfer_name(details.name, number, len(flown.handles))
             issued, begin, end = (time - zero for time in played.engine.times(handle))
             group = details.collective.group
             events.append(Event(name, "communication", group, begin, end, details.name, details.phase, issued))
     return sorted(events, key=lambda event: (event.stream, event.begin))
+
+
+def _transfer_name(collective: str, number: int, count: int) -> str:
+    """A collective that is one transfer lends it its name; pieces are numbered."""
+    return collective if count == 1 else f"{collective}.{number}"
 
 
 def _ms(seconds: float) -> str:

@@ -24,16 +24,22 @@ def chrome_trace(events: Sequence[Event], collectives: Sequence[SimulatedCollect
     times = [event.begin if event.issued is None else event.issued for event in events]
     zero = min(times, default=0.0)
     waited = {each.name: each for each in collectives}
+    handed_over = {(event.name, event.end): event.begin for event in events if event.kind == "issue"}
     found = [_lane_name("process_name", _COMPUTE, "training step"), _lane_name("thread_name", _COMPUTE, "compute")]
     found.extend(_lane_name("thread_name", lane, f"communication on {stream}") for stream, lane in lanes.items())
     for serial, event in enumerate(events):
         lane = lanes[event.stream] if event.kind == "communication" else _COMPUTE
         arguments = {"node": event.node, "phase": event.phase}
-        if event.issued is not None:
-            each = waited[event.node]
+        each = waited.get(event.node)
+        if each is not None:
             arguments.update(description=each.description, reason=each.reason)
-            found.append(_slice(f"issue {event.name}", "issue", _COMPUTE, event.issued - zero, 0.0, arguments))
-            found.append(_arrow("s", serial, _COMPUTE, event.issued - zero))
+        if each is not None and event.issued is not None:
+            name = f"issue {event.name}"
+            begin = handed_over.get((name, event.issued))
+            if begin is None:  # in no time, or before the step began
+                begin = event.issued
+                found.append(_slice(name, "issue", _COMPUTE, begin - zero, 0.0, arguments))
+            found.append(_arrow("s", serial, _COMPUTE, begin - zero))
             found.append(_arrow("t", serial, lane, event.begin - zero))
             found.append(_arrow("f", serial, _COMPUTE, each.wait_entered - zero))
         found.append(_slice(event.name, event.kind, lane, event.begin - zero, event.end - event.begin, arguments))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import commfuse_fx as cf
+from commfuse_fx.cost.cluster import ClusterSpec
 from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.model import OVERHEAD, CostModel
 from commfuse_fx.cost.simulate import Simulation, simulate
@@ -23,7 +24,7 @@ from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.passes.stream_buckets import StreamBuckets
-from tests.cost.graphs import CLUSTER, TCP, Graph, Priced, aten, f32
+from tests.cost.graphs import CLUSTER, CORE, TCP, Graph, Priced, aten, f32
 from tests.models import CONTRASTIVE, WIDE, Case
 from tests.work import calls
 
@@ -51,7 +52,7 @@ def check(simulation: Simulation) -> None:
     assert s.bound_seconds <= s.step_seconds * (1 + close)
     assert s.gap >= 0
     assert s.exposed_seconds == pytest.approx(sum(each.exposed for each in s.collectives))
-    computed = [each for each in s.events if each.kind == "compute"]
+    computed = sorted([each for each in s.events if each.kind in ("compute", "issue")], key=lambda e: (e.begin, e.end))
     busy = sum(each.end - each.begin for each in computed)
     assert busy >= s.compute_seconds * (1 - close)
     assert s.step_seconds == pytest.approx(busy + s.exposed_seconds), "it computes or it waits"
@@ -175,6 +176,34 @@ def test_a_bucket_in_pieces() -> None:
     for node in whole.graph.nodes:
         info(node).sends = info(node).rest = ()
     assert simulate(whole, model).step_seconds == 8.5
+
+
+def handing_over(seconds: float) -> ClusterSpec:
+    return replace(CLUSTER, device=replace(CORE, collective_overhead=seconds))
+
+
+def test_handing_a_message_over_is_an_event_of_the_compute_stream() -> None:
+    program, model = bucket_in_pieces()
+    s = simulate(program, replace(model, cluster=handing_over(0.25)))
+    check(s)
+    issues = [each for each in s.events if each.kind == "issue"]
+    assert [(each.name, each.stream, each.begin, each.end, each.node) for each in issues] == [
+        ("issue bucket.0", "compute", 1.0, 1.25, "bucket"),
+        ("issue bucket.1", "compute", 4.25, 4.5, "bucket"),
+    ]
+    assert s.compute_seconds == 4.5
+    assert sum(each.end - each.begin for each in s.events if each.kind in ("compute", "issue")) == 4.5
+    assert [each.issued for each in s.events if each.kind == "communication"] == [1.25, 4.5]
+    assert not any(each.kind == "issue" for each in simulate(program, model).events), "what takes no time is none"
+
+
+def test_messages_of_the_next_step_are_handed_over_in_this_one() -> None:
+    program, model = deferred()
+    s = simulate(program, replace(model, cluster=handing_over(0.25)))
+    check(s)
+    (issue,) = [each for each in s.events if each.kind == "issue"]
+    assert (issue.name, issue.begin, issue.end) == ("issue reduce", s.step_seconds - 0.25, s.step_seconds)
+    assert s.collectives[0].issued == 0.0
 
 
 def alone(after: Callable[[Graph, fx.Node, fx.Node], fx.Node], between: bool = False) -> str:
@@ -384,6 +413,19 @@ def test_chrome_trace(tmp_path: object) -> None:
         assert arrow["f"]["ts"] == 4e6
 
 
+def test_a_trace_has_the_time_of_handing_over() -> None:
+    program, model = bucket_in_pieces()
+    found = json.loads(simulate(program, replace(model, cluster=handing_over(0.25))).chrome_trace())["traceEvents"]
+    busy = sorted((each["ts"], each["dur"], each["name"]) for each in found if each["ph"] == "X" and each["tid"] == 0)
+    assert [(begin, seconds) for begin, seconds, name in busy if name.startswith("issue ")] == [
+        (1e6, 0.25e6),
+        (4.25e6, 0.25e6),
+    ]
+    assert all(begin + seconds == after for (begin, seconds, _), (after, _, _) in pairwise(busy)), "without a gap"
+    arrows = [each["ts"] for each in found if each["ph"] == "s"]
+    assert arrows == [1e6, 4.25e6], "from the beginning of what hands it over"
+
+
 def test_a_trace_of_reaching_steps_begins_at_zero(tmp_path: object) -> None:
     program, model = deferred()
     path = simulate(program, model).save_chrome_trace(f"{tmp_path}/step.json")
@@ -423,7 +465,8 @@ def random_steps(draw: st.DrawFn) -> tuple[Program, Priced]:
     late = draw(st.booleans())
     for start in flying:
         values.append(g.wait(start, **({"next_step": anchor} if late else {})))
-    return g.program(anchor), Priced(computes=computes, moves=moves)
+    cluster = handing_over(draw(st.sampled_from([0.0, 0.3])))
+    return g.program(anchor), Priced(cluster, computes=computes, moves=moves)
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,20 +55,7 @@ def predicted_lanes(simulation: Simulation, position: Mapping[str, int]) -> tupl
         window = waits[event.node] if travels else None
         bar = Bar(event.name, event.kind, seconds(event.begin), seconds(event.end), position[event.node], window)
         lanes.setdefault(f"group {event.stream}" if travels else _COMPUTE, []).append(bar)
-    lanes[_COMPUTE].extend(_issues(lanes[_COMPUTE], simulation, position))
     return tuple(Lane(title, _in_time(bars)) for title, bars in lanes.items())
-
-
-def _issues(compute: Sequence[Bar], simulation: Simulation, position: Mapping[str, int]) -> list[Bar]:
-    """What lies on the compute stream between the work before and a transfer being issued."""
-    issued = [(seconds(event.issued), event) for event in simulation.events if event.issued is not None]
-    ends = sorted([0.0, *(bar.end for bar in compute), *(time for time, _ in issued)])
-    found = []
-    for time, event in issued:
-        before = ends[bisect_left(ends, time) - 1] if time > 0.0 else time
-        if before < time:
-            found.append(Bar(f"issue {event.name}", "issue", before, time, position[event.node]))
-    return found
 
 
 def measured_lanes(timeline: Timeline, position: Mapping[str, int], first_issue: float) -> tuple[Lane, ...]:
