@@ -353,11 +353,12 @@ def _domain_table(domains: int | tuple[tuple[int, ...], ...] | None) -> tuple[in
 def _check_network(levels: Sequence[Level], ranks: int | None, tables: Sequence[tuple[int, ...] | None]) -> None:
     """The levels together: they nest, and the last one joins all ranks."""
     for i in range(len(levels) - 1):
-        if _joins_all(levels[i], ranks):
+        # A block size that covers a small cluster is fine, a forgotten one is not.
+        if levels[i].domains is None:
             raise ConfigValueError(
-                f'levels[{i}] "{levels[i].name}" with domains {show(levels[i].domains)} joins all ranks, so that '
-                f'levels[{i + 1}] "{levels[i + 1].name}" would carry nothing; give the ranks that it joins as domains, '
-                "or leave out one of the levels"
+                f'levels[{i}] "{levels[i].name}" with domains None joins all ranks, so that levels[{i + 1}] '
+                f'"{levels[i + 1].name}" would carry nothing; give the ranks that it joins as domains, or leave out '
+                "one of the levels"
             )
         _check_nesting(i, levels, ranks, tables)
     last, where = levels[-1], f"levels[{len(levels) - 1}]"

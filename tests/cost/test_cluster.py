@@ -117,18 +117,10 @@ def test_figures_must_be_numbers(field: str, value: object) -> None:
             ConfigValueError,
             r"^levels\[0\]\.domains\[1\] has rank 5 twice; give it once",
         ),
-        *(
-            (
-                (level("a", domains=domains), level("b")),
-                ConfigValueError,
-                r'^levels\[0\] "a" with domains .* joins all ranks, so that levels\[1\] "b" would carry nothing',
-            )
-            for domains in (None, 8, 20, (tuple(range(8)),))
-        ),
         (
-            (level("a", domains=2), level("b", domains=8), level("c")),
+            (level("a"), level("b")),
             ConfigValueError,
-            r'^levels\[1\] "b" with domains 8 joins all ranks, so that levels\[2\] "c" would carry nothing',
+            r'^levels\[0\] "a" with domains None joins all ranks, so that levels\[1\] "b" would carry nothing',
         ),
         ((level("\ud800"),), ConfigValueError, r"levels\[0\]\.name is '\\ud800', which has half of a surrogate pair"),
     ],
@@ -136,6 +128,12 @@ def test_figures_must_be_numbers(field: str, value: object) -> None:
 def test_levels_that_are_no_network_are_refused(levels: Any, error: type[CommFuseError], message: str) -> None:
     with pytest.raises(error, match=message):
         cluster(levels=levels)
+
+
+@pytest.mark.parametrize("domains", [8, 20, (tuple(range(8)),)])
+def test_one_node_of_a_cluster_with_a_network(domains: Any) -> None:
+    one = cluster(level("links", domains=domains), level("network"))
+    assert [each.name for each in one.split(range(8)).levels] == ["links"]
 
 
 @pytest.mark.parametrize(
