@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.meta import Spec, TensorSpec, contiguous_stride, info, spec_of, tensor_spec
+from commfuse_fx.ir.meta import Spec, TensorSpec, contiguous_stride, info, same_layout, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.simplify import erase_upwards
 
@@ -297,8 +297,7 @@ def _keep(before: Spec, after: Spec) -> Spec:
     if isinstance(before, tuple) and isinstance(after, tuple):
         return tuple(map(_keep, before, after))
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
-        dims = zip(before.shape, before.stride, after.stride, strict=True)
-        return before if all(size == 1 or have == want for size, have, want in dims) else after
+        return before if same_layout(before.shape, before.stride, after.stride) else after
     return after
 
 

@@ -26,6 +26,7 @@ from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.options import check_int
+from commfuse_fx.runtime.recorded import as_recorded, computed
 from commfuse_fx.runtime.world import is_distributed
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class _Stopwatch:
         self.nodes = list(executor.program.graph.nodes)
         self.sends = executor.wire.sends()
         self.callables = {node: _direct(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
+        self.computed = computed(executor.program)
         self.dead_after = self._lifetimes()
 
     def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
@@ -177,7 +179,9 @@ class _Stopwatch:
                 values[node] = self.executor.program.constants[str(node.target)]
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node], took = self._timed(self.callables[node], args, kwargs)
+                value, took = self._timed(self.callables[node], args, kwargs)
+                values[node] = as_recorded(value, info(node).spec) if node in self.computed else value
+                del value
                 if is_start(node):
                     self._complete()
                 elif not is_wait(node):

@@ -6,7 +6,7 @@ appear in dumps and in the fingerprint) or *scratch* (they help passes and error
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -47,6 +47,13 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether strides place the elements of a tensor alike. Those of dimensions of size 1 mean nothing."""
+    if one == other or 0 in shape:
+        return True
+    return all(size == 1 or have == want for size, have, want in zip(shape, one, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +97,7 @@ class TensorSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        return self.numel == 0 or all(
-            size == 1 or have == want
-            for size, have, want in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
-        )
+        return same_layout(self.shape, self.stride, contiguous_stride(self.shape))
 
     @property
     def is_dense(self) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import linecache
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -41,7 +41,7 @@ class TailPart:
 @dataclass(frozen=True)
 class Generated:
     """`produce(inputs) -> (live values, values of the tail)`, `commit(live values) -> outputs`, the parts of the
-    tail, and the node of each source line."""
+    tail, the node of each source line, and the lines on which results are handed to a function."""
 
     produce: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
     commit: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -49,6 +49,18 @@ class Generated:
     source: str
     filename: str
     node_of_line: Mapping[int, fx.Node]
+    handed_on: Mapping[fx.Node, int]
+    namespace: dict[str, Any]
+
+    def without(self, nodes: Iterable[fx.Node]) -> Generated:
+        """The same code, but the results of these nodes are handed to nobody. The tail stays as it is."""
+        lines = self.source.splitlines(keepends=True)
+        remaining = dict(self.handed_on)
+        for node in nodes:
+            lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
+        source = "".join(lines)
+        made = _execute(source, self.filename, dict(self.namespace))
+        return replace(self, produce=made["produce"], commit=made["commit"], source=source, handed_on=remaining)
 
 
 def generate(
@@ -56,13 +68,21 @@ def generate(
     bind: Callable[[fx.Node], Any],
     hooks: Mapping[fx.Node, Sequence[Callable[[], None]]] | None = None,
     sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]] | None = None,
+    results: Mapping[fx.Node, Callable[[Any], Any]] | None = None,
 ) -> Generated:
     """Compile the program's graph to Python.
 
     `bind(node)` gives the callable for a call_function node; `hooks[node]` are called just before it;
-    `sends[node]` are pairs of a function and the node whose value it gets, called just after it.
+    `sends[node]` are pairs of a function and the node whose value it gets, called just after it;
+    `results[node]` gets what the node has computed, and gives the value that the graph goes on with.
     """
-    return _Generator(program, bind, hooks or {}, sends or {}).run()
+    return _Generator(program, bind, hooks or {}, sends or {}, results or {}).run()
+
+
+def _execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(source, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return namespace
 
 
 class _Generator:
@@ -72,11 +92,14 @@ class _Generator:
         bind: Callable[[fx.Node], Any],
         hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
         sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
+        results: Mapping[fx.Node, Callable[[Any], Any]],
     ) -> None:
         self.program = program
         self.bind = bind
         self.hooks = hooks
         self.sends = sends
+        self.results = results
+        self.handed_on: dict[fx.Node, int] = {}
         self.nodes = list(program.graph.nodes)
         self.variable = {node: f"v{i}" for i, node in enumerate(self.nodes)}
         self.namespace: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
@@ -108,14 +131,14 @@ class _Generator:
             self._tail_part(number, nodes, tail)
         source = "\n".join(self.lines) + "\n"
         filename = f"<commfuse step {next(_serial)}>"
-        exec(compile(source, filename, "exec"), self.namespace)
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        made = _execute(source, filename, self.namespace)
         parts = tuple(
-            TailPart(_anchor(nodes[0]), self.namespace[f"tail_{number}"], _changes_inputs(nodes[0]), tuple(nodes))
+            TailPart(_anchor(nodes[0]), made[f"tail_{number}"], _changes_inputs(nodes[0]), tuple(nodes))
             for number, nodes in enumerate(tail.parts)
         )
-        made = self.namespace
-        return Generated(made["produce"], made["commit"], parts, source, filename, self.node_of_line)
+        return Generated(
+            made["produce"], made["commit"], parts, source, filename, self.node_of_line, self.handed_on, made
+        )
 
     def _tail_part(self, number: int, nodes: Sequence[fx.Node], tail: _Tail) -> None:
         """A function that reads values of the tail from a list, and leaves there what later parts need."""
@@ -174,6 +197,9 @@ class _Generator:
         arguments = [self._literal(value) for value in node.args]
         arguments.extend(f"{key}={self._literal(value)}" for key, value in node.kwargs.items())
         self.lines.append(f"    {name} = {self._callee(node)}({', '.join(arguments)})")
+        if node in self.results:
+            self.lines.append(f"    {name} = {self._name(self.results[node])}({name})")
+            self.handed_on[node] = len(self.lines)
 
     def _callee(self, node: fx.Node) -> str:
         function = self.bind(node)

@@ -19,6 +19,7 @@ from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.interrupts import interrupts_deferred
+from commfuse_fx.runtime.recorded import LayoutCheck
 from commfuse_fx.runtime.shards import Shards
 from commfuse_fx.runtime.socket_threads import share_a_core
 from commfuse_fx.runtime.storage import FlatPool, Storage
@@ -63,6 +64,7 @@ class Executor:
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
         self.generated: Generated | None = None
+        self._check: LayoutCheck | None = None  # until the first run is over
         self.seed = 0
         """Where the next step's random numbers begin; the same on all ranks. Whoever runs the step sets it."""
         self.needs_seed = program.config.divides_graphs and (
@@ -87,7 +89,8 @@ class Executor:
         if self.has_collectives and not self.devices and share_a_core():
             for node in turns(self.program):
                 hooks.setdefault(node, []).append(give_way)
-        self.generated = generate(self.program, self._bind, hooks, self.wire.sends())
+        self._check = LayoutCheck(self.program)
+        self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), self._check.functions)
         self.tail = Tail(self.generated.tail)
         self._tail_hooks = self.tail.hooks()
 
@@ -116,6 +119,9 @@ class Executor:
                 raise
             with interrupts_deferred():
                 outputs = self.generated.commit(live)
+                if self._check is not None:
+                    self.generated = self.generated.without(self._check.needless())
+                    self._check = None
                 self.publish()
                 if self.tail.parts:
                     self.tail.begin(left)

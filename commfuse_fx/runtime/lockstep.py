@@ -24,6 +24,7 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.executor import Executor, seed_of_rank
+from commfuse_fx.runtime.recorded import as_recorded, computed
 
 Tensors = list[torch.Tensor]
 
@@ -53,6 +54,7 @@ class Lockstep:
         self.dead_after = _last_uses(order)
         self.kept = [node for node in nodes if node.op == "call_function" and info(node).kept]
         self.memory_dead_after = _last_uses_of_memory(order, self.kept, Roots(program.graph, program.aliases()))
+        self.computed = computed(program)
         self.observe: Observer | None = None
         self._left: _Step | None = None
         self._next = 0
@@ -189,15 +191,16 @@ class _Step:
         args, kwargs = self._arguments(node.args, rank), self._arguments(node.kwargs, rank)
         try:
             if draws_random_numbers(node.target):
-                return self.streams.draw(rank, lambda: function(*args, **kwargs))
-            result = function(*args, **kwargs)
+                result = self.streams.draw(rank, lambda: function(*args, **kwargs))
+            else:
+                result = function(*args, **kwargs)
         except Exception as error:
             if sys.version_info >= (3, 11):
                 error.add_note(f"on rank {rank} at {info(node).name} {info(node).source}")
             raise
         if node.target is torch.ops.aten.empty.memory_format:
             _poison(result)
-        return result
+        return as_recorded(result, info(node).spec) if node in self.world.computed else result
 
     def _start(self, node: fx.Node) -> None:
         if info(node).rest:
