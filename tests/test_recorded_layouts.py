@@ -162,6 +162,11 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "where": lambda x: torch.where(x > 0, x, x.contiguous()),
     "expanded": lambda x: x.mean((2, 3), keepdim=True).expand_as(x) * 1 + x,
     "sort": lambda x: x.sort(1).values,
+    "masked_fill_": lambda x: (x * 1).masked_fill_(x.contiguous() > 1, 1.0),
+    "index_add_": lambda x: (x * 1).index_add_(1, torch.tensor([0, 1]), x[:, :2].contiguous()),
+    "scatter_add_": lambda x: (x * 1).scatter_add_(1, torch.zeros(x.shape, dtype=torch.long), x.contiguous()),
+    "pow_": lambda x: (x * 1).pow_(2),
+    "transposed_": lambda x: (x * 1).transpose(2, 3).masked_fill_(x.transpose(2, 3) > 1, 1.0).transpose(2, 3),
 }
 
 

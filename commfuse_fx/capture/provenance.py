@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.capture.emulate import Randomness
+from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import draws_random_numbers
@@ -182,12 +183,24 @@ class OriginRecorder(TorchDispatchMode):
 
 
 class OriginKeeper(fx.Interpreter):
-    """Re-traces a graph so that the new nodes inherit the origins of the old ones."""
+    """Re-traces a graph so that the new nodes inherit the origins of the old ones, and results lie as they did."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._moving = in_place_ops_that_move(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         graph = traced_graph()
         last = graph._root.prev
-        out = self._draw_in_memory_order(n) if draws_random_numbers(n.target) else super().run_node(n)
+        if draws_random_numbers(n.target):
+            out = self._draw_in_memory_order(n)
+        elif n in self._moving:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            out = args[0].copy_(self._moving[n](*args, **kwargs))
+        else:
+            out = super().run_node(n)
+            if not any(part.alias_info for part in getattr(getattr(n.target, "_schema", None), "returns", ())):
+                out = laid_out_like(out, n.meta.get("val"))
         annotate_after(graph, last, origin_of(n))
         return out
 
