@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.optim import optimizer_key
@@ -19,6 +20,7 @@ class Signature:
 
     argument_structure: Structure
     tensors: tuple[Any, ...]
+    strides_of_parameters_or_buffers: int
     train_or_eval_mode: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     autocast: tuple[Any, ...]
@@ -42,6 +44,9 @@ class Watch:
         self._model = model
         self._optimizer = optimizer
         self._modules: list[nn.Module] = []
+        self._laid_out: list[torch.Tensor] = []
+        self._known_strides: dict[tuple[Any, ...], int] = {}
+        self._strides: tuple[tuple[Any, ...] | None, int] = (None, 0)
         self._slots: list[tuple[dict[str, Any], str, Any]] = []
         self.params: Mapping[str, nn.Parameter] = {}
         self.buffers: Mapping[str, torch.Tensor] = {}
@@ -51,6 +56,8 @@ class Watch:
         self._modules = list(self._model.modules())
         self.params = dict(self._model.named_parameters())
         self.buffers = dict(self._model.named_buffers())
+        held = (*self.params.values(), *self.buffers.values())
+        self._laid_out = [each for each in held if not is_lazy(each)]
         self._slots = [
             (slots, name, value)
             for module in self._modules
@@ -65,11 +72,19 @@ class Watch:
         return Signature(
             structure,
             tuple((t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors),
+            self._number_of_strides(),
             tuple(module.training for module in self._modules),
             tuple(param.requires_grad for param in self.params.values()),
             _autocast(),
             None if self._optimizer is None else optimizer_key(self._optimizer),
         )
+
+    def _number_of_strides(self) -> int:
+        """One for each way in which parameters and buffers have lain: strides of hundreds are slow to hash."""
+        strides = tuple(map(torch.Tensor.stride, self._laid_out))
+        if strides != self._strides[0]:
+            self._strides = strides, self._known_strides.setdefault(strides, len(self._known_strides))
+        return self._strides[1]
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -52,14 +52,25 @@ class FlatPool:
         """After a step that failed while they may have been on the wire."""
         self._memory.clear()
 
-    def find(self, what: str, segment: Segment, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The flat tensor in which these very parts lie where `segment` wants them, if there is one."""
+    def find(
+        self,
+        what: str,
+        segment: Segment,
+        parts: Sequence[torch.Tensor | None],
+        like: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
+        """The flat tensor in which these very parts lie where `segment` wants them, if there is one.
+
+        like: the tensors whose strides the parts must have.
+        """
         flat = self._flats.get((what, segment))
         if flat is None:
             return None
         start, size = flat.data_ptr(), flat.element_size()
-        for part, (_, offset) in zip(parts, segment.members, strict=True):
-            if part is None or part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
+        for part, other, (_, offset) in zip(parts, like or parts, segment.members, strict=True):
+            if part is None or other is None or part.stride() != other.stride():
+                return None
+            if part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
                 return None
         return flat
 
@@ -255,7 +266,8 @@ class _BoundUpdate:
             self._shown.append((first, state, held))
             return held
         parts = [self._state_of(name, state) for name, _ in segment.members]
-        flat = self.storage.pool.find(state, segment, parts)
+        params = [self.storage.params[name] for name, _ in segment.members]
+        flat = self.storage.pool.find(state, segment, parts, like=params)
         if flat is None:
             flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
             for i, (name, offset) in enumerate(segment.members):
