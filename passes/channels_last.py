@@ -64,6 +64,9 @@ _FOLLOWING = (
     operator.getitem,
 )
 
+# Pointwise, and contiguous whatever the strides of their operands, or of one of them.
+_NOT_FOLLOWING = (aten.pow.Scalar, aten.float_power.Scalar, aten.copysign.Tensor, aten.xlogy.Tensor)
+
 
 @dataclass(frozen=True)
 class ChannelsLast:
@@ -176,7 +179,7 @@ class _Plan:
             return False
         if node.target in _CONVOLUTIONS:
             return not self._has_large_weight(node)
-        return node.target in _FOLLOWING or _is_pointwise(node)
+        return node.target in _FOLLOWING or (_is_pointwise(node) and node.target not in _NOT_FOLLOWING)
 
     def _has_large_weight(self, node: fx.Node) -> bool:
         weight = tensor_spec(_weight_of(node))

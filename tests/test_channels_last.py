@@ -5,22 +5,25 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx import compiler
 from commfuse_fx.ir.deserialize import from_json
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import TensorSpec, info, spec_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes import channels_last
 from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.simplify import Simplify
 from tests.models import Batch, Case, randomised
@@ -371,3 +374,33 @@ def test_a_saved_graph_is_read_back_whole(net: str) -> None:
     assert canonical_text(saved) == found.text() and LAST in found.text()
     assert to_json(saved) == found.to_json()
     assert saved.notes == found.program.notes
+
+
+def pointwise_calls() -> Iterator[tuple[Any, list[Any]]]:
+    """Every pointwise op of tensors and numbers, called with maps that lie channels last."""
+    aten = torch.ops.aten
+    maps = torch.rand(2, 8, 6, 5).mul(0.8).add(0.1).contiguous(memory_format=torch.channels_last)
+    plain = {"number": 0.5, "float": 0.5, "int": 1, "bool": False, "Tensor": maps}
+    for name in sorted(dir(aten)):
+        packet = getattr(aten, name)
+        for overload in getattr(packet, "overloads", list)():
+            op = getattr(packet, overload)
+            required = [each for each in op._schema.arguments if not each.kwarg_only and not each.has_default_value()]
+            kinds = [str(each.type) for each in required]
+            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and "Tensor" in kinds:
+                if all(kind in plain for kind in kinds) and all(
+                    str(each.type) == "Tensor" for each in op._schema.returns
+                ):
+                    yield op, [plain[kind] for kind in kinds]
+
+
+def test_pointwise_ops_that_follow_lie_as_tensors_without_data_say() -> None:
+    compared = 0
+    for op, args in pointwise_calls():
+        with suppress(RuntimeError):  # not for these types
+            real = op(*args)
+            with FakeTensorMode() as mode:
+                fake = op(*(mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args))
+            assert spec_of(real) == spec_of(fake) or op in channels_last._NOT_FOLLOWING, op
+            compared += 1
+    assert compared > 100

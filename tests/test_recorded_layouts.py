@@ -189,6 +189,19 @@ def test_operations_between_norms(operation: str) -> None:
         assert_lies_as_recorded(model, batch)
 
 
+def test_operations_that_channels_last_passes_by() -> None:
+    def network(operation: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        first = (nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), Function(operation))
+        second = (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1))
+        return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
+
+    for operation in (lambda x: 2**x, lambda x: x.roll(1, 2), lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect")):
+        model = network(operation)
+        batch = batch_of(model, (4, 3, 24, 24))
+        assert_lies_as_recorded(copy.deepcopy(model), batch)
+        assert copied(assert_learns_as_eager(model, *batch)) == []
+
+
 def test_maps_of_one_channel() -> None:
     """Their strides suit contiguous and channels last at once, and kernels take them for the one or the other."""
     parts = (
