@@ -107,11 +107,12 @@ class LockstepWorld:
 
     def synchronize(self) -> None:
         """Finish what the last step has left to the following one."""
-        try:
-            if self._running is not None:
-                self._running.finish()
-        finally:
-            self._guard.open()
+        with self._guard.lock:
+            try:
+                if self._running is not None:
+                    self._running.finish()
+            finally:
+                self._guard.open()
 
     @property
     def is_pending(self) -> bool:

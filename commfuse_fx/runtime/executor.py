@@ -71,7 +71,7 @@ class Executor:
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )
         self.guard = Guard(self.synchronize)
-        self.tail = Tail(())
+        self.tail = Tail((), self.guard)
 
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
         """Generate the code. The hooks run when the backward begins (or at once, if collectives come earlier)
@@ -91,7 +91,7 @@ class Executor:
                 hooks.setdefault(node, []).append(give_way)
         self._check = LayoutCheck(self.program)
         self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), self._check.functions)
-        self.tail = Tail(self.generated.tail)
+        self.tail = Tail(self.generated.tail, self.guard)
         self._tail_hooks = self.tail.hooks()
 
     def _tail_before(self, node: fx.Node) -> Callable[[], None]:
@@ -124,9 +124,10 @@ class Executor:
                     self._check = None
                 self.publish()
                 if self.tail.parts:
-                    self.tail.begin(left)
-                    if not self.guard.is_closed:
-                        self.guard.close(self.storage.tensors())
+                    with self.guard.lock:
+                        self.tail.begin(left)
+                        if not self.guard.is_closed:
+                            self.guard.close(self.storage.tensors())
         return outputs
 
     def bind(self) -> None:
@@ -151,13 +152,14 @@ class Executor:
 
         Raises CollectiveError when that communication fails.
         """
-        try:
-            if self.tail.is_pending:
-                with self._quietly():
-                    self.tail.finish()
-        finally:
-            if not self.tail.is_pending:  # Ctrl-C may have come between
-                self.guard.open()
+        with self.guard.lock:
+            try:
+                if self.tail.is_pending:
+                    with self._quietly():
+                        self.tail.finish()
+            finally:
+                if not self.tail.is_pending:  # Ctrl-C may have come between
+                    self.guard.open()
 
     @staticmethod
     @contextmanager
@@ -169,12 +171,13 @@ class Executor:
     def _leave(self, error: BaseException) -> None:
         """The step has failed: finish what the step before left behind, and forget what this one has started."""
         self._locate(error)
-        try:
-            self.tail.finish()
-        except CollectiveError as lost:
-            if sys.version_info >= (3, 11):
-                error.add_note(str(lost))
-        self.guard.open()
+        with self.guard.lock:
+            try:
+                self.tail.finish()
+            except CollectiveError as lost:
+                if sys.version_info >= (3, 11):
+                    error.add_note(str(lost))
+            self.guard.open()
         self.wire.abandon()
         self.storage.pool.forget_memory()
 

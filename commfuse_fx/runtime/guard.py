@@ -8,6 +8,7 @@ and a tensor that nobody touches between two steps costs nothing.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,21 +55,34 @@ class Guard:
 
     An op on tensors of several guards finishes what is behind each of them. An alias that the user made earlier
     (`param.data`, a view) is not guarded: it shows the old values until something finishes the update.
+
+    lock: held while an update is finished, or left to be finished: any thread may touch a tensor. Whoever holds it may
+    wait for other ranks. The guard of divided parameters takes that of their updates meanwhile, never the other way
+    round.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
+        self.lock = threading.RLock()
         self._guarded: list[tuple[torch.Tensor, type]] = []
         self._classes: dict[type, type] = {}
 
+    def __getstate__(self) -> Callable[[], None]:
+        """A copied step has a guard of its own, which is open: copying a pending tensor finishes its update."""
+        return self.finish
+
+    def __setstate__(self, finish: Callable[[], None]) -> None:
+        Guard.__init__(self, finish)
+
     def close(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors from now on."""
-        for tensor in tensors:
-            own = type(tensor)
-            self.mark(tensor)
-            self._guarded.append((tensor, own))
-        if self._guarded:
-            _closed[self] = None
+        with self.lock:
+            for tensor in tensors:
+                own = type(tensor)
+                self.mark(tensor)
+                self._guarded.append((tensor, own))
+            if self._guarded:
+                _closed[self] = None
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Guard a tensor for good, and do not keep it alive."""
@@ -79,18 +93,20 @@ class Guard:
 
     def open(self) -> None:
         """Give all tensors their own class back."""
-        for tensor, own in self._guarded:
-            tensor.__class__ = own
-        self._guarded.clear()
-        _closed.pop(self, None)
+        with self.lock:
+            for tensor, own in self._guarded:
+                tensor.__class__ = own
+            self._guarded.clear()
+            _closed.pop(self, None)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give one tensor its own class back."""
-        for position, (guarded, own) in enumerate(self._guarded):
-            if guarded is tensor:
-                tensor.__class__ = own
-                del self._guarded[position]
-                return
+        with self.lock:
+            for position, (guarded, own) in enumerate(self._guarded):
+                if guarded is tensor:
+                    tensor.__class__ = own
+                    del self._guarded[position]
+                    return
 
     @property
     def is_closed(self) -> bool:
@@ -102,7 +118,7 @@ _closed: dict[Guard, None] = {}
 
 def finish_others(tensors: Iterable[torch.Tensor], *own: Guard) -> None:
     """Finish what is behind these tensors, except for what the guards `own` keep: another step has left it."""
-    if all(guard in own for guard in _closed):
+    if all(guard in own for guard in list(_closed)):
         return
     for tensor in tensors:
         guard = getattr(type(tensor), "commfuse_guard", None)

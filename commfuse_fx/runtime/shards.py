@@ -98,17 +98,18 @@ class Shards:
 
     def open(self) -> None:
         """Gather the user's tensors. All ranks have to call this together; raises CollectiveError if some do not."""
-        self._before_reading()
-        if not self._guard.is_closed:
-            return
-        self.exchange.meet()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._take_replaced_states()
-            for group in dict.fromkeys(each.group for each in self._divided):
-                self._gather(group)
-        self._kept.clear()
-        self._taken = False
-        self._guard.open()
+        with self._guard.lock:
+            self._before_reading()
+            if not self._guard.is_closed:
+                return
+            self.exchange.meet()
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._take_replaced_states()
+                for group in dict.fromkeys(each.group for each in self._divided):
+                    self._gather(group)
+            self._kept.clear()
+            self._taken = False
+            self._guard.open()
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What is left of a step when its call returns: collectives on the wire, and the updates that wait for them.
 
 The following step runs the parts of the tail one by one, each just before the first node that needs it. If
-somebody looks at a parameter earlier, or the following step fails, all that is left runs at once.
+somebody looks at a parameter earlier, in whichever thread, or the following step fails, all that is left runs at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from torch import fx
 
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.runtime.codegen import TailPart
+from commfuse_fx.runtime.guard import Guard
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 
 
 class Tail:
-    """The tail of one executor."""
+    """The tail of one executor. Whoever holds the guard's lock is the only one that runs it."""
 
-    def __init__(self, parts: Sequence[TailPart]) -> None:
+    def __init__(self, parts: Sequence[TailPart], guard: Guard) -> None:
         self.parts = parts
+        self.guard = guard
         self._values: list[Any] | None = None
         self._next = 0
         self.failed = False
@@ -38,9 +40,10 @@ class Tail:
 
     def begin(self, values: list[Any]) -> None:
         """A step has ended and leaves these values to its tail."""
-        assert self._values is None, "the tail of the step before has not run"
-        self._values = values
-        self._next = 0
+        with self.guard.lock:
+            assert self._values is None, "the tail of the step before has not run"
+            self._values = values
+            self._next = 0
 
     def finish(self) -> None:
         """Run all that is left. Raises CollectiveError when the communication fails."""
@@ -48,17 +51,20 @@ class Tail:
 
     def advance(self, until: int) -> None:
         """Run the parts before this one that have not run yet."""
-        if self._values is None:
-            return
+        with self.guard.lock:
+            if self._values is not None:
+                self._run(self._values, until)
+
+    def _run(self, values: list[Any], until: int) -> None:
         try:
             while self._next < until:
                 part = self.parts[self._next]
                 if part.writes:
                     with interrupts_deferred():
-                        part.run(self._values)
+                        part.run(values)
                         self._next += 1
                 else:
-                    part.run(self._values)
+                    part.run(values)
                     self._next += 1
         except CollectiveError as error:
             self.failed = True

@@ -1,0 +1,96 @@
+"""Whoever looks while updates are still to come: threads, Ctrl-C, modes of torch, and the last reference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from tests.distributed.harness import Ranks
+from tests.distributed.test_across_steps import ACROSS, batches, is_deferred, make, values
+
+pytestmark = pytest.mark.dist
+
+SEVERAL = {"allreduce": {"mode": "index", "config": [3, 6, 9]}}
+"""Buckets, so that the tail has several parts."""
+
+Found = tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""What went wrong, the values that came out, and those of a training that nobody looked at."""
+
+
+def train_beside(look: Callable[[nn.Module, Any], Any] | None, count: int) -> dict[str, torch.Tensor]:
+    """Train, and let somebody look after every step."""
+    model, made, step = make(ACROSS, SEVERAL)
+    for x, y in batches(cf.get_rank(), count):
+        step(x, y)
+        assert is_deferred(step)
+        if look is not None:
+            look(model, step)
+    return values(model, made)
+
+
+def assert_undisturbed(found: list[Found]) -> None:
+    for wrong, have, want in found:
+        assert wrong == []
+        assert have.keys() == want.keys()
+        for name in want:
+            assert torch.equal(have[name], want[name]), name
+
+
+def read_in_threads() -> Found:
+    """Three threads read at once, each another parameter."""
+    errors: list[str] = []
+
+    def read(param: nn.Parameter) -> None:
+        try:
+            param.detach().sum()
+        except Exception as error:
+            errors.append(repr(error))
+
+    def look(model: nn.Module, _: Any) -> None:
+        params = (model.head.weight, model.first.weight, model.blocks[1].bias)
+        threads = [threading.Thread(target=read, args=(param,)) for param in params]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return errors, train_beside(look, 15), train_beside(None, 15)
+
+
+def test_threads_that_read_at_once(ranks: Ranks):
+    assert_undisturbed(ranks.values(read_in_threads))
+
+
+def read_in_the_background() -> Found:
+    """A thread reads all the time, while the steps run: also parts of the tail that a step is about to run."""
+    errors: list[str] = []
+    model, made, step = make(ACROSS, SEVERAL)
+    end = threading.Event()
+
+    def read() -> None:
+        while not end.wait(0.0005):
+            try:
+                for param in model.parameters():
+                    param.detach().sum()
+            except Exception as error:
+                errors.append(repr(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for x, y in batches(cf.get_rank(), 40):
+            step(x, y)
+    finally:
+        end.set()
+        reader.join()
+    return errors, values(model, made), train_beside(None, 40)
+
+
+def test_a_thread_that_reads_while_steps_run(ranks: Ranks):
+    assert_undisturbed(ranks.values(read_in_the_background))
