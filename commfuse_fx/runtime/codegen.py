@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
@@ -29,12 +30,13 @@ _serial = count()
 class TailPart:
     """Consecutive nodes of the tail. `run(values)` takes and changes the list of values that the tail works on.
 
-    `before`: the node of the following step before which it runs; `writes`: it changes what the user owns.
+    `before`: the node of the following step before which it runs. `waits`: it only waits for collectives, and may run
+    again if it was interrupted; any other part may run only once.
     """
 
     before: fx.Node
     run: Callable[[list[Any]], None]
-    writes: bool
+    waits: bool
     nodes: tuple[fx.Node, ...]
 
 
@@ -133,7 +135,7 @@ class _Generator:
         filename = f"<commfuse step {next(_serial)}>"
         made = _execute(source, filename, self.namespace)
         parts = tuple(
-            TailPart(_anchor(nodes[0]), made[f"tail_{number}"], _changes_inputs(nodes[0]), tuple(nodes))
+            TailPart(_anchor(nodes[0]), made[f"tail_{number}"], is_wait(nodes[0]), tuple(nodes))
             for number, nodes in enumerate(tail.parts)
         )
         return Generated(
@@ -151,6 +153,8 @@ class _Generator:
         for node in nodes:
             if node in tail.place:
                 self.lines.append(f"    values[{tail.place[node]}] = {self.variable[node]}")
+        if is_wait(nodes[0]):
+            return  # may run again, so it drops nothing
         for value in dict.fromkeys(v for node in nodes for v in (node, *node.all_input_nodes)):
             if value in tail.place and self.last_use.get(value) in own:
                 self.lines.append(f"    values[{tail.place[value]}] = None")
@@ -234,29 +238,30 @@ class _Generator:
 class _Tail:
     """The nodes that run in the following step, cut into parts, and their values' places in a list.
 
-    A part ends where the anchor changes, and where waiting ends and changing begins: what has been waited for
-    must not be waited for again, and what has been changed must not be changed again, if something fails midway.
+    A part ends where the anchor changes, and where waiting begins or ends: Ctrl-C may interrupt waiting, which then
+    begins again, but nothing else, since what has been changed must not be changed again.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.parts: list[list[fx.Node]] = []
         for node in nodes:
             last = self.parts[-1] if self.parts else None
-            if (
-                last is None
-                or _anchor(last[0]) is not _anchor(node)
-                or _changes_inputs(last[-1]) != _changes_inputs(node)
-            ):
+            if last is None or _anchor(last[0]) is not _anchor(node) or is_wait(last[-1]) != is_wait(node):
                 self.parts.append([node])
             else:
                 last.append(node)
         part_of = {node: i for i, part in enumerate(self.parts) for node in part}
         self.given = list(dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in part_of))
         passed_on = [n for n in nodes if any(part_of.get(user) != part_of[n] for user in n.users)]
-        self.place = {node: i for i, node in enumerate((*self.given, *passed_on))}
+        made = [node for node in passed_on if not is_wait(node)]
+        self.place = {node: i for i, node in enumerate((*self.given, *made))}
+        self.size = len(self.place)
+        for node in passed_on:
+            if is_wait(node):  # yields the tensor that it was given
+                self.place[node] = self.place[node.all_input_nodes[0]]
 
     def first_values(self, variable: Mapping[fx.Node, str]) -> str:
-        empty = ["None"] * (len(self.place) - len(self.given))
+        empty = ["None"] * (self.size - len(self.given))
         return f"[{', '.join([variable[node] for node in self.given] + empty)}]"
 
 
@@ -264,10 +269,6 @@ def _anchor(node: fx.Node) -> fx.Node:
     anchor = info(node).next_step
     assert anchor is not None
     return anchor
-
-
-def _changes_inputs(node: fx.Node) -> bool:
-    return info(node).phase == "update" and bool(written_nodes(node))
 
 
 def first_commit(body: Sequence[fx.Node]) -> int:

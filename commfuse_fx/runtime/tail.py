@@ -7,6 +7,7 @@ somebody looks at a parameter earlier, in whichever thread, or the following ste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import fx
@@ -59,19 +60,16 @@ class Tail:
         try:
             while self._next < until:
                 part = self.parts[self._next]
-                if part.writes:
-                    with interrupts_deferred():
-                        part.run(values)
-                        self._next += 1
-                else:
+                with nullcontext() if part.waits else interrupts_deferred():
                     part.run(values)
                     self._next += 1
         except CollectiveError as error:
             self.failed = True
+            done, all_of_them = (sum(not part.waits for part in self.parts[:end]) for end in (self._next, None))
             raise CollectiveError(
                 f"{error} This was the rest of the previous step (across_steps=True): of its updates, "
-                f"{self._next} of {len(self.parts)} parts are in the parameters, the others are not. Start all ranks "
-                "again from a checkpoint."
+                f"{done} of {all_of_them} parts are in the parameters, the others are not. Start all ranks again "
+                "from a checkpoint."
             ) from error
         finally:
             if self.failed or self._next == len(self.parts):

@@ -139,7 +139,8 @@ class Wire:
         pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
-            for number, flight in enumerate(pending[start]):
+            # Nothing is pending where Ctrl-C came just after this wait, and it is run again.
+            for number, flight in enumerate(pending.get(start, ())):
                 work = flight.work
                 if self.distress is not None and value.is_cpu:
                     work = self.distress.heed(work)
@@ -150,7 +151,7 @@ class Wire:
                         self.timeline.wait((start, number), work)
                 except RuntimeError as error:
                     raise self._failure(start, error) from error
-            del pending[start]
+            pending.pop(start, None)
             return value
 
         return wait

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import signal
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,8 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.runtime.tail import Tail
+from commfuse_fx.runtime.wire import Wire
 from tests.distributed.harness import Ranks
 from tests.distributed.test_across_steps import ACROSS, batches, is_deferred, make, values
 
@@ -94,3 +100,60 @@ def read_in_the_background() -> Found:
 
 def test_a_thread_that_reads_while_steps_run(ranks: Ranks):
     assert_undisturbed(ranks.values(read_in_the_background))
+
+
+INTERRUPTED = (Tail, Wire)
+"""Ctrl-C comes at every line of their methods, and of the generated code."""
+
+
+def at_line(number: int, act: Callable[[], None], call: Callable[[], Any]) -> int:
+    """Make the call, and act just before the line of this number of `INTERRUPTED`. Returns how many lines were run."""
+    files = [inspect.getsourcefile(each) for each in INTERRUPTED]
+    lines = 0
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        name = frame.f_code.co_filename
+        if name not in files and not name.startswith("<commfuse step"):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def read_interrupted() -> tuple[int, Found]:
+    """One read for each line of what it runs, interrupted there, and then read again."""
+    model, made, step = make(ACROSS, SEVERAL)
+    data = batches(cf.get_rank(), 1)[0]
+    step(*data)
+    lines = at_line(0, lambda: None, model.head.weight.detach)
+    interrupted = 0
+    for number in range(1, lines + 1):
+        step(*data)
+        try:
+            at_line(number, lambda: signal.raise_signal(signal.SIGINT), model.head.weight.detach)
+        except KeyboardInterrupt:
+            interrupted += 1
+        model.head.weight.detach()
+        assert not is_deferred(step)
+    have = values(model, made)
+    model, made, step = make(ACROSS, SEVERAL)
+    for _ in range(lines + 1):
+        step(*data)
+    return lines - interrupted, ([], have, values(model, made))
+
+
+def test_a_read_that_is_interrupted_anywhere_can_be_repeated(ranks: Ranks):
+    found = ranks.values(read_interrupted)
+    assert [missed for missed, _ in found] == [0, 0]
+    assert_undisturbed([rest for _, rest in found])
