@@ -20,6 +20,7 @@ from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.guard import Guard
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.lockstep import Lockstep, Observer
+from commfuse_fx.runtime.modes import outside_modes
 from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
@@ -110,7 +111,8 @@ class LockstepWorld:
         with self._guard.lock:
             try:
                 if self._running is not None:
-                    self._running.finish()
+                    with outside_modes():
+                        self._running.finish()
             finally:
                 self._guard.open()
 

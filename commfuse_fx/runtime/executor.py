@@ -19,6 +19,7 @@ from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.interrupts import interrupts_deferred
+from commfuse_fx.runtime.modes import outside_modes
 from commfuse_fx.runtime.recorded import LayoutCheck
 from commfuse_fx.runtime.shards import Shards
 from commfuse_fx.runtime.socket_threads import share_a_core
@@ -155,7 +156,7 @@ class Executor:
         with self.guard.lock:
             try:
                 if self.tail.is_pending:
-                    with self._quietly():
+                    with outside_modes():
                         self.tail.finish()
             finally:
                 if not self.tail.is_pending:  # Ctrl-C may have come between

@@ -20,6 +20,7 @@ from commfuse_fx.runtime.divided import DividedParameter, allocate, free
 from commfuse_fx.runtime.exchange import Exchange
 from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.layout import divided_parameters
+from commfuse_fx.runtime.modes import outside_modes
 
 
 class Shards:
@@ -103,7 +104,7 @@ class Shards:
             if not self._guard.is_closed:
                 return
             self.exchange.meet()
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with outside_modes():
                 self._take_replaced_states()
                 for group in dict.fromkeys(each.group for each in self._divided):
                     self._gather(group)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.tail import Tail
@@ -29,9 +31,11 @@ Found = tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """What went wrong, the values that came out, and those of a training that nobody looked at."""
 
 
-def train_beside(look: Callable[[nn.Module, Any], Any] | None, count: int) -> dict[str, torch.Tensor]:
+def train_beside(
+    look: Callable[[nn.Module, cf.CompiledStep], Any] | None, count: int, optimizer: str = "adamw"
+) -> dict[str, torch.Tensor]:
     """Train, and let somebody look after every step."""
-    model, made, step = make(ACROSS, SEVERAL)
+    model, made, step = make(ACROSS, SEVERAL, optimizer)
     for x, y in batches(cf.get_rank(), count):
         step(x, y)
         assert is_deferred(step)
@@ -157,3 +161,51 @@ def test_a_read_that_is_interrupted_anywhere_can_be_repeated(ranks: Ranks):
     found = ranks.values(read_interrupted)
     assert [missed for missed, _ in found] == [0, 0]
     assert_undisturbed([rest for _, rest in found])
+
+
+def in_a_fake_world(model: nn.Module, _: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.head.bias * 2
+
+
+def while_tracing(model: nn.Module, _: Any) -> None:
+    x = torch.ones(4, dtype=torch.float64)
+    traced = make_fx(lambda given: given * model.head.bias)(x)
+    assert torch.equal(traced(x), model.head.bias)
+
+
+def with_another_default_device(model: nn.Module, _: Any) -> None:
+    with torch.device("meta"):
+        model.head.bias.sum()
+
+
+def in_a_gradient(model: nn.Module, _: Any) -> None:
+    x = torch.ones(4, dtype=torch.float64)
+    assert torch.equal(torch.func.grad(lambda given: (given * model.head.bias).sum())(x), model.head.bias)
+
+
+def in_a_batch(model: nn.Module, _: Any) -> None:
+    rows = torch.eye(4, dtype=torch.float64)
+    assert torch.equal(torch.func.vmap(lambda row: (row * model.head.bias).sum())(rows), model.head.bias)
+
+
+MODES = [in_a_fake_world, while_tracing, with_another_default_device, in_a_gradient, in_a_batch]
+
+
+def read_in_modes(optimizer: str) -> Found:
+    left = [mode for mode in MODES for _ in range(2)]
+    unfinished = []
+
+    def look(model: nn.Module, step: cf.CompiledStep) -> None:
+        mode = left.pop(0)
+        mode(model, step)
+        if is_deferred(step):
+            unfinished.append(mode.__name__)
+
+    count = len(left)
+    return unfinished, train_beside(look, count, optimizer), train_beside(None, count, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_modes_of_torch_do_not_see_the_update(ranks: Ranks, optimizer: str):
+    assert_undisturbed(ranks.values(read_in_modes, optimizer))
