@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
@@ -203,3 +205,41 @@ def test_profiling_leaves_everything_as_it_was(ranks: Ranks) -> None:
     for before, after, end in ranks.values(profiled, size=4):
         assert_close(after, before)
         assert_close(end, reference(2, "adamw", 2))
+
+
+def read_in_threads() -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Two threads of every rank read at once: the parts are gathered once."""
+    errors: list[str] = []
+    step = make_step(ONE_AXIS, (1, 2), virtual=False)
+
+    def read(param: torch.Tensor) -> None:
+        try:
+            param.sum()
+        except Exception as error:
+            errors.append(repr(error))
+
+    for number in range(4):
+        step(batch(number, 0))
+        threads = [threading.Thread(target=read, args=(param,)) for param in (step.model.a, step.model.b)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return errors, values(step.model, step.optimizer)
+
+
+def read_in_a_fake_world() -> tuple[list[str], dict[str, torch.Tensor]]:
+    step = make_step(ONE_AXIS, (1, 2), virtual=False)
+    for number in range(4):
+        step(batch(number, 0))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            step.model.a.sum()
+    return [], values(step.model, step.optimizer)
+
+
+@pytest.mark.parametrize("read", [read_in_threads, read_in_a_fake_world])
+def test_whoever_reads_gathers_the_real_parts_once(ranks: Ranks, read: Any) -> None:
+    want = reference(1, "adamw", 4)
+    for errors, have in ranks.values(read):
+        assert errors == []
+        assert_close(have, want)
