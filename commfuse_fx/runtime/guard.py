@@ -8,11 +8,13 @@ and a tensor that nobody touches between two steps costs nothing.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 # What may be asked of a tensor without looking at its values; `optimizer.zero_grad()` needs some of it.
 _HARMLESS = frozenset(
@@ -48,6 +50,11 @@ _HARMLESS = frozenset(
         torch.is_complex,
     ]
 )
+
+
+# `nn.Parameter(tensor)` detaches a tensor of a class that it does not know, and wants one of the class that the tensor
+# has then. By then that is its own class again.
+_PARAMETER_OF = nn.Parameter.__new__.__code__
 
 
 class Guard:
@@ -142,7 +149,10 @@ def _pending_class(own: type, guard: Guard) -> type:
             if func not in _HARMLESS:
                 _finish_all(types)
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:
+                result.__class__ = own
+            return result
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             guard.finish()

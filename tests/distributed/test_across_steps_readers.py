@@ -209,3 +209,23 @@ def read_in_modes(optimizer: str) -> Found:
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_modes_of_torch_do_not_see_the_update(ranks: Ranks, optimizer: str):
     assert_undisturbed(ranks.values(read_in_modes, optimizer))
+
+
+def parameters_of_parameters() -> list[Any]:
+    """`nn.Parameter(param)` of a pending parameter, then of a complete one, with a gradient or without."""
+    model, _, step = make(ACROSS, SEVERAL)
+    found: list[Any] = []
+    for x, y in batches(cf.get_rank(), 2):
+        for requires_grad in (True, False):
+            step(x, y)
+            param = model.head.bias
+            for _ in range(2):
+                other = nn.Parameter(param, requires_grad)
+                same_memory = other.data_ptr() == param.data_ptr()
+                found.append((type(other), type(param), type(param.detach()), other.requires_grad, same_memory))
+    return found
+
+
+def test_a_parameter_of_a_pending_parameter(ranks: Ranks):
+    once = [(nn.Parameter, nn.Parameter, torch.Tensor, grad, True) for grad in (True, True, False, False)]
+    assert ranks.values(parameters_of_parameters) == [once * 2] * 2
