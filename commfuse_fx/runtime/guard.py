@@ -88,8 +88,6 @@ class Guard:
                 own = type(tensor)
                 self.mark(tensor)
                 self._guarded.append((tensor, own))
-            if self._guarded:
-                _closed[self] = None
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Guard a tensor for good, and do not keep it alive."""
@@ -104,7 +102,6 @@ class Guard:
             for tensor, own in self._guarded:
                 tensor.__class__ = own
             self._guarded.clear()
-            _closed.pop(self, None)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Give one tensor its own class back."""
@@ -120,23 +117,15 @@ class Guard:
         return bool(self._guarded)
 
 
-_closed: dict[Guard, None] = {}
-
-
 def finish_others(tensors: Iterable[torch.Tensor], *own: Guard) -> None:
     """Finish what is behind these tensors, except for what the guards `own` keep: another step has left it."""
-    if all(guard in own for guard in list(_closed)):
-        return
-    for tensor in tensors:
-        guard = getattr(type(tensor), "commfuse_guard", None)
-        if guard is not None and guard not in own:
-            guard.finish()
+    _finish(map(type, tensors), *own)
 
 
-def _finish_all(types: Iterable[type]) -> None:
-    for each in types:
+def _finish(types: Iterable[type], *but: Guard) -> None:
+    for each in dict.fromkeys(types):
         guard = getattr(each, "commfuse_guard", None)
-        if guard is not None:
+        if guard is not None and guard not in but:
             guard.finish()
 
 
@@ -147,7 +136,7 @@ def _pending_class(own: type, guard: Guard) -> type:
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func not in _HARMLESS:
-                _finish_all(types)
+                _finish(types)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:

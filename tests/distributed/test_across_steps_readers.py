@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -229,3 +231,33 @@ def parameters_of_parameters() -> list[Any]:
 def test_a_parameter_of_a_pending_parameter(ranks: Ranks):
     once = [(nn.Parameter, nn.Parameter, torch.Tensor, grad, True) for grad in (True, True, False, False)]
     assert ranks.values(parameters_of_parameters) == [once * 2] * 2
+
+
+def dropped() -> tuple[list[bool], list[bool], bool]:
+    """Which of step, executor and model live on when the step is dropped, and when all of it is; what a parameter that
+    was kept holds."""
+
+    def pending() -> tuple[list[weakref.ref[Any]], nn.Module]:
+        model, _, step = make(ACROSS, SEVERAL)
+        step(*batches(cf.get_rank(), 1)[0])
+        assert is_deferred(step)
+        return [weakref.ref(each) for each in (step, step._running, model)], model
+
+    def alive(refs: list[weakref.ref[Any]]) -> list[bool]:
+        gc.collect()
+        return [ref() is not None for ref in refs]
+
+    refs, model = pending()
+    while_pending = alive(refs)
+    kept = model.head.bias.detach().clone()
+    del model
+    afterwards = alive(refs)
+    refs, model = pending()
+    del model
+    assert alive(refs) == afterwards
+    return while_pending, afterwards, torch.equal(kept, train_beside(None, 1)["head.bias"])
+
+
+def test_a_step_that_is_dropped_while_an_update_is_pending(ranks: Ranks):
+    """The update comes with the next look at a parameter; where nobody can look any more, nothing is kept."""
+    assert ranks.values(dropped) == [([True] * 3, [False] * 3, True)] * 2
