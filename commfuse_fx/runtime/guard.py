@@ -61,7 +61,8 @@ class Guard:
     """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`, or to raise.
 
     An op on tensors of several guards finishes what is behind each of them. An alias that the user made earlier
-    (`param.data`, a view) is not guarded: it shows the old values until something finishes the update.
+    (`param.data`, a view) is not guarded: it shows the old values until something finishes the update. So does a
+    function that never asks `__torch_function__`, such as `torch.tensor`.
 
     lock: held while an update is finished, or left to be finished: any thread may touch a tensor. Whoever holds it may
     wait for other ranks. The guard of divided parameters takes that of their updates meanwhile, never the other way
