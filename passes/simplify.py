@@ -106,5 +106,11 @@ def _has_effect(node: fx.Node) -> bool:
     if node.op not in ("call_function", "get_attr"):
         return True
     if is_wait(node):
-        return False  # the wait of a collective that works on its own memory
-    return bool(written_nodes(node)) or is_opaque(node) or draws_random_numbers(node.target)
+        return _is_users(node.all_input_nodes[0])  # else that of a collective that works on its own memory
+    return _is_users(node) or bool(written_nodes(node)) or is_opaque(node) or draws_random_numbers(node.target)
+
+
+def _is_users(start: fx.Node) -> bool:
+    """A collective that somebody has written stays, whoever needs its result."""
+    collective = info(start).collective
+    return collective is not None and collective.role == "user"

@@ -15,13 +15,17 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info
 from commfuse_fx.ir.program import OptimizerInfo, Program, Segment, Update
 from commfuse_fx.optim import RULES
+from commfuse_fx.passes.simplify import remove_dead_nodes
 
 _LIKE = NodeInfo("update")
 
 
 @dataclass(frozen=True)
 class UpdateParameters:
-    """All updates stand at the end: nothing the user owns changes before the whole step has succeeded."""
+    """All updates stand at the end: nothing the user owns changes before the whole step has succeeded.
+
+    Gradients that the optimizer has no use for are neither reduced nor computed.
+    """
 
     name: str = "update_parameters"
     requires: tuple[str, ...] = ("reduced",)
@@ -32,15 +36,17 @@ class UpdateParameters:
             return False
         optimizer = program.optimizer
         handled = dict.fromkeys(name for group in optimizer.groups for name in group.params)
-        for name in program.grads:
-            if name not in handled:
-                program.note("not updated", name, "the optimizer does not hold it")
+        unused = [name for name in program.grads if name not in handled]
+        for name in unused:
+            program.note("not updated", name, "the optimizer does not hold it")
         if optimizer.rule == "opaque":
             _emit_opaque(Builder(program), optimizer, [name for name in program.grads if name in handled])
         else:
             _emit_rule(Builder(program), optimizer)
         program.grads = {}
         program.set_output()
+        if unused:
+            remove_dead_nodes(program)
         return True
 
 
