@@ -52,6 +52,7 @@ class FuseCollectives:
             members,
             _direct_dependences(program.graph, starts),
             lambda member: self._policy_of(member, numbers[id(member)]),
+            numbered=sum(param.trainable for param in program.params.values()),
         )
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}

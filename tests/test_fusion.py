@@ -101,6 +101,17 @@ def test_sequence_numbers_count_parameters_that_require_gradients() -> None:
     assert buckets(model, index(1)) == [["3", "2"], ["1"]]
 
 
+def test_cuts_count_parameters_that_the_optimizer_does_not_hold(caplog: pytest.LogCaptureFixture) -> None:
+    model = Parameters(*f32(1, 1, 1, 1))
+    optimizer = torch.optim.SGD([model.p[2], model.p[3]], lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="commfuse_fx"):
+        assert buckets(model, index(2), optimizer=optimizer) == [["3", "2"]]
+        assert buckets(model, index(3), optimizer=optimizer) == [["3"], ["2"]]
+    assert not caplog.text
+    buckets(model, index(4), optimizer=optimizer)
+    assert "index 4 is at or past" in caplog.text
+
+
 def test_alternating_dtypes_give_one_bucket_per_dtype() -> None:
     sizes = [(64, torch.float32), (64, torch.float64)] * 4
     found = buckets(Parameters(*sizes))

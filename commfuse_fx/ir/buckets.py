@@ -57,13 +57,14 @@ class Bucketing:
     conflicts: tuple[Conflict, ...]
     """One for each boundary at which a wanted bucket was split."""
     ignored_cuts: tuple[int, ...]
-    """Cuts at or past the number of members they apply to."""
+    """Cuts at or past the number of members they apply to, and of sequence numbers."""
 
 
 def assign_buckets(
     members: Sequence[Member],
     direct: Sequence[Sequence[int]],
     policy_of: Callable[[Member], Policy],
+    numbered: int = 0,
 ) -> Bucketing:
     """Partition `members` into buckets that can be fused without closing a dependence cycle.
 
@@ -72,6 +73,7 @@ def assign_buckets(
         direct: for each member, the smaller indices that it depends on. Any set that generates the whole
             dependence relation will do.
         policy_of: the policy that governs a member.
+        numbered: how many sequence numbers there are, where that is more than the members of a policy.
 
     Raises:
         ValueError: `direct` does not match `members`, or names a member that is not an earlier one.
@@ -84,6 +86,7 @@ def assign_buckets(
 
     policies = [policy_of(member) for member in members]
     governed = Counter(policy.cuts for policy in policies if policy.enabled and policy.cuts is not None)
+    governed |= Counter(dict.fromkeys(governed, numbered))
     ignored = {cut: None for cuts, count in governed.items() for cut in cuts if cut >= count}
     wanted = _wanted_buckets(members, policies, governed)
     groups, conflicts = _legal_groups(members, direct, wanted)
