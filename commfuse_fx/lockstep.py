@@ -41,7 +41,8 @@ class LockstepWorld:
 
     `models` and `optimizers` hold one copy per rank (of the values at construction), as each process of a
     real world would; attach one learning-rate scheduler to each optimizer. `world(batches)` runs one
-    step of all ranks. Reading a parameter that the step divides among ranks gathers the parts of all ranks.
+    step of all ranks. Reading a parameter that the step divides among ranks gathers the parts of all ranks. Whoever
+    replaces modules or parameters does so in the step's own model as well, which is the one that is looked at.
 
     With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, here as on devices. Reading a
     parameter or an optimizer's state of any rank finishes them; so does `synchronize`.
@@ -58,6 +59,7 @@ class LockstepWorld:
         self._known: dict[int, Lockstep] = {}
         self._shards: dict[Any, list[Shards]] = {}
         self._running: Lockstep | None = None  # that of the last step, which may have left updates
+        self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
         self._seeds = Seeds(0, None)
         self._steps = 0
         self._guard = Guard(self.synchronize)
@@ -144,10 +146,13 @@ class LockstepWorld:
         planner = self.step.planner
         with torch._C.DisableTorchFunctionSubclass():
             known, running = planner.known_plan(call), self._running
-            if known is not None and running is not None and running.program is known.compiled.program:
+            same = self._params is planner.watch.params
+            if same and known is not None and running is not None and running.program is known.compiled.program:
                 if all(executor.is_bound() for executor in running.executors):
                     return running
         self.synchronize()
+        if not same:
+            self._forget_parameters()
         plan = self._plan(call)
         found = self._of(plan.compiled.program)
         try:
@@ -158,6 +163,14 @@ class LockstepWorld:
             found = self._of(plan.compiled.program)
             self._bind(found.executors)
         return found
+
+    def _forget_parameters(self) -> None:
+        """Some were replaced: whatever works on the models' parameters is made anew."""
+        for shards in (each for known in self._shards.values() for each in known):
+            shards.open()
+        self._shards.clear()
+        self._known.clear()
+        self._params = self.step.planner.watch.params
 
     def _plan(self, call: Call) -> Plan:
         with self._shapes_only():
