@@ -152,15 +152,19 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
         return None, "it has step hooks"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None, "it is differentiable"
-    if any(torch.is_complex(param) for group in optimizer.param_groups for param in group["params"]):
+    if any(any(map(torch.is_complex, group["params"])) for group in optimizer.param_groups):
         return None, "it updates complex parameters"
     return rule, ""
 
 
-def optimizer_key(optimizer: torch.optim.Optimizer) -> Any:
-    """What of an optimizer decides the graph, cheap enough to look at before every step."""
+def optimizer_key(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Any:
+    """What of an optimizer decides the graph, cheap enough to look at before every step.
+
+    names: those of the model's parameters, by id. The key has None for any other parameter.
+    """
     rule, why = _rule_of(optimizer)
     groups = tuple(
-        (len(group["params"]), tuple(rule.flags(group).items()) if rule else ()) for group in optimizer.param_groups
+        (tuple(map(names.get, map(id, group["params"]))), tuple(rule.flags(group).items()) if rule else ())
+        for group in optimizer.param_groups
     )
     return (type(optimizer).__name__, why, groups)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn, name_arguments
+from commfuse_fx.capture.model_structure import ModelStructure
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
 from commfuse_fx.common_costs import Seconds, seconds_by_name
@@ -76,7 +77,8 @@ class Planner:
         self.watch = Watch(model, optimizer)
         self.plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._last: Signature | None = None
-        self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them
+        self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
+        self._laid_out: ModelStructure | None = None
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
         self._common: dict[bool, Seconds] = {}
 
@@ -128,6 +130,7 @@ class Planner:
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.executor = None
 
+<<<<<<< HEAD
     @property
     def has_common_plan(self) -> bool:
         """Whether plans for the model's present mode are already those that ranks have in common."""
@@ -144,6 +147,13 @@ class Planner:
         self._common[self.model.training] = seconds
         self.plans.clear()
         self._last = None
+=======
+    def forget_replaced_parameters(self) -> None:
+        """Let go of what has run with parameters that are no longer the model's; it would keep their memory."""
+        for plan in self.plans.values():
+            if plan.executor is not None and plan.executor.params is not self.watch.params:
+                plan.executor = None
+>>>>>>> dfe19cf (Modules that are replaced, added or removed are noticed: the step trains the model as it is now)
 
     def _keep(self, signature: Signature, plan: Plan) -> Plan:
         self.plans[signature] = plan
@@ -168,6 +178,8 @@ class Planner:
         described = self._describe_optimizer("")
         local = described is not None and described.rule != "opaque"
         marks = collect(self.model)
+        if self._laid_out != self.watch.structure:
+            self._laid_out, self._layouts = self.watch.structure, None
         ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
         while True:
             leaves, batch = _whole_batch(call.leaves, ways)

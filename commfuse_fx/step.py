@@ -291,6 +291,7 @@ class CompiledStep:
         """The plan's executor, bound to the optimizer's present state; re-plans where that state demands it."""
         executor = plan.executor
         if executor is None or executor.params is not self.planner.watch.params:
+            self.planner.forget_replaced_parameters()
             executor = self._make_executor(plan)
         self._hand_over(executor)
         if not executor.is_bound():
@@ -390,8 +391,7 @@ class CompiledStep:
     def _votes(self) -> bool:
         """Whether a call in the model's present mode votes: an evaluation does if the forward has collectives."""
         return self.model.training or any(
-            plan.executor is not None and plan.executor.has_collectives and not plan.compiled.program.training
-            for plan in self.planner.plans.values()
+            plan.ballot is not None and not plan.compiled.program.training for plan in self.planner.plans.values()
         )
 
 

@@ -61,14 +61,14 @@ class FlatPool:
     ) -> torch.Tensor | None:
         """The flat tensor in which these very parts lie where `segment` wants them, if there is one.
 
-        like: the tensors whose strides the parts must have.
+        like: the tensors whose strides and dtypes the parts must have.
         """
         flat = self._flats.get((what, segment))
         if flat is None:
             return None
         start, size = flat.data_ptr(), flat.element_size()
         for part, other, (_, offset) in zip(parts, like or parts, segment.members, strict=True):
-            if part is None or other is None or part.stride() != other.stride():
+            if part is None or other is None or (part.stride(), part.dtype) != (other.stride(), other.dtype):
                 return None
             if part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
                 return None

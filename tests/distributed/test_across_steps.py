@@ -217,6 +217,42 @@ def test_other_shapes_and_evaluation_finish_the_tail_first(ranks: Ranks):
             torch.testing.assert_close(have[name], want[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
+def replaced_modules() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool, str]:
+    """A new head, and later one more block, while updates of the modules before are still to come."""
+    results: list[dict[str, torch.Tensor]] = []
+    deferred = False
+    for schedule in (ACROSS, "overlap"):
+        model, made, step = make(schedule, OPTIMAL)
+        group = made.param_groups[0]
+        old = model.head
+        for number, (x, y) in enumerate(batches(cf.get_rank(), 6)):
+            deferred = deferred or (number in (2, 4) and is_deferred(step))
+            if number == 2:
+                model.head = nn.Linear(96, 4).double()
+                group["params"] = list(model.parameters())
+                for param in old.parameters():
+                    del made.state[param]
+            if number == 4:
+                model.blocks.append(nn.Linear(96, 96).double())
+                made.add_param_group({"params": model.blocks[-1].parameters()})
+            step(x, y)
+        results.append({**values(model, made), "old": old.weight.detach().clone()})
+    try:
+        model.head = nn.Linear(96, 4).double()
+        step(x, y)
+    except cf.ConfigValueError as error:
+        return results[0], results[1], deferred, str(error)
+    return results[0], results[1], deferred, ""
+
+
+def test_replaced_modules_finish_the_tail_first(ranks: Ranks):
+    for have, want, deferred, error in ranks.values(replaced_modules):
+        assert deferred
+        assert "is not a parameter of the model" in error
+        for name in want:
+            torch.testing.assert_close(have[name], want[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
 def failing_step() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model, made, step = make(ACROSS, OPTIMAL)
     data = batches(cf.get_rank(), 3)

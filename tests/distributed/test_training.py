@@ -239,6 +239,50 @@ def test_new_shapes_and_modes_are_traced_again_and_say_why(ranks: Ranks) -> None
         assert "requires grad" in messages[2]
 
 
+def replaced() -> None:
+    """A new head before the first step and after two, another activation, and a layer more."""
+    model, reference = mlp(), mlp()
+    optimizer, plain = adamw(model), adamw(reference)
+    step = compiled(model, optimizer)
+    edits = [lambda: (4, nn.Linear(32, 4)), lambda: (1, nn.Tanh()), lambda: (4, nn.Linear(32, 4))]
+    for number, edit in enumerate(edits):
+        for each, its in ((model, optimizer), (reference, plain)):
+            torch.manual_seed(number)
+            index, module = edit()
+            each[index] = module
+            its.param_groups[0]["params"] = list(each.parameters())
+        for rows in (4, 3):
+            step(*xy(number, rows=rows))
+            plain_steps(reference, plain, range(number, number + 1), rows=rows)
+        assert_parameters_close(model, reference)
+    for each, its in ((model, optimizer), (reference, plain)):
+        torch.manual_seed(5)
+        each.append(nn.Linear(4, 4))
+        its.add_param_group({"params": each[5].parameters()})
+    step(*xy(9))
+    plain_steps(reference, plain, range(9, 10))
+    assert_parameters_close(model, reference)
+
+
+def test_replaced_and_added_modules_are_trained(ranks: Ranks) -> None:
+    ranks.values(replaced)
+
+
+def replaced_on_one_rank() -> str:
+    model = mlp()
+    step = compiled(model, momentum(model))
+    step(*xy(0))
+    if dist.get_rank() == 1:
+        model[1] = nn.Tanh()
+    with pytest.raises(RuntimeError) as caught:
+        step(*xy(1))
+    return type(caught.value).__name__
+
+
+def test_a_module_that_only_one_rank_replaces_is_a_mismatch(ranks: Ranks) -> None:
+    assert ranks.values(replaced_on_one_rank) == ["PlanMismatchError"] * 2
+
+
 def own_gradients_kept() -> None:
     """Whole steps leave `.grad` alone, and deep copies (as for EMA) are copies."""
     model = mlp()

@@ -1,0 +1,74 @@
+"""What of a model decides its graphs: which modules it has, and what parameters and buffers look like."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
+
+_Named = Mapping[str, Hashable]
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """Hashable. Modules are told apart by identity, as two of one class can differ in a number that the graph has as a
+    constant; parameters and buffers by what they look like, since a graph serves any tensor that looks the same."""
+
+    modules: tuple[tuple[str, Hashable], ...]
+    parameters: tuple[tuple[str, Hashable], ...]
+    buffers: tuple[tuple[str, Hashable], ...]
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.modules, self.parameters, self.buffers)))
+
+    def __hash__(self) -> int:
+        return self._hash  # hashing every name at every step takes longer than comparing them
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelStructure:
+        """Raises what reading the marks of a parameter raises."""
+        modules = [(path, weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
+        first: dict[int, str] = {}
+        parameters = [
+            (name, (first.setdefault(id(param), name), *_looks(param), *_marks(param, name)))
+            for name, param in model.named_parameters(remove_duplicate=False)
+        ]
+        buffers = [
+            (name, (first.setdefault(id(buffer), name), *_looks(buffer)))
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        ]
+        return cls(tuple(modules), tuple(parameters), tuple(buffers))
+
+    def difference(self, other: ModelStructure) -> str:
+        """What has changed since `other`, in words: the first thing that has."""
+        for kind in ("module", "parameter", "buffer"):
+            new: _Named = dict(getattr(self, f"{kind}s"))
+            old: _Named = dict(getattr(other, f"{kind}s"))
+            for name in new:
+                if name not in old:
+                    return f"{kind} {name} was added"
+                if new[name] != old[name]:
+                    return f"{kind} {name} was replaced"
+            for name in old:
+                if name not in new:
+                    return f"{kind} {name} was removed"
+            if list(new) != list(old):
+                return f"the order of {kind}s changed"
+        return "nothing changed"
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        return ()
+    return (TensorSpec.of(tensor), tensor.layout)
+
+
+def _marks(param: nn.Parameter, name: str) -> tuple[Hashable, ...]:
+    return read_fusion_id(param, name), read_layerwise_parallel(param, name)
