@@ -80,7 +80,7 @@ class Planner:
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
         self._laid_out: ModelStructure | None = None
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
-        self._common: dict[bool, Seconds] = {}
+        self._common: dict[tuple[bool, ModelStructure], Seconds] = {}
 
     def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
@@ -130,11 +130,14 @@ class Planner:
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.executor = None
 
-<<<<<<< HEAD
     @property
     def has_common_plan(self) -> bool:
-        """Whether plans for the model's present mode are already those that ranks have in common."""
-        return self.model.training in self._common or not self.config.plans_by_cost
+        """Whether plans for the model as it is now are already those that ranks have in common."""
+        return self._mode in self._common
+
+    @property
+    def _mode(self) -> tuple[bool, ModelStructure]:
+        return self.model.training, self.watch.structure
 
     def seconds_by_name(self, call: Call) -> Seconds:
         """What this rank can offer for `plan_in_common`."""
@@ -143,17 +146,16 @@ class Planner:
         return seconds_by_name(compiled.captured, compiled.pipeline, cost_model(self.config.cluster))
 
     def plan_in_common(self, seconds: Seconds) -> None:
-        """Make all plans for the model's present mode anew, and from now on, with prices that all ranks have."""
-        self._common[self.model.training] = seconds
+        """Make all plans for the model as it is now anew, and from now on, with prices that all ranks have."""
+        self._common[self._mode] = seconds
         self.plans.clear()
         self._last = None
-=======
+
     def forget_replaced_parameters(self) -> None:
         """Let go of what has run with parameters that are no longer the model's; it would keep their memory."""
         for plan in self.plans.values():
             if plan.executor is not None and plan.executor.params is not self.watch.params:
                 plan.executor = None
->>>>>>> dfe19cf (Modules that are replaced, added or removed are noticed: the step trains the model as it is now)
 
     def _keep(self, signature: Signature, plan: Plan) -> Plan:
         self.plans[signature] = plan
@@ -219,7 +221,7 @@ class Planner:
                 flat_updates,
                 keep_captured or is_dumped(),
                 sharding,
-                self._common.get(training),
+                self._common.get(self._mode) if self._common else None,
             )
         publish(compiled, self.rank)
         if not keep_captured:

@@ -210,13 +210,13 @@ class CompiledStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call = self.planner.take_apart(args, kwargs)
-        if self._agreement is None or self.planner.has_common_plan:
+        if self._agreement is None or not self.config.plans_by_cost:
             return self._run_call(call)
         random = torch.get_rng_state()
         try:
             return self._run_call(call)
         except PlanMismatchError as error:
-            if not error.same_graph:
+            if not error.same_graph or self.planner.has_common_plan:
                 raise
             self._plan_in_common(call, error)
         torch.set_rng_state(random)

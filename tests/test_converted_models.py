@@ -41,3 +41,32 @@ def test_memory_format(momentum: float | None) -> None:
             if other is None:
                 torch.testing.assert_close(param.grad, want.grad, rtol=1e-4, atol=1e-4)
     assert len(step.planner.plans) == 2
+
+
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.9])
+def test_dtype_where_inputs_keep_theirs(momentum: float | None) -> None:
+    """Sizes at which parameters lie at the same places of flat storage, whatever their dtype."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Flatten(), nn.Linear(128, 32))
+    eager = copy.deepcopy(model)
+    x, y = torch.randint(0, 16, (4, 4)), torch.randint(0, 32, (4,))
+    mine = None if momentum is None else torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+    step = cf.compile(model, loss_fn=nn.functional.cross_entropy, optimizer=mine)
+    velocity = [torch.zeros_like(param) for param in eager.parameters()]
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        eager.to(dtype)
+        model.zero_grad()
+        eager.zero_grad()
+        loss = step(x, y)
+        assert loss.dtype == dtype
+        nn.functional.cross_entropy(eager(x), y).backward()  # type: ignore[no-untyped-call]
+        for number, (param, want) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
+            if momentum is None:
+                torch.testing.assert_close(param.grad, want.grad)
+                continue
+            assert want.grad is not None
+            velocity[number] = velocity[number].to(dtype) * momentum + want.grad
+            with torch.no_grad():
+                want -= 0.1 * velocity[number]
+            torch.testing.assert_close(param, want)
