@@ -52,7 +52,7 @@ class FuseCollectives:
             members,
             _direct_dependences(program.graph, starts),
             lambda member: self._policy_of(member, numbers[id(member)]),
-            numbered=sum(param.trainable for param in program.params.values()),
+            numbered=_numbered(program, starts),
         )
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -110,6 +110,16 @@ def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None
         start = wait.all_input_nodes[0]
         program.graph.erase_node(wait)
         program.graph.erase_node(start)
+
+
+def _numbered(program: Program, starts: Sequence[fx.Node]) -> int:
+    """How many all_reduces count for index cuts, those included that are not there as the optimizer does not hold their
+    parameters."""
+    reduced = sum(kind_of(start) == "all_reduce" for start in starts)
+    if program.optimizer is None:
+        return reduced
+    held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
+    return reduced + sum(param.trainable and name not in held for name, param in program.params.items())
 
 
 def _details(node: fx.Node) -> CollectiveInfo:
