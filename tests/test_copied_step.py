@@ -10,7 +10,7 @@ from torch import nn
 import commfuse_fx as cf
 
 
-def test_a_copy_of_a_used_step_trains_its_own_model():
+def test_a_copy_of_a_used_step_trains_its_own_model() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer)

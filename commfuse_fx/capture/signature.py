@@ -69,6 +69,10 @@ class Watch:
         self.params: Mapping[str, nn.Parameter] = {}
         self.buffers: Mapping[str, torch.Tensor] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy looks at its own model first."""
+        return Watch, (self._model, self._optimizer)
+
     @property
     def structure(self) -> ModelStructure:
         """That of the model, as it was at the last look."""
