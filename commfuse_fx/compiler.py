@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -15,13 +15,13 @@ from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.common_costs import Seconds, common_costs
+from commfuse_fx.compare_plans import Planned, fastest
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
+from commfuse_fx.fusion_config import FusionConfig, KindFusion
 from commfuse_fx.gc_pause import no_garbage_collection
 from commfuse_fx.inspect.watch import graph_log
-from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import OptimizerInfo, Program
@@ -43,7 +43,7 @@ from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.range_lookups import RangeLookups
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
-from commfuse_fx.passes.schedule import Schedule, TooLittleMemory
+from commfuse_fx.passes.schedule import Schedule
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
@@ -54,15 +54,21 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-PLANS = ((2_500, 5), (3_500, 4), (5_000, 3), (7_000, 2))
-"""How many variants are planned to the end and compared, for graphs of up to so many nodes; a single one above."""
+SEARCHES = ((2_500, 5), (3_500, 4), (5_000, 3), (7_000, 2))
+"""How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
+
+PLANS = ((1_000, 24), (1_500, 10), (2_500, 7), (3_500, 5))
+"""How many plans are made to the end and compared, for graphs of up to so many nodes; above as many as are searched."""
+
+FIXED_MIB = (64, 25, 4, 1)
+"""Sizes of buckets that mode "optimal" is compared with, besides no fusion and all in one."""
+
+ONE_BUCKET_MIB = 1 << 20
+"""A size that no model reaches."""
 
 AMPLE = 1.25
 """How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
 where that shares the wire with another one, or a step computes faster than usual."""
-
-WORTHWHILE = 1e-3
-"""What a further plan has to promise to be made: so much of the step's time, at best."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +108,18 @@ class Variant:
 
     across_steps: communication may run on into the next one. postponed: this part of the last gradient's all_reduce is
     covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
-    just before it, across steps that of the last layers.
+    just before it, across steps that of the last layers. fusion: buckets by this rule, None for those that the
+    configuration asks for.
     """
 
     across_steps: bool = False
     postponed: float = 0.0
+    fusion: FusionConfig | None = None
 
 
 def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     """What to make and compare for a graph of so many nodes, the most promising first: of equally fast ones the first
-    is taken."""
+    is taken. Where buckets are searched for, those that any other mode makes follow."""
     found = [Variant(), Variant(postponed=1.0)]
     if config.across_steps:
         ample, half = (Variant(across_steps=True, postponed=part) for part in (AMPLE, 0.5))
@@ -119,8 +127,28 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     if not config.comm_fusion.is_optimal:
         found = [each for each in found if not each.postponed]
     if config.schedule == "none":
-        return found[:1]
-    return found[: next((count for most, count in PLANS if nodes <= most), 1)]
+        found = found[:1]
+    found = found[: _up_to(SEARCHES, nodes, 1)]
+    if config.comm_fusion.is_optimal and most_plans(nodes) > len(found):
+        within = (True, False) if config.across_steps else (False,)
+        found += [Variant(across, fusion=fixed) for fixed in _fixed_fusions(config) for across in within]
+    return found
+
+
+def most_plans(nodes: int) -> int:
+    """How many plans are made at most for a graph of so many nodes."""
+    return _up_to(PLANS, nodes, _up_to(SEARCHES, nodes, 1))
+
+
+def _up_to(limits: Sequence[tuple[int, int]], nodes: int, above: int) -> int:
+    return next((count for most, count in limits if nodes <= most), above)
+
+
+def _fixed_fusions(config: CompileConfig) -> list[FusionConfig]:
+    """Rules that need no search, in place of mode "optimal"."""
+    fusion = config.comm_fusion
+    fixed = [fusion.in_place_of_optimal(KindFusion("size", mib)) for mib in (ONE_BUCKET_MIB, *FIXED_MIB)]
+    return [*fixed, replace(fusion, openstate=False)]
 
 
 def build_pipeline(
@@ -144,7 +172,7 @@ def build_pipeline(
     if costs is not None and variant.postponed:
         passes.append(PostponeGradients(costs, last_layers=variant.across_steps, part=variant.postponed))
     passes += [
-        FuseCollectives(config.comm_fusion, costs, variant.across_steps),
+        FuseCollectives(variant.fusion or config.comm_fusion, costs, variant.across_steps),
         FlattenStorage(flat_updates, singles=costs is not None),
         SplitUpdates(variant.across_steps),
         LowerAverage(),
@@ -263,7 +291,7 @@ def plan_step(
     sharding: Sharding | None = None,
     common: Seconds | None = None,
     watcher: Watcher | None = None,
-) -> _Planned:
+) -> Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
 
     common: as for `compile_call`. watcher: sees the passes of all variants; by default the graph log.
@@ -273,70 +301,13 @@ def plan_step(
     def pipeline(variant: Variant, costs: CostModel | None) -> PassPipeline:
         return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs)
 
-    found = variants(config, len(program.graph.nodes))
+    nodes = len(program.graph.nodes)
+    found = variants(config, nodes)
     costs = cost_model(config.cluster) if config.plans_by_cost else None
     if costs is not None and common is not None:
         costs = common_costs(program, pipeline(found[0], costs), costs, common)
-    return _fastest(program, [pipeline(variant, costs) for variant in found], costs, check, watcher or graph_log())
-
-
-_Planned = tuple[Program, PassPipeline, list[PassRecord]]
-
-
-def _fastest(
-    program: Program,
-    pipelines: Sequence[PassPipeline],
-    costs: CostModel | None,
-    check: Callable[[Program, str], None] | None,
-    watcher: Watcher | None = None,
-) -> _Planned:
-    """Run the passes that all pipelines begin with once, the others each on a copy (the last on `program` itself), and
-    take the fastest result. No more are made once one is as fast as computing alone."""
-    if len(pipelines) == 1:
-        return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
-    assert costs is not None, "nothing else makes several plans"
-    shared = _shared_passes(pipelines)
-    begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
-    computing = _compute_seconds(program, costs)
-    planned: list[tuple[float, _Planned]] = []
-    failed: list[TooLittleMemory] = []
-    for pipeline in pipelines:
-        own = program if pipeline is pipelines[-1] else program.copy()
-        first = pipeline.run(own, check, part=slice(shared, shared + 1), watcher=watcher)
-        if isinstance(pipeline.passes[shared], PostponeGradients) and not first[0].modified:
-            continue  # the same as without that pass
-        try:
-            rest = pipeline.run(own, check, part=slice(shared + 1, None), watcher=watcher)
-        except TooLittleMemory as error:
-            failed.append(error)
-            continue
-        seconds, host = _predicted_seconds(own, costs)
-        planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
-        if seconds <= (computing + host) * (1 + WORTHWHILE):
-            break
-    if not planned:
-        raise min(failed, key=lambda error: error.needed)
-    return min(planned, key=lambda each: each[0])[1]
-
-
-def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
-    count = 0
-    for passes in zip(*(pipeline.passes for pipeline in pipelines), strict=False):
-        if any(each != passes[0] for each in passes):
-            break
-        count += 1
-    return count
-
-
-def _compute_seconds(program: Program, costs: CostModel) -> float:
-    """Of a step, whatever its buckets and its order."""
-    nodes = (node for node in program.graph.nodes if not is_start(node) and not is_wait(node))
-    return costs.step_overhead + sum(costs.compute_seconds(node) for node in nodes)
-
-
-def _predicted_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
-    """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
-    host in it."""
-    played = play(program, costs)
-    host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
-    return round(played.ended - played.began, 9), host
+    pipelines: list[PassPipeline] = []
+    fixed: list[PassPipeline] = []
+    for variant in found:
+        (fixed if variant.fusion else pipelines).append(pipeline(variant, costs))
+    return fastest(program, pipelines, fixed, most_plans(nodes), check, watcher or graph_log())

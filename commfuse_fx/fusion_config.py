@@ -107,6 +107,11 @@ class FusionConfig:
         """Whether any kind is fused by predicted step time."""
         return self.openstate and any(self._kind(kind).mode == "optimal" for kind in KINDS)
 
+    def in_place_of_optimal(self, rule: KindFusion) -> FusionConfig:
+        """This configuration with another rule for the kinds in mode "optimal"."""
+        changes: dict[str, Any] = {kind: rule for kind in KINDS if self._kind(kind).mode == "optimal"}
+        return replace(self, **changes)
+
     def _kind(self, kind: str) -> KindFusion:
         fusion: KindFusion = getattr(self, kind)
         return fusion

@@ -7,7 +7,7 @@ collective, one wait, split, restore shapes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -44,16 +44,8 @@ class FuseCollectives:
 
     def __call__(self, program: Program) -> bool:
         modified = _merge_repeated(program)
-        starts = [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS]
-        members = [_member(node) for node in starts]
-        groups = self._optimal_groups(program, starts)
-        numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
-        bucketing = assign_buckets(
-            members,
-            _direct_dependences(program.graph, starts),
-            lambda member: self._policy_of(member, numbers[id(member)]),
-            numbered=_numbered(program, starts),
-        )
+        starts = _fusible(program)
+        bucketing = self._bucketing(program, starts)
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         before = Dependence(program.graph, program.aliases()).direct
@@ -69,6 +61,23 @@ class FuseCollectives:
             _replace_waits(program, results)
             stable_sort(program.graph, position, before)
         return modified or number > 0
+
+    def buckets(self, program: Program) -> tuple[tuple[str, ...], ...]:
+        """What `buckets_of` finds once this has run; cheap but in mode "optimal"."""
+        starts = _fusible(program)
+        found = self._bucketing(program, starts).buckets
+        return _in_order([name for i in bucket for name in _details(starts[i]).members] for bucket in found)
+
+    def _bucketing(self, program: Program, starts: Sequence[fx.Node]) -> Bucketing:
+        members = [_member(node) for node in starts]
+        groups = self._optimal_groups(program, starts)
+        numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
+        return assign_buckets(
+            members,
+            _direct_dependences(program.graph, starts),
+            lambda member: self._policy_of(member, numbers[id(member)]),
+            numbered=_numbered(program, starts),
+        )
 
     def _optimal_groups(self, program: Program, starts: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
         """Bucket numbers for the collectives that mode "optimal" decides about."""
@@ -101,6 +110,19 @@ class FuseCollectives:
             cuts = ", ".join(map(str, bucketing.ignored_cuts))
             log.warning("comm_fusion index %s is at or past the number of all_reduces and is ignored", cuts)
             program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
+
+
+def buckets_of(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The members of every collective that may be fused."""
+    return _in_order(_details(node).members for node in _fusible(program))
+
+
+def _in_order(buckets: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(sorted(tuple(sorted(bucket)) for bucket in buckets))
+
+
+def _fusible(program: Program) -> list[fx.Node]:
+    return [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS]
 
 
 def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:

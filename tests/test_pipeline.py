@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import AMPLE, Sharding, Variant, build_pipeline, plan_step, variants
+from commfuse_fx import compiler
+from commfuse_fx.compiler import AMPLE, Sharding, Variant, build_pipeline, most_plans, plan_step, variants
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.errors import VerificationError
@@ -60,8 +61,10 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
 def test_larger_graphs_compare_fewer_plans() -> None:
     optimal = {"allreduce": {"mode": "optimal", "config": None}}
     config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
-    counts = [len(variants(config, nodes)) for nodes in (1_000, 2_500, 2_501, 3_500, 5_000, 7_000, 7_001, 100_000)]
-    assert counts == [5, 5, 4, 4, 3, 2, 1, 1]
+    sizes = (1_000, 2_500, 2_501, 3_500, 5_000, 7_000, 7_001, 100_000)
+    searches = [sum(each.fusion is None for each in variants(config, nodes)) for nodes in sizes]
+    assert searches == [5, 5, 4, 4, 3, 2, 1, 1]
+    assert [most_plans(nodes) for nodes in sizes] == [24, 7, 5, 5, 3, 2, 1, 1]
     assert variants(config, 7_000) == [Variant(across_steps=True), Variant(across_steps=True, postponed=AMPLE)]
     assert variants(config, 100_000) == [Variant(across_steps=True)]
     assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant(postponed=1.0)]
@@ -293,8 +296,11 @@ class Counter:
         pass
 
 
-@pytest.mark.parametrize(("bandwidth", "at_once"), [(1e15, True), (1e6, False)], ids=["fast", "slow"])
-def test_no_plan_is_made_after_one_that_only_computes(bandwidth: float, at_once: bool) -> None:
+@pytest.mark.parametrize(("bandwidth", "plans"), [(1e15, 1), (1e6, 5)], ids=["fast", "slow"])
+def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
+    bandwidth: float, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "most_plans", lambda nodes: 0)  # none of those without a search
     core = cf.Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=1 << 30, op_overhead=0.0)
     level = cf.Level(name="link", alpha=0.0, bandwidth=bandwidth)
     cluster = cf.ClusterSpec(name="pair", device=core, levels=(level,), ranks=2)
@@ -312,4 +318,4 @@ def test_no_plan_is_made_after_one_that_only_computes(bandwidth: float, at_once:
     assert captured is not None
     counter = Counter()
     plan_step(captured, step.config, watcher=counter)
-    assert (counter.plans == 1) is at_once
+    assert counter.plans == plans

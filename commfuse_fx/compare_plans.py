@@ -1,0 +1,124 @@
+"""Make several whole plans of one step, and keep the one that simulates fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.rounds import play
+from commfuse_fx.cost.source import cost_model
+from commfuse_fx.ir.builder import aten
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.fuse_collectives import FuseCollectives, buckets_of
+from commfuse_fx.passes.postpone_gradients import PostponeGradients
+from commfuse_fx.passes.schedule import TooLittleMemory
+from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
+
+WORTHWHILE = 1e-3
+"""What a further search for buckets has to promise to be made: so much of the step's time, at best."""
+
+Planned = tuple[Program, PassPipeline, list[PassRecord]]
+"""A final program, the passes that made it, and what they did."""
+
+Check = Callable[[Program, str], None]
+
+
+class _Decided(NamedTuple):
+    """What a plan follows from: the members of its buckets, and the passes beside fuse_collectives."""
+
+    buckets: tuple[tuple[str, ...], ...]
+    passes: tuple[Pass, ...]
+
+
+def fastest(
+    program: Program,
+    pipelines: Sequence[PassPipeline],
+    fixed: Sequence[PassPipeline],
+    most: int,
+    check: Check | None = None,
+    watcher: Watcher | None = None,
+) -> Planned:
+    """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result; of
+    equally fast ones the first.
+
+    Once a plan is as fast as computing alone, no more `pipelines` are run. Then follow the `fixed` ones, which search
+    for no buckets: those that are not the same as a plan that was made, until there are `most` plans, or one that no
+    other can beat.
+    Raises TooLittleMemory if no plan fits.
+    """
+    if len(pipelines) + len(fixed) == 1:
+        return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
+    shared = _shared_passes([*pipelines, *fixed])
+    begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
+    computing, least = _compute_seconds(program)
+    seen: list[_Decided] = []
+    planned: list[tuple[float, Planned]] = []
+    failed: list[TooLittleMemory] = []
+
+    def plan(pipeline: PassPipeline) -> float:
+        """Seconds of the step without what it stands still for; 0 where there is no such plan."""
+        _, after, others = _parts(pipeline, shared)
+        own = program.copy()
+        first = pipeline.run(own, check, part=slice(shared, after), watcher=watcher)
+        if isinstance(others[0], PostponeGradients) and not first[0].modified:
+            return 0.0  # the same as without that pass
+        seen.append(_Decided(buckets_of(own), others))
+        try:
+            rest = pipeline.run(own, check, part=slice(after, None), watcher=watcher)
+        except TooLittleMemory as error:
+            failed.append(error)
+            return 0.0
+        seconds, host = _predicted_seconds(own)
+        planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
+        return computing + host
+
+    for pipeline in pipelines:
+        busy = plan(pipeline)
+        if busy and planned[-1][0] <= busy * (1 + WORTHWHILE):
+            break
+    for pipeline in fixed:
+        if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
+            break
+        fuse, _, others = _parts(pipeline, shared)
+        if _Decided(fuse.buckets(program), others) not in seen:
+            plan(pipeline)
+    if not planned:
+        raise min(failed, key=lambda error: error.needed)
+    return min(planned, key=lambda each: each[0])[1]
+
+
+def _parts(pipeline: PassPipeline, shared: int) -> tuple[FuseCollectives, int, tuple[Pass, ...]]:
+    """The pass that makes buckets, the place of the pass after it, and what is not shared beside it."""
+    for place, item in enumerate(pipeline.passes):
+        if isinstance(item, FuseCollectives):
+            return item, place + 1, (*pipeline.passes[shared:place], *pipeline.passes[place + 1 :])
+    raise AssertionError("every pipeline fuses collectives")
+
+
+def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
+    count = 0
+    for passes in zip(*(pipeline.passes for pipeline in pipelines), strict=False):
+        if isinstance(passes[0], FuseCollectives) or any(each != passes[0] for each in passes):
+            break
+        count += 1
+    return count
+
+
+def _compute_seconds(program: Program) -> tuple[float, float]:
+    """Of a step, whatever its buckets and its order: with all nodes, and without casts, some of which buckets save."""
+    costs = cost_model(program.config.cluster)
+    nodes = [node for node in program.graph.nodes if not is_start(node) and not is_wait(node)]
+    seconds = [costs.compute_seconds(node) for node in nodes]
+    casts = sum(each for node, each in zip(nodes, seconds, strict=True) if node.target is aten._to_copy.default)
+    total = costs.step_overhead + sum(seconds)
+    return total, total - casts
+
+
+def _predicted_seconds(program: Program) -> tuple[float, float]:
+    """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
+    host in it."""
+    played = play(program, cost_model(program.config.cluster))
+    host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
+    return round(played.ended - played.began, 9), host

@@ -1,0 +1,167 @@
+"""Mode "optimal" on whole small models: no other mode simulates faster with the same options."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.compiler import plan_step
+from commfuse_fx.config import CompileConfig
+from commfuse_fx.cost.presets import preset
+from commfuse_fx.cost.rounds import play
+from commfuse_fx.cost.source import cost_model
+from commfuse_fx.ir.program import Program
+
+KINDS = ("allreduce", "allgather", "reducescatter")
+OPTIMAL: dict[str, Any] = {kind: {"mode": "optimal", "config": None} for kind in KINDS}
+AUTO: dict[str, Any] = {}
+OFF: dict[str, Any] = {"openstate": False}
+FIXED: dict[str, dict[str, Any]] = {
+    "auto": AUTO,
+    "off": OFF,
+    **{f"{mib} MiB": {kind: {"mode": "size", "config": mib} for kind in KINDS} for mib in (1, 4, 25, 64)},
+}
+SCHEDULES: dict[str, Any] = {"overlap": "overlap", "across steps": cf.ScheduleConfig(across_steps=True)}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "adamax": torch.optim.Adamax,
+    "none": lambda params: None,
+}
+
+
+class Layers(nn.Module):
+    """Linear layers of these widths and dtypes, with collectives of the model's own behind some of them."""
+
+    def __init__(self, widths: list[int], dtypes: list[torch.dtype], own: list[str]) -> None:
+        super().__init__()
+        self.own = own
+        self.layers = nn.ModuleList(
+            nn.Linear(i, o, dtype=dtype) for i, o, dtype in zip(widths[:-1], widths[1:], dtypes, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, own in zip(self.layers, self.own, strict=True):
+            x = layer(x.to(layer.weight.dtype))
+            if own == "gather":
+                x = x + cf.ops.all_gather(x)[: x.shape[0]]
+            elif own == "reduce":
+                x = cf.ops.all_reduce(x)
+            x = torch.tanh(x)
+        return x.float()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One captured step, to plan with any options."""
+
+    captured: Program
+    cluster: str
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: int, optimizer: str, cluster: str, ranks: int, **options: Any) -> Case:
+        first, last = model.layers[0], model.layers[-1]  # type: ignore[index]
+        options = {**options, "device_num": ranks}
+        step = cf.compile(
+            model,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=OPTIMIZERS[optimizer](model.parameters()),
+            **options,
+        )
+        x, target = torch.zeros(batch, first.in_features), torch.zeros(batch, last.out_features)
+        captured = step.planner.read(step.planner.take_apart((x, target), {})).captured
+        assert captured is not None
+        return cls(captured, cluster, options)
+
+    def seconds(self, fusion: dict[str, Any], schedule: Any, by_cost: bool = True) -> float:
+        """Of a step; not `by_cost`: planned without knowing the cluster."""
+        cluster = self.cluster if by_cost else None
+        options = {**self.options, "comm_fusion": fusion, "schedule": schedule, "cluster": cluster}
+        program = replace(self.captured.copy(), config=CompileConfig.resolve(options))
+        played = play(plan_step(program, program.config)[0], cost_model(preset(self.cluster)))
+        return played.ended - played.began
+
+    @property
+    def has_ids(self) -> bool:
+        return any(param.fusion_id is not None for param in self.captured.params.values())
+
+    def worse(self, schedule: str) -> list[str]:
+        """The modes that mode "optimal" is slower than. (Ids hold in mode "optimal", and not without fusion.)"""
+        optimal = self.seconds(OPTIMAL, SCHEDULES[schedule])
+        found = []
+        for name, fusion in FIXED.items():
+            if not (self.has_ids and fusion is OFF):
+                fixed = self.seconds(fusion, SCHEDULES[schedule])
+                if optimal > fixed * (1 + 1e-6):
+                    found.append(f"{name}: {optimal * 1e3:.4f} ms is above {fixed * 1e3:.4f}")
+        return found
+
+
+def alternating(count: int, width: int) -> Layers:
+    dtypes = [torch.bfloat16 if i % 2 == 0 else torch.float32 for i in range(count)]
+    return Layers([width] * (count + 1), dtypes, [""] * count)
+
+
+def all_bf16(count: int, width: int) -> Layers:
+    return Layers([width] * (count + 1), [torch.bfloat16] * count, [""] * count)
+
+
+def plain(*widths: int) -> Layers:
+    return Layers(list(widths), [torch.float32] * (len(widths) - 1), [""] * (len(widths) - 1))
+
+
+KNOWN: dict[str, Callable[[], Case]] = {
+    "two dtypes": lambda: Case.of(alternating(12, 512), 512, "sgd", "gloo-1gbit", 8, gradient_fp32_sync=False),
+    "cast back": lambda: Case.of(all_bf16(12, 512), 512, "sgd", "h100-node", 8),
+    "half cast back": lambda: Case.of(alternating(24, 256), 64, "sgd", "gloo-10gbit", 8),
+    "few bytes": lambda: Case.of(plain(256, 256, 256, 256, 4), 4, "adagrad", "gloo-10gbit", 2),
+    "wide": lambda: Case.of(plain(512, 2048, 512, 2048), 4, "sgd", "gloo-1gbit", 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of plans, made of graphs that other tests verify."""
+    monkeypatch.delenv("COMMFUSE_VERIFY")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_mode_is_faster_in_known_cases(name: str) -> None:
+    case = KNOWN[name]()
+    assert {schedule: case.worse(schedule) for schedule in SCHEDULES} == {schedule: [] for schedule in SCHEDULES}
+
+
+def random_cases(seeds: Iterable[int]) -> Iterator[Case]:
+    for seed in seeds:
+        rng = random.Random(seed)
+        depth, width = rng.randint(2, 9), rng.choice([32, 256, 768])
+        widths = [rng.choice([width // 4, width, width, 2 * width]) for _ in range(depth + 1)]
+        half = rng.choice([0.0, 0.0, 0.5, 1.0])
+        dtypes = [torch.bfloat16 if rng.random() < half else torch.float32 for _ in range(depth)]
+        own = [rng.choice(["", "", "", "gather", "reduce"]) if seed % 3 == 0 else "" for _ in range(depth)]
+        model = Layers(widths, dtypes, own)
+        if seed % 4 == 1:
+            for layer in model.layers:
+                cf.set_comm_fusion(layer, rng.choice([0, 1, 2])) if rng.random() < 0.4 else None
+        cluster, ranks = rng.choice(
+            [("gloo-1gbit", 8), ("gloo-10gbit", 3), ("gloo-25gbit", 16), ("h100-node", 4), ("h100-ib-2", 16)]
+        )
+        options = {"gradient_fp32_sync": rng.random() < 0.5, "gradients_mean": rng.random() < 0.7}
+        yield Case.of(model, rng.choice([4, 64, 512]), rng.choice(list(OPTIMIZERS)), cluster, ranks, **options)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_no_mode_is_faster_for_random_models(part: int) -> None:
+    for case in random_cases(range(5 * part, 5 * part + 5)):
+        assert {schedule: case.worse(schedule) for schedule in SCHEDULES} == {schedule: [] for schedule in SCHEDULES}
