@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
+from commfuse_fx.cost.deferred import is_deferred
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.cost.rounds import play
 from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.fuse_collectives import FuseCollectives, buckets_of
+from commfuse_fx.passes.flatten_storage import FlattenStorage
+from commfuse_fx.passes.fuse_collectives import Buckets, FuseCollectives, buckets_of
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.schedule import TooLittleMemory
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
@@ -26,9 +30,10 @@ Check = Callable[[Program, str], None]
 
 
 class _Decided(NamedTuple):
-    """What a plan follows from: the members of its buckets, and the passes beside fuse_collectives."""
+    """What a plan follows from: the members of its buckets, those that have storage of their own, and other passes."""
 
-    buckets: tuple[tuple[str, ...], ...]
+    buckets: Buckets
+    stored: Buckets
     passes: tuple[Pass, ...]
 
 
@@ -57,6 +62,18 @@ def fastest(
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
 
+    @cache
+    def alone(flatten: FlattenStorage) -> list[tuple[str, ...]]:
+        """The gradients that it would give storage if none were fused."""
+        return [details.members for start in flatten.alone(program) if (details := info(start).collective)]
+
+    def decided(buckets: Buckets, others: Sequence[Pass]) -> _Decided:
+        own = dict.fromkeys(buckets)
+        stored = [
+            bucket for each in others if isinstance(each, FlattenStorage) for bucket in alone(each) if bucket in own
+        ]
+        return _Decided(buckets, tuple(stored), tuple(each for each in others if not isinstance(each, FlattenStorage)))
+
     def plan(pipeline: PassPipeline) -> float:
         """Seconds of the step without what it stands still for; 0 where there is no such plan."""
         _, after, others = _parts(pipeline, shared)
@@ -64,7 +81,7 @@ def fastest(
         first = pipeline.run(own, check, part=slice(shared, after), watcher=watcher)
         if isinstance(others[0], PostponeGradients) and not first[0].modified:
             return 0.0  # the same as without that pass
-        seen.append(_Decided(buckets_of(own), others))
+        seen.append(decided(buckets_of(own), others))
         try:
             rest = pipeline.run(own, check, part=slice(after, None), watcher=watcher)
         except TooLittleMemory as error:
@@ -82,11 +99,20 @@ def fastest(
         if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
             break
         fuse, _, others = _parts(pipeline, shared)
-        if _Decided(fuse.buckets(program), others) not in seen:
+        if decided(fuse.buckets(program), others) not in seen:
             plan(pipeline)
     if not planned:
         raise min(failed, key=lambda error: error.needed)
-    return min(planned, key=lambda each: each[0])[1]
+    best = min(planned, key=lambda each: each[0])[1]
+    _keep_reason(best[0], [program for _, (program, _, _) in planned])
+    return best
+
+
+def _keep_reason(program: Program, planned: Sequence[Program]) -> None:
+    """Say why nothing is deferred, whichever plan is taken."""
+    found = [note for each in planned for note in each.notes if note.topic == "across_steps"]
+    if found and found[0] not in program.notes and not any(is_deferred(node) for node in program.graph.nodes):
+        program.notes.append(found[0])
 
 
 def _parts(pipeline: PassPipeline, shared: int) -> tuple[FuseCollectives, int, tuple[Pass, ...]]:

@@ -109,12 +109,20 @@ class Variant:
     across_steps: communication may run on into the next one. postponed: this part of the last gradient's all_reduce is
     covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
     just before it, across steps that of the last layers. fusion: buckets by this rule, None for those that the
-    configuration asks for.
+    configuration asks for. stored: gradients that are reduced alone get storage where that may pay.
     """
 
     across_steps: bool = False
     postponed: float = 0.0
     fusion: FusionConfig | None = None
+    stored: bool = True
+
+    def least_stored(self, config: CompileConfig) -> int | None:
+        """Bytes from which gradients that are reduced alone get storage, even where that takes more ops: all that can
+        be deferred, and those that may be sent in pieces."""
+        if self.across_steps:
+            return 0
+        return StreamBuckets.piece + 1 if config.schedule != "none" else None
 
 
 def variants(config: CompileConfig, nodes: int) -> list[Variant]:
@@ -129,10 +137,13 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     if config.schedule == "none":
         found = found[:1]
     found = found[: _up_to(SEARCHES, nodes, 1)]
-    if config.comm_fusion.is_optimal and most_plans(nodes) > len(found):
-        within = (True, False) if config.across_steps else (False,)
-        found += [Variant(across, fusion=fixed) for fixed in _fixed_fusions(config) for across in within]
-    return found
+    if not config.plans_by_cost or most_plans(nodes) <= len(found):
+        return found
+    fixed = [Variant(across_steps=True)] if config.across_steps else []
+    fixed += [Variant(), Variant(stored=False)] if config.schedule != "none" else [Variant()]
+    if not config.comm_fusion.is_optimal:
+        return list(dict.fromkeys([*found, *fixed]))
+    return [*found, *(replace(each, fusion=fusion) for fusion in _fixed_fusions(config) for each in fixed)]
 
 
 def most_plans(nodes: int) -> int:
@@ -173,7 +184,7 @@ def build_pipeline(
         passes.append(PostponeGradients(costs, last_layers=variant.across_steps, part=variant.postponed))
     passes += [
         FuseCollectives(variant.fusion or config.comm_fusion, costs, variant.across_steps),
-        FlattenStorage(flat_updates, singles=costs is not None),
+        FlattenStorage(flat_updates, costs is not None and variant.stored, variant.least_stored(config)),
         SplitUpdates(variant.across_steps),
         LowerAverage(),
     ]
@@ -309,5 +320,6 @@ def plan_step(
     pipelines: list[PassPipeline] = []
     fixed: list[PassPipeline] = []
     for variant in found:
-        (fixed if variant.fusion else pipelines).append(pipeline(variant, costs))
+        made = pipeline(variant, costs)
+        (fixed if variant.fusion or not variant.stored else pipelines).append(made)
     return fastest(program, pipelines, fixed, most_plans(nodes), check, watcher or graph_log())

@@ -68,18 +68,20 @@ class FlattenStorage:
     """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all.
 
     `singles`: gradients that are reduced alone get storage of their own as well, so that it can be kept between
-    steps and sent in pieces.
+    steps, sent in pieces, and waited for in the next step: those of at least `least` bytes, and others where that takes
+    no op more (None: only these).
     """
 
     flat_updates: bool = True
     singles: bool = False
+    least: int | None = 0
     name: str = "flatten_storage"
     requires: tuple[str, ...] = ("fused",)
     ensures: tuple[str, ...] = ("flat",)
 
     def __call__(self, program: Program) -> bool:
-        if self.singles:
-            _give_parts(program)
+        for start in self.alone(program):
+            info(start).parts = (_own_part(start),)
         buckets = [node for node in program.collectives() if info(node).parts and _sums_gradients(node)]
         if not buckets:
             return False
@@ -104,15 +106,39 @@ class FlattenStorage:
         remove_dead_nodes(program)
         return True
 
-
-def _give_parts(program: Program) -> None:
-    """Treat a gradient that is reduced alone as a bucket of one member."""
-    for start in program.collectives():
-        details = info(start)
-        if not details.parts and details.collective is not None and kind_of(start) == "all_reduce":
+    def alone(self, program: Program) -> list[fx.Node]:
+        """The starts of gradients that are reduced alone and get storage of their own."""
+        found: list[fx.Node] = []
+        for start in program.collectives() if self.singles else ():
+            details = info(start)
+            if details.parts or details.collective is None or not _sums_gradients(start):
+                continue
             if all(name in program.params for name in details.collective.members):
-                value: fx.Node = start.args[0]  # type: ignore[assignment]
-                details.parts = (Part(details.collective.members, value, wait_of(start)),)
+                enough = self.least is not None and details.collective.nbytes >= self.least
+                if enough or _costs_nothing(program, start):
+                    found.append(start)
+        return found
+
+
+def _own_part(start: fx.Node) -> Part:
+    """Of a gradient that is reduced alone, as a bucket of one member."""
+    details = info(start).collective
+    assert details is not None
+    value: fx.Node = start.args[0]  # type: ignore[assignment]
+    return Part(details.members, value, wait_of(start))
+
+
+def _costs_nothing(program: Program, start: fx.Node) -> bool:
+    """Whether a bucket of this gradient alone is as many ops as the gradient by itself: the op that computes it writes
+    into the bucket, or a cast does."""
+    if not program.updates:
+        return False  # its storage would be allocated in every step
+    member = _member_of(program, _own_part(start), None)
+    itemsize = min(member.spec.itemsize, program.params[member.name].spec.itemsize)
+    if member.spec.numel % (ALIGNMENT // itemsize):
+        return False  # padding is zeroed
+    source = _source(member)
+    return tensor_spec(source).dtype != member.spec.dtype or _writes_into(source, member)
 
 
 def _sums_gradients(start: fx.Node) -> bool:
@@ -161,6 +187,15 @@ def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[
     return list(runs.values())
 
 
+def _member_of(program: Program, part: Part, place: tuple[int, int] | None) -> _Member:
+    # A collective of the user's own may share the bucket; then there is no parameter.
+    param = program.params.get(part.names[0])
+    like = param.spec if param else tensor_spec(part.value)
+    layout = like if like.is_dense else like.with_shape(like.shape)
+    spec = layout.with_dtype(tensor_spec(part.value).dtype)
+    return _Member(part.names[0], part.value, part.result, spec, place)
+
+
 class _Bucket:
     """Rewrites one fused gradient all_reduce into flat storage."""
 
@@ -177,20 +212,12 @@ class _Bucket:
         self.wait = wait_of(start)
         self.position = position
         self.label = info(start).name.rsplit("/", 1)[0]
-        self.members = [self._member(part, places) for part in info(start).parts]
+        self.members = [_member_of(self.program, part, places.get(part.result)) for part in info(start).parts]
         self.results: dict[fx.Node, fx.Node] = {}  # what takes the place of each member's result
         params = self.program.params
         itemsize = {m.name: params.get(m.name, m).spec.itemsize for m in self.members}
         self.runs = _layout(self.members, itemsize)
         self.spec = TensorSpec.flat(self.runs[-1].offset + self.runs[-1].numel, tensor_spec(start))
-
-    def _member(self, part: Part, places: dict[fx.Node, tuple[int, int]]) -> _Member:
-        # A collective of the user's own may share the bucket; then there is no parameter.
-        param = self.program.params.get(part.names[0])
-        like = param.spec if param else tensor_spec(part.value)
-        layout = like if like.is_dense else like.with_shape(like.shape)
-        spec = layout.with_dtype(tensor_spec(part.value).dtype)
-        return _Member(part.names[0], part.value, part.result, spec, places.get(part.result))
 
     def rewrite(self) -> fx.Node:
         """Returns the wait, which yields the reduced flat storage."""
@@ -243,8 +270,8 @@ class _Bucket:
         """Compute the gradient straight into its place, or copy it there."""
         name = f"{self.label}/write.{member.name}"
         spec = tensor_spec(source)
-        target = WRITES_INTO.get(source.target)
-        if target is not None and len(source.users) == 1 and _fits(spec, member.spec):
+        if _writes_into(source, member):
+            target = WRITES_INTO[source.target]
             with self.build.before(source):
                 place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
                 kwargs = {**source.kwargs, "out": place}
@@ -260,8 +287,11 @@ class _Bucket:
             return self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
 
 
-def _fits(computed: TensorSpec, place: TensorSpec) -> bool:
-    return computed.dtype == place.dtype and computed.is_contiguous and place.is_contiguous
+def _writes_into(source: fx.Node, member: _Member) -> bool:
+    """Whether the op that computes a gradient can do so in its place."""
+    computed = tensor_spec(source)
+    fits = computed.dtype == member.spec.dtype and computed.is_contiguous and member.spec.is_contiguous
+    return source.target in WRITES_INTO and len(source.users) == 1 and fits
 
 
 def _source(member: _Member) -> fx.Node:

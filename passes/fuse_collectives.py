@@ -28,6 +28,10 @@ from commfuse_fx.passes.simplify import replace_all
 log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
 
 
+Buckets = tuple[tuple[str, ...], ...]
+"""The members of each bucket, all of them sorted."""
+
+
 @dataclass(frozen=True)
 class FuseCollectives:
     """`fusion` is the parsed comm_fusion; `costs` decide in mode "optimal", for a schedule within or `across_steps`.
@@ -62,7 +66,7 @@ class FuseCollectives:
             stable_sort(program.graph, position, before)
         return modified or number > 0
 
-    def buckets(self, program: Program) -> tuple[tuple[str, ...], ...]:
+    def buckets(self, program: Program) -> Buckets:
         """What `buckets_of` finds once this has run; cheap but in mode "optimal"."""
         starts = _fusible(program)
         found = self._bucketing(program, starts).buckets
@@ -112,12 +116,12 @@ class FuseCollectives:
             program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
 
 
-def buckets_of(program: Program) -> tuple[tuple[str, ...], ...]:
+def buckets_of(program: Program) -> Buckets:
     """The members of every collective that may be fused."""
     return _in_order(_details(node).members for node in _fusible(program))
 
 
-def _in_order(buckets: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
     return tuple(sorted(tuple(sorted(bucket)) for bucket in buckets))
 
 

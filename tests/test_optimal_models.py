@@ -28,7 +28,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "off": OFF,
     **{f"{mib} MiB": {kind: {"mode": "size", "config": mib} for kind in KINDS} for mib in (1, 4, 25, 64)},
 }
-SCHEDULES: dict[str, Any] = {"overlap": "overlap", "across steps": cf.ScheduleConfig(across_steps=True)}
+SCHEDULES: dict[str, Any] = {"overlap": "overlap", "across steps": cf.ScheduleConfig(across_steps=True), "none": "none"}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer | None]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -165,3 +165,29 @@ def random_cases(seeds: Iterable[int]) -> Iterator[Case]:
 def test_no_mode_is_faster_for_random_models(part: int) -> None:
     for case in random_cases(range(5 * part, 5 * part + 5)):
         assert {schedule: case.worse(schedule) for schedule in SCHEDULES} == {schedule: [] for schedule in SCHEDULES}
+
+
+def slower_with_a_cluster(case: Case) -> list[str]:
+    """The modes in which a plan for the cluster is slower than one without moves, or for no cluster at all."""
+    found = []
+    for name, fusion in FIXED.items():
+        others = case.seconds(fusion, "none"), case.seconds(fusion, "overlap", by_cost=False)
+        if case.seconds(fusion, "overlap") > min(others) * (1 + 1e-6):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["none", "sgd", "adamax"])
+def test_a_cluster_makes_no_small_plan_slower(optimizer: str) -> None:
+    assert slower_with_a_cluster(Case.of(plain(64, 64, 64, 64), 32, optimizer, "h100-node", 2)) == []
+
+
+def test_a_cluster_makes_no_plan_of_large_gradients_slower() -> None:
+    """More than 8 MiB that are written by a copy, with and without something to hide behind."""
+    for widths in ((1600, 1600, 1600), (64, 1600, 1600, 64)):
+        for cluster in ("gloo-10gbit", "h100-node"):
+            assert slower_with_a_cluster(Case.of(plain(*widths), 8, "none", cluster, 8)) == []
+
+
+def test_a_cluster_makes_no_random_plan_slower() -> None:
+    assert [number for number, case in enumerate(random_cases(range(10))) if slower_with_a_cluster(case)] == []
