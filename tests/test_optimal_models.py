@@ -191,3 +191,12 @@ def test_a_cluster_makes_no_plan_of_large_gradients_slower() -> None:
 
 def test_a_cluster_makes_no_random_plan_slower() -> None:
     assert [number for number, case in enumerate(random_cases(range(10))) if slower_with_a_cluster(case)] == []
+
+
+@pytest.mark.usefixtures("no_other_plan")
+@pytest.mark.parametrize("name", ["cast back", "half cast back"])
+def test_what_is_cast_back_is_cut_for_the_end_of_the_step(name: str) -> None:
+    """A cast of the result stands where that is used, and one serves a whole bucket."""
+    case = KNOWN[name]()
+    optimal = case.seconds(OPTIMAL, "overlap")
+    assert optimal < min(case.seconds(fusion, "overlap") for fusion in FIXED.values()) * 0.993

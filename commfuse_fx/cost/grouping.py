@@ -23,6 +23,7 @@ from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
@@ -99,8 +100,10 @@ class _Graph:
         self.costs = costs
         self.nodes = list(program.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
-        # Starts are what is to be merged: what handing them over costs depends on how many are left.
-        self.seconds = [0.0 if is_start(node) else costs.compute_seconds(node) for node in self.nodes]
+        # Starts are what is to be merged, and what is cast is what they yield: both cost as much as buckets are left.
+        self.seconds = [
+            0.0 if is_start(node) or _casts_back(node) else costs.compute_seconds(node) for node in self.nodes
+        ]
         self.clock = list(accumulate(self.seconds, initial=0.0))
 
     def groups(self, starts: list[fx.Node], across_steps: bool) -> tuple[list[list[fx.Node]], str]:
@@ -146,12 +149,13 @@ class _Graph:
         return node.op == "output" or info(node).phase == "update"
 
     def _first_use(self, node: fx.Node) -> int:
-        """Place of the first node that works on this value: views do not."""
+        """Place of the first node that works on this value: views do not, nor casts of what a collective yields, which
+        stand where their result is used."""
         found = len(self.nodes) - 1
         pending = [node]
         while pending:
             for user in pending.pop().users:
-                if is_view(user) or is_wait(user):
+                if is_view(user) or is_wait(user) or _casts_back(user):
                     pending.append(user)
                 else:
                     found = min(found, self.place[user])
@@ -278,6 +282,7 @@ class _Played:
         # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
         handed_out = not graph.program.updates
         self.allocation = graph.costs.cluster.device.op_overhead if handed_out else 0.0
+        self.casts = any(map(_casts_back, wait_of(starts[0]).users))
         self.divides = handed_out and _details(starts[0]).reduce_op == "avg"
         self.known: dict[Ranges, _Play] = {}
 
@@ -318,14 +323,14 @@ class _Played:
         engine.run(self.rest)
         for handle, nbytes in sent:
             engine.wait(handle)
-            engine.run(self._division(nbytes))
+            engine.run(self._passes(nbytes))
         arrival = max(engine.times(handle)[2] for handle, _ in sent)
         return _Play(engine.now + (len(cuts) - 1) * self.each, arrival)
 
-    def _division(self, nbytes: int) -> float:
-        """Seconds to make an average of a sum, in place."""
+    def _passes(self, nbytes: int) -> float:
+        """Seconds to make an average of a sum, in place, and to cast it."""
         device = self.graph.costs.cluster.device
-        return max(device.op_overhead, 2 * nbytes / device.memory_bandwidth) if self.divides else 0.0
+        return (self.divides + self.casts) * max(device.op_overhead, 2 * nbytes / device.memory_bandwidth)
 
 
 def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
@@ -364,6 +369,11 @@ def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
         groups[-1].append(i)
         size += member.nbytes
     return groups
+
+
+def _casts_back(node: fx.Node) -> bool:
+    """Whether this casts what a collective yields: it stands where its result is used, once for each bucket."""
+    return node.target is aten._to_copy.default and is_wait(node.all_input_nodes[0])
 
 
 def _details(start: fx.Node) -> CollectiveInfo:
