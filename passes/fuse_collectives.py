@@ -74,7 +74,7 @@ class FuseCollectives:
 
     def _bucketing(self, program: Program, starts: Sequence[fx.Node]) -> Bucketing:
         members = [_member(node) for node in starts]
-        groups = self._optimal_groups(program, starts)
+        groups = self._optimal_groups(program, starts, members)
         numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
         return assign_buckets(
             members,
@@ -83,7 +83,9 @@ class FuseCollectives:
             numbered=_numbered(program, starts),
         )
 
-    def _optimal_groups(self, program: Program, starts: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+    def _optimal_groups(
+        self, program: Program, starts: Sequence[fx.Node], members: Sequence[Member]
+    ) -> Mapping[fx.Node, int]:
         """Bucket numbers for the collectives that mode "optimal" decides about."""
         if not self.fusion.is_optimal:
             return {}
@@ -92,7 +94,13 @@ class FuseCollectives:
         for start in starts:
             if self.fusion.for_kind(kind_of(start)).mode == "optimal" and _details(start).fusion_id is None:
                 by_key.setdefault(_key(start), []).append(start)
-        grouping = group_collectives(program, by_key, self.costs, self.across_steps)
+        searched = dict.fromkeys(start for each in by_key.values() for start in each)
+        others = [i for i, start in enumerate(starts) if start not in searched]
+        given = assign_buckets(
+            [members[i] for i in others], [()] * len(others), lambda member: self._policy_of(member, None)
+        )
+        buckets = [[starts[others[i]] for i in bucket] for bucket in given.buckets]
+        grouping = group_collectives(program, by_key, self.costs, self.across_steps, buckets)
         for subject, reason in grouping.reasons:
             program.note("fusion", subject, reason)
         return grouping.number

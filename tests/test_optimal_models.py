@@ -200,3 +200,17 @@ def test_what_is_cast_back_is_cut_for_the_end_of_the_step(name: str) -> None:
     case = KNOWN[name]()
     optimal = case.seconds(OPTIMAL, "overlap")
     assert optimal < min(case.seconds(fusion, "overlap") for fusion in FIXED.values()) * 0.993
+
+
+def with_ids(count: int, width: int, *biases: int) -> Layers:
+    model = plain(*[width] * (count + 1))
+    for number in biases:
+        model.layers[number].bias.comm_fusion = 1  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.usefixtures("no_other_plan")
+def test_buckets_are_cut_beside_those_of_other_dtypes_and_ids() -> None:
+    """All of them share one stream; alone, the first takes 348.26 ms, the second 3.356."""
+    assert KNOWN["two dtypes"]().seconds(OPTIMAL, "overlap") < 340.5e-3
+    assert Case.of(with_ids(5, 64, 1, 3, 4), 512, "sgd", "gloo-1gbit", 8).seconds(OPTIMAL, "overlap") < 3.3e-3

@@ -7,11 +7,10 @@ played on it, and the one that ends first is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from torch import fx
 
@@ -19,10 +18,11 @@ from commfuse_fx.cost.collectives import CollectiveCost
 from commfuse_fx.cost.consumers import Item, optimal_plan
 from commfuse_fx.cost.cuts import optimal_cuts
 from commfuse_fx.cost.cyclic import PIECES, CyclicMember, merged_member, piece_choices
-from commfuse_fx.cost.engine import Engine, Transfer
+from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.played_cuts import Message, PlayedCuts, Ranges
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
@@ -41,12 +41,8 @@ FEW_BYTES = 4 << 20
 THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
 """Bytes at which neighbours are cut for comparison with the optimal cuts."""
 
-MOST_MOVES = 256
-"""How many cuts are played at most to move the boundaries between buckets."""
-
-
-Ranges = tuple[tuple[int, int], ...]
-"""Buckets of neighbours: [begin, end) of collectives in order of readiness."""
+_Groups = tuple[list[list[fx.Node]], str]
+"""Collectives to be merged, and what `explain()` says of them."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +54,28 @@ class Grouping:
 
 
 def group_collectives(
-    program: Program, by_key: Mapping[Hashable, Sequence[fx.Node]], costs: CostModel, across_steps: bool
+    program: Program,
+    by_key: Mapping[Hashable, Sequence[fx.Node]],
+    costs: CostModel,
+    across_steps: bool,
+    given: Sequence[Sequence[fx.Node]] = (),
 ) -> Grouping:
     """The cut of each key's collectives (starts, in graph order) that minimises the predicted step time.
 
     Collectives that are waited for at the end of the step are cut optimally under the prices of all algorithms
     (`optimal_cuts`), compared with cuts by size, and adjusted where the engine sees that as faster; those whose
-    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `Loop`.
+    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `Loop`. Then keys that are
+    waited for at the end are cut once more, beside the buckets of the others and those that are `given`.
     """
     graph = _Graph(program, costs)
+    keys = [list(starts) for starts in by_key.values() if len(starts) > 1]
+    found = [graph.groups(starts, across_steps) for starts in keys]
+    alone = [list(starts) for starts in by_key.values() if len(starts) == 1]
+    if not across_steps and len(keys) + len(alone) + len(given) > 1:
+        found = graph.together(keys, found, [*alone, *given])
     number: dict[fx.Node, int] = {}
     reasons: list[tuple[str, str]] = []
-    for starts in by_key.values():
-        if len(starts) < 2:
-            continue
-        groups, reason = graph.groups(list(starts), across_steps)
+    for starts, (groups, reason) in zip(keys, found, strict=True):
         first = len(dict.fromkeys(number.values()))
         for i, group in enumerate(groups):
             number.update(dict.fromkeys(group, first + i))
@@ -106,23 +109,86 @@ class _Graph:
         ]
         self.clock = list(accumulate(self.seconds, initial=0.0))
 
-    def groups(self, starts: list[fx.Node], across_steps: bool) -> tuple[list[list[fx.Node]], str]:
-        needs = [self._first_use(wait_of(start)) for start in starts]
-        last_ready = self.place[starts[-1]]
-        at_end = all(need >= last_ready and self._is_late(need) for need in needs)
+    def groups(self, starts: list[fx.Node], across_steps: bool) -> _Groups:
         sizes = [_details(start).nbytes for start in starts]
-        if not at_end:
+        if not self._at_end(starts):
             alpha, beta = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
-            return self._between(starts, needs, sizes, alpha, beta)
+            return self._between(starts, [self._first_use(wait_of(start)) for start in starts], sizes, alpha, beta)
         if across_steps and self.program.updates:
             found = self._across(starts, sizes)
             if found is not None:
                 return found
-        played = _Played(self, starts, sizes)
-        cuts = played.best(self._cuts(starts, sizes))
-        late = played.play(cuts).arrival - self.clock[last_ready]
+        played = self._played(starts, sizes)
+        return self._cut(played, starts, played.best(self._cuts(starts, sizes)))
+
+    def together(
+        self, keys: Sequence[list[fx.Node]], found: Sequence[_Groups], given: Sequence[Sequence[fx.Node]]
+    ) -> list[_Groups]:
+        """The groups of each key, cut beside those of all the others and the given ones."""
+        groups = list(found)
+        late = [k for k, starts in enumerate(keys) if self._at_end(starts)]
+        sizes = [[_details(start).nbytes for start in starts] for starts in keys]
+
+        def beside(k: int) -> PlayedCuts:
+            others = [bucket for i, (buckets, _) in enumerate(groups) if i != k for bucket in buckets]
+            return self._played(keys[k], sizes[k], traffic=[self._message(each) for each in (*others, *given)])
+
+        def seconds() -> float:
+            played = beside(late[0])
+            return played.seconds(_ranges(groups[late[0]][0]))
+
+        if len(late) > 1:
+            best = seconds()
+            for threshold in THRESHOLDS:
+                kept = list(groups)
+                for k in late:
+                    cuts = _cut_by_size(sizes[k], threshold)
+                    groups[k] = ([keys[k][begin:end] for begin, end in cuts], "")
+                if (now := seconds()) < best * (1 - EQUAL):
+                    best = now
+                else:
+                    groups = kept
+        once = len(late) == 1 or sum(map(len, keys)) > MANY_MEMBERS
+        for k in late if once else late * 2:
+            played = beside(k)
+            cuts = played.best([_ranges(groups[k][0]), *self._cuts(keys[k], sizes[k])])
+            groups[k] = self._cut(played, keys[k], cuts)
+        return groups
+
+    def _cut(self, played: PlayedCuts, starts: Sequence[fx.Node], cuts: Ranges) -> _Groups:
+        late = played.play(cuts).arrival - self.clock[self.place[starts[-1]]]
         text = f"the last one arrives {_ms(late)} after the last gradient, by the cost model"
-        return [starts[begin:end] for begin, end in cuts], text
+        return [list(starts[begin:end]) for begin, end in cuts], text
+
+    def _message(self, bucket: Sequence[fx.Node]) -> Message:
+        nbytes = sum(_details(start).nbytes for start in bucket)
+        transfer = self.costs.transfer_of(bucket[0], nbytes, mesh=self.program.mesh)
+        return Message(self.clock[max(map(self.place.__getitem__, bucket))], transfer)
+
+    def _at_end(self, starts: Sequence[fx.Node]) -> bool:
+        """Whether all of these are waited for at the end of the step."""
+        last_ready = self.place[starts[-1]]
+        needs = (self._first_use(wait_of(start)) for start in starts)
+        return all(need >= last_ready and self._is_late(need) for need in needs)
+
+    def _played(
+        self, starts: Sequence[fx.Node], sizes: Sequence[int], each: float = 0.0, traffic: Sequence[Message] = ()
+    ) -> PlayedCuts:
+        device = self.costs.cluster.device
+        # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
+        handed_out = not self.program.updates
+        divided = handed_out and _details(starts[0]).reduce_op == "avg"
+        return PlayedCuts(
+            [self.clock[self.place[start]] for start in starts],
+            sizes,
+            self.compute_behind(starts[-1]),
+            self.price(starts[0]),
+            device,
+            allocation=device.op_overhead if handed_out else 0.0,
+            passes=divided + any(map(_casts_back, wait_of(starts[0]).users)),
+            each=each,
+            traffic=sorted(traffic, key=lambda message: message.ready),
+        )
 
     def _cuts(self, starts: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Ranges]:
         """The cuts that are optimal for all prices together, for the price of one size, and cuts by size."""
@@ -161,9 +227,7 @@ class _Graph:
                     found = min(found, self.place[user])
         return found
 
-    def _between(
-        self, starts: list[fx.Node], needs: list[int], sizes: list[int], alpha: float, beta: float
-    ) -> tuple[list[list[fx.Node]], str]:
+    def _between(self, starts: list[fx.Node], needs: list[int], sizes: list[int], alpha: float, beta: float) -> _Groups:
         """Results are used along the way: each bucket must be there for the first of its uses."""
         events: dict[int, list[Item]] = {}
         for i, start in enumerate(starts):
@@ -179,7 +243,7 @@ class _Graph:
         plan = optimal_plan(items, sizes, alpha, beta)
         return [[starts[i] for i in bucket] for bucket in plan.buckets], "fewest and earliest for their consumers"
 
-    def _across(self, starts: list[fx.Node], sizes: list[int]) -> tuple[list[list[fx.Node]], str] | None:
+    def _across(self, starts: list[fx.Node], sizes: list[int]) -> _Groups | None:
         """Gradients that the next step waits for: send order and buckets by the need of its forward.
 
         Each further bucket is one more update. Where a step that waits for all at its end is no slower, its cuts.
@@ -204,7 +268,7 @@ class _Graph:
             piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
         )
         across = [[i for part in group for i in coarse[part]] for group in choice.groups]
-        played = _Played(self, starts, sizes, each)
+        played = self._played(starts, sizes, each)
         cuts = played.best(self._cuts(starts, sizes))
         in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
         if in_step <= period * (1 + EQUAL):
@@ -258,81 +322,6 @@ class _Graph:
         return found
 
 
-class _Play(NamedTuple):
-    """seconds: from the begin of the step to when every result can be used. arrival: of the last bucket."""
-
-    seconds: float
-    arrival: float
-
-
-class _Played:
-    """Plays cuts of some collectives on the engine, with the step's compute up to its updates.
-
-    each: seconds of compute that every bucket but the first adds.
-    """
-
-    def __init__(self, graph: _Graph, starts: Sequence[fx.Node], sizes: Sequence[int], each: float = 0.0) -> None:
-        self.graph = graph
-        self.price = graph.price(starts[0])
-        self.sizes = sizes
-        self.each = each
-        ready = [graph.clock[graph.place[start]] for start in starts]
-        self.gaps = [after - before for before, after in zip([0.0, *ready], ready, strict=False)]
-        self.rest = graph.compute_behind(starts[-1])
-        # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
-        handed_out = not graph.program.updates
-        self.allocation = graph.costs.cluster.device.op_overhead if handed_out else 0.0
-        self.casts = any(map(_casts_back, wait_of(starts[0]).users))
-        self.divides = handed_out and _details(starts[0]).reduce_op == "avg"
-        self.known: dict[Ranges, _Play] = {}
-
-    def best(self, candidates: Iterable[Ranges]) -> Ranges:
-        """The cuts that end first, the first of those with the fewest buckets among equals; then boundaries are moved
-        as long as that helps."""
-        found = tuple(dict.fromkeys(candidates))
-        limit = min(map(self.seconds, found)) * (1 + EQUAL)
-        cuts = min((each for each in found if self.seconds(each) <= limit), key=len)
-        tried = 0
-        while True:
-            for moved in _moved(cuts):
-                if tried == MOST_MOVES:
-                    return cuts
-                tried += 1
-                if self.seconds(moved) < self.seconds(cuts) * (1 - EQUAL):
-                    cuts = moved
-                    break
-            else:
-                return cuts
-
-    def seconds(self, cuts: Ranges) -> float:
-        return self.play(cuts).seconds
-
-    def play(self, cuts: Ranges) -> _Play:
-        if cuts not in self.known:
-            self.known[cuts] = self._play(cuts)
-        return self.known[cuts]
-
-    def _play(self, cuts: Ranges) -> _Play:
-        engine = Engine()
-        overhead = self.graph.costs.cluster.device.collective_overhead
-        sent: list[tuple[int, int]] = []
-        for begin, end in cuts:
-            engine.run_each((self.allocation, *self.gaps[begin:end], overhead))
-            nbytes = sum(self.sizes[begin:end])
-            sent.append((engine.issue(self.price(nbytes)), nbytes))
-        engine.run(self.rest)
-        for handle, nbytes in sent:
-            engine.wait(handle)
-            engine.run(self._passes(nbytes))
-        arrival = max(engine.times(handle)[2] for handle, _ in sent)
-        return _Play(engine.now + (len(cuts) - 1) * self.each, arrival)
-
-    def _passes(self, nbytes: int) -> float:
-        """Seconds to make an average of a sum, in place, and to cast it."""
-        device = self.graph.costs.cluster.device
-        return (self.divides + self.casts) * max(device.op_overhead, 2 * nbytes / device.memory_bandwidth)
-
-
 def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
     """Neighbours together until they have so many bytes."""
     edges = [0]
@@ -345,14 +334,10 @@ def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
     return tuple(pairwise(edges))
 
 
-def _moved(cuts: Ranges) -> Iterator[Ranges]:
-    """The cuts with one boundary elsewhere or left out, from the last one on."""
-    for i in range(len(cuts) - 1, 0, -1):
-        (first, edge), (_, last) = cuts[i - 1], cuts[i]
-        yield (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
-        for distance in (1, -1, 4, -4):
-            if first < edge + distance < last:
-                yield (*cuts[: i - 1], (first, edge + distance), (edge + distance, last), *cuts[i + 1 :])
+def _ranges(groups: Sequence[Sequence[fx.Node]]) -> Ranges:
+    """Groups of neighbours as ranges."""
+    edges = list(accumulate(map(len, groups), initial=0))
+    return tuple(pairwise(edges))
 
 
 def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
