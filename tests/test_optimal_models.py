@@ -214,3 +214,10 @@ def test_buckets_are_cut_beside_those_of_other_dtypes_and_ids() -> None:
     """All of them share one stream; alone, the first takes 348.26 ms, the second 3.356."""
     assert KNOWN["two dtypes"]().seconds(OPTIMAL, "overlap") < 340.5e-3
     assert Case.of(with_ids(5, 64, 1, 3, 4), 512, "sgd", "gloo-1gbit", 8).seconds(OPTIMAL, "overlap") < 3.3e-3
+
+
+@pytest.mark.usefixtures("no_other_plan")
+def test_many_small_gradients_are_merged_to_a_mebibyte_across_steps() -> None:
+    case = Case.of(plain(*[128] * 121), 32, "sgd", "gloo-1gbit", 8)
+    schedule = SCHEDULES["across steps"]
+    assert case.seconds(OPTIMAL, schedule) < case.seconds(FIXED["1 MiB"], schedule) * 1.003

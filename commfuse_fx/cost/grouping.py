@@ -260,7 +260,7 @@ class _Graph:
         message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
         judge = Loop(forward, backward, self.price(starts[0]), message, each)
-        merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[::3]
+        merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[:2] + PIECES[3::3]
         if sum(sizes) <= FEW_BYTES:
             merges = (*merges, *(-(-sum(sizes) // parts) for parts in (2, 3)))
         pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
