@@ -7,9 +7,9 @@ from functools import cache
 from typing import NamedTuple
 
 from commfuse_fx.cost.deferred import is_deferred
+from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.cost.rounds import play
-from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.meta import info
@@ -41,6 +41,7 @@ def fastest(
     program: Program,
     pipelines: Sequence[PassPipeline],
     fixed: Sequence[PassPipeline],
+    costs: CostModel | None,
     most: int,
     check: Check | None = None,
     watcher: Watcher | None = None,
@@ -57,7 +58,8 @@ def fastest(
         return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
     shared = _shared_passes([*pipelines, *fixed])
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
-    computing, least = _compute_seconds(program)
+    assert costs is not None, "nothing else makes several plans"
+    computing, least = _compute_seconds(program, costs)
     seen: list[_Decided] = []
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
@@ -87,7 +89,7 @@ def fastest(
         except TooLittleMemory as error:
             failed.append(error)
             return 0.0
-        seconds, host = _predicted_seconds(own)
+        seconds, host = _predicted_seconds(own, costs)
         planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
         return computing + host
 
@@ -132,9 +134,8 @@ def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
     return count
 
 
-def _compute_seconds(program: Program) -> tuple[float, float]:
+def _compute_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
     """Of a step, whatever its buckets and its order: with all nodes, and without casts, some of which buckets save."""
-    costs = cost_model(program.config.cluster)
     nodes = [node for node in program.graph.nodes if not is_start(node) and not is_wait(node)]
     seconds = [costs.compute_seconds(node) for node in nodes]
     casts = sum(each for node, each in zip(nodes, seconds, strict=True) if node.target is aten._to_copy.default)
@@ -142,9 +143,9 @@ def _compute_seconds(program: Program) -> tuple[float, float]:
     return total, total - casts
 
 
-def _predicted_seconds(program: Program) -> tuple[float, float]:
+def _predicted_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
     """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
     host in it."""
-    played = play(program, cost_model(program.config.cluster))
+    played = play(program, costs)
     host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
     return round(played.ended - played.began, 9), host

@@ -322,4 +322,4 @@ def plan_step(
     for variant in found:
         made = pipeline(variant, costs)
         (fixed if variant.fusion or not variant.stored else pipelines).append(made)
-    return fastest(program, pipelines, fixed, most_plans(nodes), check, watcher or graph_log())
+    return fastest(program, pipelines, fixed, costs, most_plans(nodes), check, watcher or graph_log())
