@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -221,3 +222,12 @@ def test_many_small_gradients_are_merged_to_a_mebibyte_across_steps() -> None:
     case = Case.of(plain(*[128] * 121), 32, "sgd", "gloo-1gbit", 8)
     schedule = SCHEDULES["across steps"]
     assert case.seconds(OPTIMAL, schedule) < case.seconds(FIXED["1 MiB"], schedule) * 1.003
+
+
+def test_across_steps_no_cut_of_few_gradients_is_faster() -> None:
+    """Against every cut of neighbours: the best closes the first buckets early, and the last, urgent one late."""
+    case, schedule = KNOWN["wide"](), SCHEDULES["across steps"]
+    cuts = [list(cut) for count in range(1, 6) for cut in combinations(range(1, 6), count)]
+    fixed = [case.seconds({"allreduce": {"mode": "index", "config": cut}}, schedule) for cut in cuts]
+    assert len(fixed) == 31
+    assert case.seconds(OPTIMAL, schedule) <= min(fixed) * (1 + 1e-9)

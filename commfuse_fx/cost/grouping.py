@@ -22,7 +22,7 @@ from commfuse_fx.cost.engine import Transfer
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
-from commfuse_fx.cost.played_cuts import Message, PlayedCuts, Ranges
+from commfuse_fx.cost.played_cuts import Message, PlayedCuts, Ranges, moved_cuts
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
@@ -37,6 +37,12 @@ MANY_MEMBERS = 96
 
 FEW_BYTES = 4 << 20
 """Up to so many bytes in all, halves and thirds of them are tried too: the sizes above are too coarse for them."""
+
+FEW_MEMBERS = 24
+"""Up to so many collectives boundaries between buckets are moved across steps, too."""
+
+FEW_MOVES = 48
+"""How often at most: each is several plans of a loop."""
 
 THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
 """Bytes at which neighbours are cut for comparison with the optimal cuts."""
@@ -267,7 +273,18 @@ class _Graph:
         choice, period = judge.best(
             piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
         )
-        across = [[i for part in group for i in coarse[part]] for group in choice.groups]
+        parts = choice.groups
+        if len(merged) <= FEW_MEMBERS:
+            tail = (*prices, message + each)
+
+            def judged(cuts: Ranges) -> float:
+                buckets = [merged_member(merged[begin:end]) for begin, end in cuts]
+                plans = piece_choices(forward, backward, buckets, *tail, pieces=pieces, merges=())
+                return judge.best(plans)[1]
+
+            period, cuts = _adjusted(period, _ranges(parts), judged)
+            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
+        across = [[i for part in group for i in coarse[part]] for group in parts]
         played = self._played(starts, sizes, each)
         cuts = played.best(self._cuts(starts, sizes))
         in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
@@ -334,7 +351,30 @@ def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
     return tuple(pairwise(edges))
 
 
-def _ranges(groups: Sequence[Sequence[fx.Node]]) -> Ranges:
+def _adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
+    """The cuts with boundaries moved, left out or put in as long as that helps, and what they take."""
+    tried = {cuts: seconds}
+    while True:
+        for other in (*moved_cuts(cuts), *_split(cuts)):
+            if len(tried) > FEW_MOVES:
+                return seconds, cuts
+            if other not in tried:
+                tried[other] = judged(other)
+                if tried[other] < seconds * (1 - EQUAL):
+                    seconds, cuts = tried[other], other
+                    break
+        else:
+            return seconds, cuts
+
+
+def _split(cuts: Ranges) -> Iterator[Ranges]:
+    """The cuts with one boundary more, from the first on."""
+    for i, (begin, end) in enumerate(cuts):
+        for edge in range(begin + 1, end):
+            yield (*cuts[:i], (begin, edge), (edge, end), *cuts[i + 1 :])
+
+
+def _ranges(groups: Sequence[Sequence[object]]) -> Ranges:
     """Groups of neighbours as ranges."""
     edges = list(accumulate(map(len, groups), initial=0))
     return tuple(pairwise(edges))

@@ -71,7 +71,7 @@ class PlayedCuts:
         cuts = min((each for each in found if self.seconds(each) <= limit), key=len)
         tried = 0
         while True:
-            for moved in _moved(cuts):
+            for moved in moved_cuts(cuts):
                 if tried == MOST_MOVES:
                     return cuts
                 tried += 1
@@ -135,7 +135,7 @@ class PlayedCuts:
         return self.passes * max(self.device.op_overhead, 2 * nbytes / self.device.memory_bandwidth)
 
 
-def _moved(cuts: Ranges) -> Iterator[Ranges]:
+def moved_cuts(cuts: Ranges) -> Iterator[Ranges]:
     """The cuts with one boundary elsewhere or left out, from the last one on."""
     for i in range(len(cuts) - 1, 0, -1):
         (first, edge), (_, last) = cuts[i - 1], cuts[i]
