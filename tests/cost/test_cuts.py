@@ -116,6 +116,7 @@ def test_linear_time_matches_the_textbook_recurrence(
     assert cuts.finish == pytest.approx(replayed, rel=1e-8)
 
 
+@settings(deadline=None)
 @given(
     sequences(9),
     st.lists(st.tuples(st.sampled_from([0.0, 1.0, 3.0, 20.0]), st.sampled_from([0.0, 0.5, 1.0, 2.0])), min_size=2),
