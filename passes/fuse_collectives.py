@@ -97,7 +97,10 @@ class FuseCollectives:
         searched = dict.fromkeys(start for each in by_key.values() for start in each)
         others = [i for i, start in enumerate(starts) if start not in searched]
         given = assign_buckets(
-            [members[i] for i in others], [()] * len(others), lambda member: self._policy_of(member, None)
+            [members[i] for i in others],
+            [()] * len(others),
+            lambda member: self._policy_of(member, None),
+            numbered=_numbered(program, starts),
         )
         buckets = [[starts[others[i]] for i in bucket] for bucket in given.buckets]
         grouping = group_collectives(program, by_key, self.costs, self.across_steps, buckets)
