@@ -54,10 +54,10 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-SEARCHES = ((2_500, 5), (3_500, 4), (5_000, 3), (7_000, 2))
+SEARCHES = ((3_500, 7), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
 
-PLANS = ((1_000, 24), (1_500, 10), (2_500, 7), (3_500, 5))
+PLANS = ((1_000, 26), (1_500, 12), (2_500, 9), (3_500, 8))
 """How many plans are made to the end and compared, for graphs of up to so many nodes; above as many as are searched."""
 
 FIXED_MIB = (64, 25, 4, 1)
@@ -69,6 +69,9 @@ ONE_BUCKET_MIB = 1 << 20
 AMPLE = 1.25
 """How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
 where that shares the wire with another one, or a step computes faster than usual."""
+
+SCANT = (0.5, 0.25, 0.75)
+"""The same, where what is computed later would be sent too late: a busy wire."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,9 @@ def variants(config: CompileConfig, nodes: int) -> list[Variant]:
     is taken. Where buckets are searched for, those that any other mode makes follow."""
     found = [Variant(), Variant(postponed=1.0)]
     if config.across_steps:
-        ample, half = (Variant(across_steps=True, postponed=part) for part in (AMPLE, 0.5))
-        found = [Variant(across_steps=True), ample, *found, half]
+        plain, ample, *scant = (Variant(across_steps=True, postponed=part) for part in (0.0, AMPLE, *SCANT))
+        within, *others = found
+        found = [plain, ample, within, *scant, *others]
     if not config.comm_fusion.is_optimal:
         found = [each for each in found if not each.postponed]
     if config.schedule == "none":
