@@ -34,10 +34,10 @@ class CaptureError(CommFuseError, RuntimeError):
 class PlanMismatchError(CommFuseError, RuntimeError):
     """The ranks compiled different plans.
 
-    same_graph: all of them captured the same graph, and planned it differently.
+    may_agree: all of them captured the same graph, and not all have planned it with the prices of one rank yet.
     """
 
-    same_graph = False
+    may_agree = False
 
 
 class CollectiveError(CommFuseError, RuntimeError):

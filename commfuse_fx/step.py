@@ -216,7 +216,7 @@ class CompiledStep:
         try:
             return self._run_call(call)
         except PlanMismatchError as error:
-            if not error.same_graph or self.planner.has_common_plan:
+            if not error.may_agree:
                 raise
             self._plan_in_common(call, error)
         torch.set_rng_state(random)
@@ -327,7 +327,11 @@ class CompiledStep:
             texts = plan.compiled.voted
             assert texts is not None, "a step of several ranks"
             plan.ballot = Ballot(
-                self._agreement.number, type(self.model).__qualname__, *texts, communication_text(program)
+                self._agreement.number,
+                type(self.model).__qualname__,
+                *texts,
+                communication_text(program),
+                self.planner.has_common_plan or not self.config.plans_by_cost,
             )
             executor.wire.distress = self._agreement.distress
         executor.prepare(lambda: self._cast_vote(plan), lambda: self._settle_vote(plan))

@@ -123,8 +123,8 @@ class FlattenStorage:
 def _own_part(start: fx.Node) -> Part:
     """Of a gradient that is reduced alone, as a bucket of one member."""
     details = info(start).collective
-    assert details is not None
-    value: fx.Node = start.args[0]  # type: ignore[assignment]
+    value = start.args[0]
+    assert details is not None and isinstance(value, fx.Node)
     return Part(details.members, value, wait_of(start))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from commfuse_fx.ir.dependence import draws_random_numbers, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, same_layout, spec_of
@@ -62,5 +63,7 @@ def _parameters(target: Any) -> list[tuple[str, str, Any]]:
 
 def _result(functional: Callable[..., torch.Tensor], node: fx.Node) -> torch.Tensor:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
-    with args[0].fake_mode, torch.no_grad():  # type: ignore[union-attr]
+    written = args[0]
+    assert isinstance(written, FakeTensor), "the trace is of tensors without data"
+    with written.fake_mode, torch.no_grad():
         return functional(*args, **kwargs)

@@ -47,8 +47,7 @@ def _same_states(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for param in [param for param in optimizer.state if param not in before]:
-            del optimizer.state[param]
+        _forget_states(optimizer, but=before)
         for param, state in before.items():
             optimizer.state[param].clear()
             optimizer.state[param].update(state)
@@ -90,14 +89,18 @@ def _keep_optimizer(optimizer: torch.optim.Optimizer | None) -> Callable[[], Non
     groups = [_keep_mapping({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
     def restore() -> None:
-        for param in [param for param in optimizer.state if param not in states]:
-            del optimizer.state[param]
+        _forget_states(optimizer, but=states)
         for param, before in states.items():
             _restore_mapping(optimizer.state[param], before)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             _restore_mapping(group, before, keep=("params",))
 
     return restore
+
+
+def _forget_states(optimizer: torch.optim.Optimizer, but: Mapping[Any, Any]) -> None:
+    for param in [param for param in optimizer.state if param not in but]:
+        del optimizer.state[param]
 
 
 def _keep_mapping(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -52,7 +52,8 @@ class Ballot:
 
     number: of the compiled step, in the order in which the program compiled them. model: class of its model. captured:
     the graph that was captured, as far as it must agree. full: the whole text to quote from, line by line as
-    `captured`. plan: what `communication_text` says of the graph that was made of it.
+    `captured`. plan: what `communication_text` says of the graph that was made of it. in_common: whether that was made
+    with the prices that ranks have in common.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Ballot:
     captured: str
     full: str
     plan: str
+    in_common: bool = False
 
     @cached_property
     def signature(self) -> int:
@@ -199,10 +201,11 @@ class Agreement:
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
         return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
 
-    def _mismatch(self, ballots: list[Any]) -> PlanMismatchError:
+    def _mismatch(self, ballots: list[Ballot]) -> PlanMismatchError:
         error = PlanMismatchError(self._explain_mismatch(ballots))
-        graphs = {(each.number, each.captured) if isinstance(each, Ballot) else None for each in ballots}
-        error.same_graph = len(graphs) == 1
+        same = all(each.number == ballots[0].number and each.captured == ballots[0].captured for each in ballots)
+        # From what all ranks see, so that all of them go on alike.
+        error.may_agree = same and not all(each.in_common for each in ballots)
         return error
 
     def _explain_mismatch(self, ballots: list[Any]) -> str:

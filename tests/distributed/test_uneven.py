@@ -148,3 +148,26 @@ def test_other_models_are_no_matter_of_batches(ranks: Ranks) -> None:
     for outcome in run_soon(ranks, other_models):
         assert outcome.error.startswith("PlanMismatchError: "), outcome.details
         assert "Give every rank the same model" in outcome.error
+
+
+def replaced_on_one_rank() -> torch.Tensor:
+    """Rank 1 takes up another module of the same kind, after the ranks have come to a plan in common."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers(), nn.Identity())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=optimizer, **ACROSS_SLOW)
+    rows = (64, 5)[dist.get_rank()]
+    for number in range(3):
+        if number == 2 and dist.get_rank() == 1:
+            model[-1] = nn.Identity()
+        step(vectors(rows), torch.randint(0, 5, (rows,)))
+        if number == 0:
+            assert step.planner.has_common_plan
+    step.synchronize()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_ranks_agree_again_where_one_has_forgotten(ranks: Ranks) -> None:
+    first, second = run_soon(ranks, replaced_on_one_rank)
+    assert not first.error and not second.error, first.details + second.details
+    assert torch.equal(first.value, second.value)
