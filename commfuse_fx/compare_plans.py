@@ -17,11 +17,15 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import Buckets, FuseCollectives, buckets_of
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
+from commfuse_fx.passes.resend_rows import ResendRows
 from commfuse_fx.passes.schedule import TooLittleMemory
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 
 WORTHWHILE = 1e-3
 """What a further search for buckets has to promise to be made: so much of the step's time, at best."""
+
+_OPTIONAL = (ResendRows.name, PostponeGradients.name)
+"""Passes with which a plan is made, and without."""
 
 Planned = tuple[Program, PassPipeline, list[PassRecord]]
 """A final program, the passes that made it, and what they did."""
@@ -81,7 +85,7 @@ def fastest(
         _, after, others = _parts(pipeline, shared)
         own = program.copy()
         first = pipeline.run(own, check, part=slice(shared, after), watcher=watcher)
-        if isinstance(others[0], PostponeGradients) and not first[0].modified:
+        if any(record.name in _OPTIONAL and not record.modified for record in first):
             return 0.0  # the same as without that pass
         seen.append(decided(buckets_of(own), others))
         try:

@@ -43,6 +43,7 @@ from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.range_lookups import RangeLookups
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
+from commfuse_fx.passes.resend_rows import ResendRows, may_resend
 from commfuse_fx.passes.schedule import Schedule
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
@@ -112,13 +113,15 @@ class Variant:
     across_steps: communication may run on into the next one. postponed: this part of the last gradient's all_reduce is
     covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
     just before it, across steps that of the last layers. fusion: buckets by this rule, None for those that the
-    configuration asks for. stored: gradients that are reduced alone get storage where that may pay.
+    configuration asks for. stored: gradients that are reduced alone get storage where that may pay. resent: those of
+    what is also looked up are sent before the lookups' part is there, and the rows of that once more.
     """
 
     across_steps: bool = False
     postponed: float = 0.0
     fusion: FusionConfig | None = None
     stored: bool = True
+    resent: bool = False
 
     def least_stored(self, config: CompileConfig) -> int | None:
         """Bytes from which gradients that are reduced alone get storage, even where that takes more ops: all that can
@@ -128,14 +131,21 @@ class Variant:
         return StreamBuckets.piece + 1 if config.schedule != "none" else None
 
 
-def variants(config: CompileConfig, nodes: int) -> list[Variant]:
+def variants(config: CompileConfig, nodes: int, may_resend: bool = False) -> list[Variant]:
     """What to make and compare for a graph of so many nodes, the most promising first: of equally fast ones the first
-    is taken. Where buckets are searched for, those that any other mode makes follow."""
+    is taken. Where buckets are searched for, those that any other mode makes follow.
+
+    may_resend: a gradient has a part of which only some rows are not zero.
+    """
     found = [Variant(), Variant(postponed=1.0)]
     if config.across_steps:
         plain, ample, *scant = (Variant(across_steps=True, postponed=part) for part in (0.0, AMPLE, *SCANT))
         within, *others = found
         found = [plain, ample, within, *scant, *others]
+    if may_resend and config.comm_fusion.for_kind("all_reduce").mode == "optimal":
+        # The last gradient is a small one then: less stands to be hidden, and little has to be postponed.
+        first, *others = [replace(each, resent=True) for each in found[:3]]
+        found = [first, found[0], *others, *found[1:]]
     if not config.comm_fusion.is_optimal:
         found = [each for each in found if not each.postponed]
     if config.schedule == "none":
@@ -184,6 +194,8 @@ def build_pipeline(
     passes: list[Pass] = [Simplify()]
     passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
     passes.append(UpdateParameters())
+    if variant.resent:
+        passes.append(ResendRows())
     if costs is not None and variant.postponed:
         passes.append(PostponeGradients(costs, last_layers=variant.across_steps, part=variant.postponed))
     passes += [
@@ -317,7 +329,8 @@ def plan_step(
         return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs)
 
     nodes = len(program.graph.nodes)
-    found = variants(config, nodes)
+    # How many rows are sent again follows from a rank's batch: not where batches differ.
+    found = variants(config, nodes, sharding is None and common is None and may_resend(program))
     costs = cost_model(config.cluster) if config.plans_by_cost else None
     if costs is not None and common is not None:
         costs = common_costs(program, pipeline(found[0], costs), costs, common)

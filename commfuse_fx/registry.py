@@ -27,6 +27,7 @@ from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.range_lookups import RangeLookups
 from commfuse_fx.passes.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.reinplace import Reinplace
+from commfuse_fx.passes.resend_rows import ResendRows
 from commfuse_fx.passes.schedule import Schedule
 from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
@@ -49,6 +50,7 @@ _CLASSES: tuple[type[Any], ...] = (
     Divide,
     LowerRedistributions,
     UpdateParameters,
+    ResendRows,
     PostponeGradients,
     FuseCollectives,
     FlattenStorage,

@@ -10,6 +10,8 @@ Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "By
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -20,11 +22,12 @@ from commfuse_fx.cost.cyclic import PIECES, CyclicMember, CyclicPlan, piece_choi
 from commfuse_fx.cost.grouping import busy_beta
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import wait_of
+from commfuse_fx.ir.collectives import is_wait, wait_of
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.rows import put_rows_
 
 _STRETCHES = (inf, 4 * 2**20, PIECES[0])
 """Bytes from which a stretch of a bucket that is complete may be sent before the rest; tried in turn."""
@@ -51,15 +54,15 @@ class AcrossSteps:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A bucket with all that is to run when it has arrived, in graph order."""
+    """A bucket with all that is to run when it has arrived, in graph order; several ones that serve one update."""
 
-    start: fx.Node
+    starts: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     anchor: fx.Node  # the first node of a step that reads a parameter which these nodes write
 
 
 def _units(program: Program) -> list[_Unit]:
-    """Buckets whose results only serve updates that need no other bucket."""
+    """Buckets whose results only serve updates."""
     roots = Roots(program.graph, program.aliases())
     owner_nodes: dict[str, list[fx.Node]] = {}
     for node in program.graph.nodes:
@@ -67,22 +70,27 @@ def _units(program: Program) -> list[_Unit]:
             owner_nodes.setdefault(info(node).name.split("/", 1)[0], []).append(node)
     readers = _first_readers(program, roots)
     found: list[_Unit] = []
+    seen: dict[fx.Node, None] = {}
     for start in program.collectives():
-        nodes = _descendants(start, owner_nodes) if info(start).writes else None
+        if start in seen or not info(start).writes:
+            continue
+        nodes = _descendants(start, owner_nodes)
         if not nodes:
             continue
+        starts = tuple(node.all_input_nodes[0] for node in nodes if is_wait(node))
+        seen.update(dict.fromkeys(starts))
         changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
         reader = min((readers[root] for root in changed if root in readers), default=None)
         if reader is not None and info(reader).phase in ("forward", "backward"):
-            found.append(_Unit(start, nodes, reader))
+            found.append(_Unit(starts, nodes, reader))
     return found
 
 
 def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple[fx.Node, ...] | None:
-    """The wait, all that follows from it, and the rest of the updates it serves; None if others need that too."""
-    wait = wait_of(start)
+    """The wait, all that follows from it, the rest of the updates it serves, and the same of other buckets that these
+    need; None if others need that too."""
     found: dict[fx.Node, None] = {}
-    pending = [wait]
+    pending = [wait_of(start)]
     while pending:
         node = pending.pop()
         if node in found:
@@ -93,12 +101,29 @@ def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple
         pending.extend(node.users)
         if info(node).phase == "update":
             pending.extend(owner_nodes.get(info(node).name.split("/", 1)[0], ()))
+        if node.target is put_rows_:
+            pending.extend(_waits_of_buckets(node))
     for node in found:
         for value in node.all_input_nodes:
-            # Fed by the wait, by inputs of the step, or by nothing: then it can run whenever the bucket is there.
-            if value not in found and value.op == "call_function" and not (node is wait and value is start):
+            # Fed by the waits, by inputs of the step, or by nothing: then it can run whenever the buckets are there.
+            if value not in found and value.op == "call_function" and not is_wait(node) and not _is_early(value):
                 return None
     return tuple(sorted(found))
+
+
+def _waits_of_buckets(put: fx.Node) -> Iterator[fx.Node]:
+    """Those that bring a gradient, and those rows of it that were sent again."""
+    for value in put.all_input_nodes:
+        while not is_wait(value) and value.all_input_nodes:
+            value = value.all_input_nodes[0]
+        if is_wait(value) and info(value.all_input_nodes[0]).writes:
+            yield value
+
+
+def _is_early(value: fx.Node) -> bool:
+    """Whether a value is there long before any bucket: the numbers of rows."""
+    collective = info(value.all_input_nodes[0]).collective if is_wait(value) else None
+    return collective is not None and collective.role == "rows"
 
 
 def _first_readers(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:
@@ -116,6 +141,7 @@ class _Part:
     """A stretch of a bucket that is complete once `ready` has run."""
 
     unit: int
+    start: fx.Node
     stretch: Stretch
     ready: fx.Node
 
@@ -128,7 +154,7 @@ class _Problem:
         self.costs = costs
         self.mesh = program.mesh
         deferred = dict.fromkeys(node for unit in units for node in unit.nodes)
-        starts = dict.fromkeys(unit.start for unit in units)
+        starts = dict.fromkeys(start for unit in units for start in unit.starts)
         self.body = [
             node
             for node in program.graph.nodes
@@ -139,17 +165,17 @@ class _Problem:
         self.update_seconds = [sum(costs.compute_seconds(node) for node in unit.nodes) for unit in units]
         self.parts: list[_Part] = []
 
-    def _parts(self, number: int, unit: _Unit, nbytes: float) -> list[_Part]:
+    def _parts(self, number: int, start: fx.Node, nbytes: float) -> list[_Part]:
         """A bucket that fills up over a long time is taken apart into stretches, complete earlier, of at least so many
         bytes."""
-        smallest = nbytes / tensor_spec(unit.start).itemsize
-        entries = sorted(info(unit.start).writes, key=lambda entry: entry[1].begin)
+        smallest = nbytes / tensor_spec(start).itemsize
+        entries = sorted(info(start).writes, key=lambda entry: entry[1].begin)
         parts: list[_Part] = []
         begin, ready = 0, entries[0][0]
         for i, (write, stretch) in enumerate(entries):
             ready = max(ready, write, key=self.position.__getitem__)
             if stretch.end - begin >= smallest or i == len(entries) - 1:
-                parts.append(_Part(number, Stretch(begin, stretch.end), ready))
+                parts.append(_Part(number, start, Stretch(begin, stretch.end), ready))
                 if i + 1 < len(entries):
                     begin, ready = stretch.end, entries[i + 1][0]
         return parts
@@ -161,7 +187,12 @@ class _Problem:
         """
         found: list[tuple[float, CyclicPlan, list[_Part]]] = []
         for nbytes in _STRETCHES:
-            parts = [part for i, unit in enumerate(self.units) for part in self._parts(i, unit, nbytes)]
+            parts = [
+                part
+                for i, unit in enumerate(self.units)
+                for start in unit.starts
+                for part in self._parts(i, start, nbytes)
+            ]
             if not found or len(parts) != len(found[-1][2]):
                 self.parts = parts
                 found.append((*self._plan(), parts))
@@ -176,14 +207,14 @@ class _Problem:
 
     def _plan(self) -> tuple[float, CyclicPlan]:
         """The best plan for the present parts, and its period."""
-        biggest = max((unit.start for unit in self.units), key=lambda start: tensor_spec(start).nbytes)
+        biggest = max((part.start for part in self.parts), key=lambda start: tensor_spec(start).nbytes)
         cost = self.costs.cost_of(biggest, mesh=self.mesh)
         nbytes = tensor_spec(biggest).nbytes
         forward, needs, backward, readies = self._blocks()
         last = {part.unit: i for i, part in sorted(enumerate(self.parts), key=lambda each: readies[each[1].ready])}
         members = [
             CyclicMember(
-                self._bytes(part),
+                part.stretch.size * tensor_spec(part.start).itemsize,
                 readies[part.ready],
                 needs[part.unit],
                 # A bucket is updated as a whole.
@@ -202,9 +233,6 @@ class _Problem:
             order=tuple((part_of[i], begin, end) for i, begin, end in choice.plan.order),
             update_order=tuple((part_of[i], block) for i, block in choice.plan.update_order),
         )
-
-    def _bytes(self, part: _Part) -> int:
-        return part.stretch.size * tensor_spec(self.units[part.unit].start).itemsize
 
     def _forward(self) -> tuple[list[float], list[int]]:
         """Seconds of the blocks that end where parameters are needed, and for each unit the block that needs it."""
@@ -240,7 +268,7 @@ class _Emission:
         nodes = list(self.program.graph.nodes)
         moved = dict.fromkeys(deferred)
         body = dict.fromkeys(self.problem.body)
-        starts = dict.fromkeys(unit.start for unit in self.problem.units)
+        starts = dict.fromkeys(start for unit in self.problem.units for start in unit.starts)
         order = [n for n in nodes[:-1] if n not in moved and n not in body and n not in starts]
         for position, node in enumerate(self.problem.body):
             order.append(node)
@@ -250,23 +278,21 @@ class _Emission:
     def _send(self) -> None:
         problem = self.problem
         messages = [(problem.parts[part], begin, end) for part, begin, end in self.plan.order]
-        left = [0] * len(problem.units)
-        for part, _, _ in messages:
-            left[part.unit] += 1
-        is_cut = [count > 1 for count in left]
+        left = Counter(part.start for part, _, _ in messages)
+        is_cut = {start: count > 1 for start, count in left.items()}
         issue = 0
         for part, begin, end in messages:
             issue = max(issue, problem.position[part.ready])
-            start = problem.units[part.unit].start
+            start = part.start
             itemsize = tensor_spec(start).itemsize
             stretch = Stretch(part.stretch.begin + begin // itemsize, part.stretch.begin + end // itemsize)
-            left[part.unit] -= 1
-            if left[part.unit]:
+            left[start] -= 1
+            if left[start]:
                 carrier = self.starts_after[issue][-1] if issue in self.starts_after else problem.body[issue]
                 info(carrier).sends = (*info(carrier).sends, (start, stretch))
             else:
                 self.starts_after.setdefault(issue, []).append(start)
-                info(start).rest = (stretch,) if is_cut[part.unit] else ()
+                info(start).rest = (stretch,) if is_cut[start] else ()
 
     def _defer(self) -> list[fx.Node]:
         """All waits and updates in the order in which the next step runs them."""
@@ -277,7 +303,7 @@ class _Emission:
         for number in _by_last_part(self.plan, problem):
             unit = problem.units[number]
             anchor = problem.body[problem.cuts[block_of[number]]]
-            for node in (wait_of(unit.start), *(n for n in unit.nodes if n is not wait_of(unit.start))):
+            for node in sorted(unit.nodes, key=lambda node: not is_wait(node)):
                 info(node).next_step = anchor
                 deferred.append(node)
         return deferred

@@ -17,6 +17,7 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.passes.simplify import erase_upwards, remove_dead_nodes, replace_all
 from commfuse_fx.passes.update_parameters import gradients_of, is_node_list, update_nodes
@@ -113,7 +114,7 @@ class FlattenStorage:
             details = info(start)
             if details.parts or details.collective is None or not _sums_gradients(start):
                 continue
-            if all(name in program.params for name in details.collective.members):
+            if all(parameter_of(name) in program.params for name in details.collective.members):
                 enough = self.least is not None and details.collective.nbytes >= self.least
                 if enough or _costs_nothing(program, start):
                     found.append(start)
@@ -134,7 +135,7 @@ def _costs_nothing(program: Program, start: fx.Node) -> bool:
     if not program.updates:
         return False  # its storage would be allocated in every step
     member = _member_of(program, _own_part(start), None)
-    itemsize = min(member.spec.itemsize, program.params[member.name].spec.itemsize)
+    itemsize = min(member.spec.itemsize, program.params[parameter_of(member.name)].spec.itemsize)
     if member.spec.numel % (ALIGNMENT // itemsize):
         return False  # padding is zeroed
     source = _source(member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.simplify import replace_all
+from commfuse_fx.runtime.rows import put_rows_
 
 # Fused updates divide gradients by `grad_scale` while they read them: no pass over memory of its own.
 _SCALES = (
@@ -61,38 +63,47 @@ def _divide(build: Builder, waits: dict[fx.Node, int]) -> None:
 
 def _scale_in_updates(build: Builder, waits: dict[fx.Node, int]) -> dict[fx.Node, None]:
     """Give updates whose gradients are all sums over groups of one size that size as grad_scale."""
-    scaled: dict[fx.Node, None] = {}
+    sums: dict[fx.Node, list[fx.Node]] = {}
     for update in [node for node in build.graph.nodes if node.target in _SCALES]:
-        sums = [_wait_behind(grad, waits) for grad in update.args[1]]
-        if any(wait is None for wait in sums):
-            continue
-        sizes = dict.fromkeys(waits[wait] for wait in sums if wait is not None)
-        if len(sizes) != 1:
-            continue
-        found = [wait for wait in sums if wait is not None]
-        if not all(_only_serves(wait, update) for wait in dict.fromkeys(found)):
-            continue
-        (size,) = sizes
+        parts = [_waits_behind(grad, waits) for grad in update.args[1]]
+        found = list(dict.fromkeys(wait for part in parts for wait in part))
+        if all(parts) and len(dict.fromkeys(waits[wait] for wait in found)) == 1:
+            sums[update] = found
+    while True:
+        mixed = [update for update in sums if not all(_only_serves(wait, sums) for wait in sums[update])]
+        if not mixed:
+            break
+        for update in mixed:  # which leaves sums that serve it and others to be divided
+            del sums[update]
+    for update, found in sums.items():
         device = tensor_spec(found[0]).device
         scale = TensorSpec((), torch.float32, (), device)
         name = f"{info(update).name}/world_size"
         with build.before(update):
             kwargs = {"dtype": torch.float32, "device": torch.device(device)}
             like = NodeInfo("update")
-            node = build.call(aten.full.default, ([], float(size)), kwargs, spec=scale, like=like, name=name)
+            size = float(waits[found[0]])
+            node = build.call(aten.full.default, ([], size), kwargs, spec=scale, like=like, name=name)
         update.kwargs = {**update.kwargs, "grad_scale": node}
-        scaled.update(dict.fromkeys(found))
-    return scaled
+    return dict.fromkeys(wait for found in sums.values() for wait in found)
 
 
-def _wait_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> fx.Node | None:
+def _waits_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> list[fx.Node]:
+    """What a gradient consists of: one sum, or another with some rows of it; nothing where it is no sum."""
     while grad not in waits:
+        if grad.target is put_rows_:
+            whole, _, rows = grad.all_input_nodes
+            parts = _waits_behind(whole, waits), _waits_behind(rows, waits)
+            return [*parts[0], *parts[1]] if all(parts) else []
         if not is_view(grad):
-            return None
+            return []
         grad = grad.all_input_nodes[0]
-    return grad
+    return [grad]
 
 
-def _only_serves(node: fx.Node, update: fx.Node) -> bool:
-    """True when all that is ever done with this value, or views of it, is that update."""
-    return all(user is update or (is_view(user) and _only_serves(user, update)) for user in node.users)
+def _only_serves(node: fx.Node, updates: Collection[fx.Node]) -> bool:
+    """True when all that is ever done with this value, or views of it, is these updates."""
+    return all(
+        user in updates or ((is_view(user) or user.target is put_rows_) and _only_serves(user, updates))
+        for user in node.users
+    )

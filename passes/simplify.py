@@ -15,7 +15,7 @@ from commfuse_fx.ir.program import Program
 
 aten = torch.ops.aten
 
-_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _replacement(node: fx.Node, earlier: Mapping[fx.Node, fx.Node]) -> fx.Node |
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = earlier.get(node.args[0], node.args[0])
-    if node.target in _IDENTITIES:
+    if node.target in IDENTITIES:
         # A constant of the graph must not be handed out as a value that somebody may write to.
         return None if source.op == "get_attr" else source
     if node.target is aten.t.default and source.target is aten.t.default:

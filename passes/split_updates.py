@@ -13,6 +13,7 @@ from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program, Source, Update
 from commfuse_fx.passes.update_parameters import emit_update, gradients_of, update_nodes
+from commfuse_fx.runtime.rows import put_rows_
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Old:
 def _wait_behind(grad: fx.Node) -> fx.Node | None:
     node = grad
     while not is_wait(node):
-        if not is_view(node) and node.target is not aten._to_copy.default:
+        if not is_view(node) and node.target not in (aten._to_copy.default, put_rows_):
             return None
         node = node.all_input_nodes[0]
     return node

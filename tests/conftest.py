@@ -36,7 +36,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for is what runs, even where another plan would be faster."""
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [compiler.Variant(config.across_steps)])
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes, may_resend: [compiler.Variant(config.across_steps)])
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def test_gradients_of_the_last_layers_have_the_most_time() -> None:
 def test_parameters_are_those_of_one_device(
     case: Case, across: bool, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes: [Variant(across, part)])
+    monkeypatch.setattr(compiler, "variants", lambda config, nodes, may_resend: [Variant(across, part)])
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)

@@ -27,6 +27,7 @@ from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 
 MOST_MEMBERS = 512
@@ -331,7 +332,7 @@ class _Graph:
     def _first_parameter_use(self, start: fx.Node) -> int | None:
         found: int | None = None
         for name in _details(start).members:
-            param = self.program.placeholder("parameter", name)
+            param = self.program.placeholder("parameter", parameter_of(name))
             if param is None:
                 return None
             use = self._first_use(param)

@@ -38,6 +38,9 @@ _PICKS = ("embedding", "index", "index_select", "gather", "take", "_unsafe_index
 # Ops that overwrite the argument they write, and do not read it.
 _OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_")
 
+# Ops that overwrite some rows of the argument they write: as many as the last argument has.
+_PLACES = ("put_rows_",)
+
 # Ops that reserve memory and touch none of it.
 _RESERVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 
@@ -67,6 +70,7 @@ class _Op:
     reserves: bool
     overwrites: bool
     picks: bool
+    places: bool
     writes: bool
 
 
@@ -94,6 +98,7 @@ def _describe(node: fx.Node) -> _Op:
         reserves=label in _RESERVES,
         overwrites=label in _OVERWRITES,
         picks=label in _PICKS,
+        places=label in _PLACES,
         writes=schema is not None and any(arg.alias_info and arg.alias_info.is_write for arg in schema.arguments),
     )
 
@@ -213,6 +218,8 @@ def _traffic(node: fx.Node, op: _Op) -> float:
         return 0.0
     result = _bytes(info(node).spec)
     arguments = node.all_input_nodes
+    if op.places:
+        return float(sum(_bytes(info(value).spec) for value in (*arguments[1:], arguments[-1])))
     if op.is_python:
         # The user's optimizer: it reads its lists, and writes the first, the parameters.
         changed = sum(_bytes(info(value).spec) for value in _tensor_lists(node)[0])

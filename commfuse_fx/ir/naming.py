@@ -27,6 +27,19 @@ def op_label(target: Any) -> str:
     return op_name(target)
 
 
+_ROWS = "/rows"
+
+
+def rows_of(parameter: str) -> str:
+    """The member of a collective that stands for some rows of a parameter's gradient."""
+    return parameter + _ROWS
+
+
+def parameter_of(member: str) -> str:
+    """The parameter whose gradient, or some rows of it, a member of a collective is. No parameter's name has a "/"."""
+    return member.removesuffix(_ROWS)
+
+
 class Names:
     """Hands out names that are unique within one program."""
 

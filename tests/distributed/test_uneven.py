@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx import compiler
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models import OFF, assert_same
 from tests.oracle import ACROSS, OPTIMAL, SLOW
@@ -58,10 +59,29 @@ def vectors(rows: int) -> torch.Tensor:
     return torch.randn(rows, 16)
 
 
+class Tied(nn.Module):
+    """Classes are the words that are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(256, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 256)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.words(words).mean(1)))
+
+
+def words(rows: int) -> torch.Tensor:
+    return torch.randint(0, 30, (rows, 3))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
     "tower": (tower, images),
     "masked": (masked, vectors),
     "layers": (layers, vectors),
+    "tied": (Tied, words),
 }
 
 
@@ -134,6 +154,36 @@ BY_COST: dict[str, dict[str, Any]] = {
 def test_plans_by_cost_are_those_of_all_ranks(ranks: Ranks, kind: str, rows: Rows, way: str) -> None:
     first, second = ranks.values(train, kind, rows, BY_COST[way], size=2)
     assert_same(first, second)
+
+
+def train_resending(rows: Rows, options: dict[str, Any]) -> Any:
+    """As `train`, with the gradient of the embedding in two parts; also, how many plans of this kind were made."""
+    made: list[bool] = []
+
+    def variants(config: Any, nodes: int, may_resend: bool) -> list[compiler.Variant]:
+        made.append(may_resend)
+        return [compiler.Variant(config.across_steps, resent=may_resend)]
+
+    given, compiler.variants = compiler.variants, variants
+    try:
+        return train("tied", rows, options), made
+    finally:
+        compiler.variants = given
+
+
+@pytest.mark.parametrize("way", ["optimal", "across steps"])
+def test_rows_are_sent_again_where_all_ranks_have_as_many(ranks: Ranks, way: str) -> None:
+    (first, made), (second, _) = ranks.values(train_resending, ((16, 16),) * 4, BY_COST[way], size=2)
+    assert_same(first, second)
+    assert made == [True]
+
+
+@pytest.mark.parametrize("rows", [((16, 16), (16, 16), (16, 5), (5, 16), (16, 16)), ((16, 9), (16, 16), (9, 16))])
+@pytest.mark.parametrize("way", ["optimal", "across steps"])
+def test_rows_are_not_sent_again_where_batches_differ(ranks: Ranks, rows: Rows, way: str) -> None:
+    (first, made), (second, _) = ranks.values(train_resending, rows, BY_COST[way], size=2)
+    assert_same(first, second)
+    assert made[0] and not any(made[2:]) and len(made) > 2
 
 
 def other_models() -> None:
