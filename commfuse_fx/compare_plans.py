@@ -53,9 +53,9 @@ def fastest(
     """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result; of
     equally fast ones the first.
 
-    Once a plan is as fast as computing alone, no more `pipelines` are run. Then follow the `fixed` ones, which search
-    for no buckets: those that are not the same as a plan that was made, until there are `most` plans, or one that no
-    other can beat.
+    Once a plan takes no longer than what it computes, no more `pipelines` are run. Then follow the `fixed` ones, which
+    search for no buckets: those that are not the same as a plan that was made, until there are `most` plans, or one
+    that no other can beat.
     Raises TooLittleMemory if no plan fits.
     """
     if len(pipelines) + len(fixed) == 1:
@@ -63,7 +63,7 @@ def fastest(
     shared = _shared_passes([*pipelines, *fixed])
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
     assert costs is not None, "nothing else makes several plans"
-    computing, least = _compute_seconds(program, costs)
+    least = _least_seconds(program, costs)
     seen: list[_Decided] = []
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
@@ -81,7 +81,7 @@ def fastest(
         return _Decided(buckets, tuple(stored), tuple(each for each in others if not isinstance(each, FlattenStorage)))
 
     def plan(pipeline: PassPipeline) -> float:
-        """Seconds of the step without what it stands still for; 0 where there is no such plan."""
+        """Seconds for which the core is busy in a step; 0 where there is no such plan."""
         _, after, others = _parts(pipeline, shared)
         own = program.copy()
         first = pipeline.run(own, check, part=slice(shared, after), watcher=watcher)
@@ -93,9 +93,9 @@ def fastest(
         except TooLittleMemory as error:
             failed.append(error)
             return 0.0
-        seconds, host = _predicted_seconds(own, costs)
+        seconds, busy = _predicted_seconds(own, costs)
         planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
-        return computing + host
+        return busy
 
     for pipeline in pipelines:
         busy = plan(pipeline)
@@ -138,18 +138,16 @@ def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
     return count
 
 
-def _compute_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
-    """Of a step, whatever its buckets and its order: with all nodes, and without casts, some of which buckets save."""
+def _least_seconds(program: Program, costs: CostModel) -> float:
+    """Of the compute of a step, whatever its buckets and its order: without casts, some of which buckets save."""
     nodes = [node for node in program.graph.nodes if not is_start(node) and not is_wait(node)]
-    seconds = [costs.compute_seconds(node) for node in nodes]
-    casts = sum(each for node, each in zip(nodes, seconds, strict=True) if node.target is aten._to_copy.default)
-    total = costs.step_overhead + sum(seconds)
-    return total, total - casts
+    needed = (node for node in nodes if node.target is not aten._to_copy.default)
+    return costs.step_overhead + sum(map(costs.compute_seconds, needed))
 
 
 def _predicted_seconds(program: Program, costs: CostModel) -> tuple[float, float]:
-    """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the backend's work on the
-    host in it."""
+    """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the core's work in it, that
+    of the backend included."""
     played = play(program, costs)
     host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
-    return round(played.ended - played.began, 9), host
+    return round(played.ended - played.began, 9), played.compute_seconds + host

@@ -55,10 +55,10 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-SEARCHES = ((3_500, 7), (5_000, 3), (7_000, 2))
+SEARCHES = ((3_500, 8), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
 
-PLANS = ((1_000, 26), (1_500, 12), (2_500, 9), (3_500, 8))
+PLANS = ((1_000, 27), (1_500, 13), (2_500, 10), (3_500, 9))
 """How many plans are made to the end and compared, for graphs of up to so many nodes; above as many as are searched."""
 
 FIXED_MIB = (64, 25, 4, 1)
@@ -70,6 +70,9 @@ ONE_BUCKET_MIB = 1 << 20
 AMPLE = 1.25
 """How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
 where that shares the wire with another one, or a step computes faster than usual."""
+
+LOOSE = 4.0
+"""The same behind rows that are sent again, which take little: so much that updates need not fill all the time."""
 
 SCANT = (0.5, 0.25, 0.75)
 """The same, where what is computed later would be sent too late: a busy wire."""
@@ -114,7 +117,8 @@ class Variant:
     covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
     just before it, across steps that of the last layers. fusion: buckets by this rule, None for those that the
     configuration asks for. stored: gradients that are reduced alone get storage where that may pay. resent: those of
-    what is also looked up are sent before the lookups' part is there, and the rows of that once more.
+    what is also looked up are sent before the lookups' part is there, and the rows of that once more. cut_within:
+    buckets are those for a step that waits for all of them at its end, whatever the schedule.
     """
 
     across_steps: bool = False
@@ -122,6 +126,7 @@ class Variant:
     fusion: FusionConfig | None = None
     stored: bool = True
     resent: bool = False
+    cut_within: bool = False
 
     def least_stored(self, config: CompileConfig) -> int | None:
         """Bytes from which gradients that are reduced alone get storage, even where that takes more ops: all that can
@@ -141,13 +146,13 @@ def variants(config: CompileConfig, nodes: int, may_resend: bool = False) -> lis
     if config.across_steps:
         plain, ample, *scant = (Variant(across_steps=True, postponed=part) for part in (0.0, AMPLE, *SCANT))
         within, *others = found
-        found = [plain, ample, within, *scant, *others]
+        found = [plain, ample, within, replace(plain, cut_within=True), *scant, *others]
     if may_resend and config.comm_fusion.for_kind("all_reduce").mode == "optimal":
-        # The last gradient is a small one then: less stands to be hidden, and little has to be postponed.
-        first, *others = [replace(each, resent=True) for each in found[:3]]
-        found = [first, found[0], *others, *found[1:]]
+        first, second, *more = [replace(each, resent=True) for each in found[:3]]
+        loose = [replace(first, postponed=LOOSE)] if config.across_steps else []
+        found = [first, found[0], second, *loose, *more, *found[1:]]
     if not config.comm_fusion.is_optimal:
-        found = [each for each in found if not each.postponed]
+        found = [each for each in found if not each.postponed and not each.cut_within]
     if config.schedule == "none":
         found = found[:1]
     found = found[: _up_to(SEARCHES, nodes, 1)]
@@ -199,7 +204,7 @@ def build_pipeline(
     if costs is not None and variant.postponed:
         passes.append(PostponeGradients(costs, last_layers=variant.across_steps, part=variant.postponed))
     passes += [
-        FuseCollectives(variant.fusion or config.comm_fusion, costs, variant.across_steps),
+        FuseCollectives(variant.fusion or config.comm_fusion, costs, variant.across_steps and not variant.cut_within),
         FlattenStorage(flat_updates, costs is not None and variant.stored, variant.least_stored(config)),
         SplitUpdates(variant.across_steps),
         LowerAverage(),

@@ -29,7 +29,7 @@ from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.rows import put_rows_
 
-_STRETCHES = (inf, 4 * 2**20, PIECES[0])
+_STRETCHES = (inf, *(mebibytes * 2**20 for mebibytes in (8, 4, 3, 2, 1.5, 1)), PIECES[0])
 """Bytes from which a stretch of a bucket that is complete may be sent before the rest; tried in turn."""
 
 

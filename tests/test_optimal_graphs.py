@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import commfuse_fx as cf
+from commfuse_fx import compiler
 from commfuse_fx.compiler import Variant, build_pipeline, plan_step
 from commfuse_fx.config import CompileConfig
 from commfuse_fx.cost import grouping
@@ -332,24 +333,45 @@ def test_no_fixed_plan_is_faster_by_much_without_an_update(
     assert compiled(program, OPTIMAL) <= min(compiled(program, each) for each in FIXED) * (1 + 1e-2)
 
 
+def across_seconds(world: cf.ClusterSpec, width: int, layers: int) -> float:
+    """Of a step across steps, with as many layers of this width."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    step = cf.compile(
+        model,
+        loss_fn=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        device_num=2,
+        comm_fusion={"allreduce": {"mode": "optimal", "config": None}},
+        cluster=world,
+        schedule=cf.ScheduleConfig(across_steps=True),
+    )
+    return step.lower(torch.randn(8, width), torch.randn(8, width)).simulate(world).step_seconds
+
+
 def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
     world = cluster(2, 5e-4, 1e8, op_overhead=5e-5)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(60)])
-
-    def step_seconds() -> float:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = cf.compile(
-            model,
-            loss_fn=torch.nn.functional.mse_loss,
-            optimizer=optimizer,
-            device_num=2,
-            comm_fusion={"allreduce": {"mode": "optimal", "config": None}},
-            cluster=world,
-            schedule=cf.ScheduleConfig(across_steps=True),
-        )
-        return step.lower(torch.randn(8, 32), torch.randn(8, 32)).simulate(world).step_seconds
-
-    tried = step_seconds()
+    tried = across_seconds(world, 32, 60)
     monkeypatch.setattr(grouping, "FEW_BYTES", 0)
-    assert tried < 0.97 * step_seconds()
+    assert tried < 0.97 * across_seconds(world, 32, 60)
+
+
+def test_neighbouring_buckets_are_joined_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size for all of them is too large in one place, and too small in another."""
+    world = cluster(2, 5e-4, 1e8, op_overhead=5e-5, collective_overhead=3e-4)
+    tried = across_seconds(world, 64, 60)
+    monkeypatch.setattr(grouping, "SEVERAL_MEMBERS", 0)
+    assert tried < 0.97 * across_seconds(world, 64, 60)
+
+
+def test_buckets_for_the_end_of_the_step_are_tried_across_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones, of which stretches that are complete are sent before the rest."""
+    world = cluster(2, 1e-4, 4e8, op_overhead=5e-5, collective_overhead=3e-4)
+    tried = across_seconds(world, 256, 40)
+    all_variants = compiler.variants
+    monkeypatch.setattr(
+        compiler,
+        "variants",
+        lambda config, nodes, may_resend: [v for v in all_variants(config, nodes, may_resend) if not v.cut_within],
+    )
+    assert tried < 0.99 * across_seconds(world, 256, 40)

@@ -64,11 +64,16 @@ def test_larger_graphs_compare_fewer_plans() -> None:
     config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
     sizes = (1_000, 2_500, 2_501, 3_500, 5_000, 7_000, 7_001, 100_000)
     searches = [sum(each.fusion is None for each in variants(config, nodes)) for nodes in sizes]
-    assert searches == [7, 7, 7, 7, 3, 2, 1, 1]
-    assert [most_plans(nodes) for nodes in sizes] == [26, 9, 8, 8, 3, 2, 1, 1]
+    assert searches == [8, 8, 8, 8, 3, 2, 1, 1]
+    assert [most_plans(nodes) for nodes in sizes] == [27, 10, 9, 9, 3, 2, 1, 1]
     assert variants(config, 7_000) == [Variant(across_steps=True), Variant(across_steps=True, postponed=AMPLE)]
     assert variants(config, 100_000) == [Variant(across_steps=True)]
     assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant(postponed=1.0)]
+    resent = variants(config, 3_500, True)
+    assert resent[:2] == [Variant(across_steps=True, resent=True), Variant(across_steps=True)]
+    assert sum(each.fusion is None for each in resent) == 8
+    assert [each.resent for each in variants(config, 7_000, True)] == [True, False]
+    assert not any(each.resent for each in variants(CompileConfig.resolve({"cluster": "gloo-1gbit"}), 1_000, True))
     not_optimal = CompileConfig.resolve({"schedule": cf.ScheduleConfig(across_steps=True)})
     assert variants(not_optimal, 1_000) == [Variant(across_steps=True), Variant(), Variant(stored=False)]
     assert variants(not_optimal, 7_000) == [Variant(across_steps=True), Variant()]
@@ -298,7 +303,7 @@ class Counter:
         pass
 
 
-@pytest.mark.parametrize(("bandwidth", "plans"), [(1e15, 1), (1e6, 7)], ids=["fast", "slow"])
+@pytest.mark.parametrize(("bandwidth", "plans"), [(1e15, 1), (1e6, 8)], ids=["fast", "slow"])
 def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
     bandwidth: float, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@ FEW_BYTES = 4 << 20
 FEW_MEMBERS = 24
 """Up to so many collectives boundaries between buckets are moved across steps, too."""
 
+SEVERAL_MEMBERS, FEW_BUCKETS = 256, 64
+"""Up to so many collectives, in up to so many buckets, neighbouring buckets are joined across steps, too."""
+
 FEW_MOVES = 48
 """How often at most: each is several plans of a loop."""
 
@@ -275,15 +278,19 @@ class _Graph:
             piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
         )
         parts = choice.groups
+        tail = (*prices, message + each)
+
+        def judged(cuts: Ranges, pieces: Sequence[int]) -> float:
+            buckets = [merged_member(merged[begin:end]) for begin, end in cuts]
+            return judge.best(piece_choices(forward, backward, buckets, *tail, pieces=pieces, merges=()))[1]
+
         if len(merged) <= FEW_MEMBERS:
-            tail = (*prices, message + each)
-
-            def judged(cuts: Ranges) -> float:
-                buckets = [merged_member(merged[begin:end]) for begin, end in cuts]
-                plans = piece_choices(forward, backward, buckets, *tail, pieces=pieces, merges=())
-                return judge.best(plans)[1]
-
-            period, cuts = _adjusted(period, _ranges(parts), judged)
+            period, cuts = _adjusted(period, _ranges(parts), lambda cuts: judged(cuts, pieces))
+            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
+        elif len(merged) <= SEVERAL_MEMBERS and len(parts) <= FEW_BUCKETS:
+            # Buckets of one size are larger than they may be in one place, and smaller than they could be in another.
+            same = () if choice.piece is None else (choice.piece,)
+            period, cuts = _joined(period, _ranges(parts), lambda cuts: judged(cuts, same))
             parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
         across = [[i for part in group for i in coarse[part]] for group in parts]
         played = self._played(starts, sizes, each)
@@ -366,6 +373,19 @@ def _adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -
                     break
         else:
             return seconds, cuts
+
+
+def _joined(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
+    """The cuts with boundaries left out where that helps, looking twice at each, and what they take."""
+    for _ in range(2):
+        i = len(cuts) - 1
+        while i > 0:
+            (first, _), (_, last) = cuts[i - 1], cuts[i]
+            other = (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
+            if (found := judged(other)) < seconds * (1 - EQUAL):
+                seconds, cuts = found, other
+            i = min(i, len(cuts)) - 1
+    return seconds, cuts
 
 
 def _split(cuts: Ranges) -> Iterator[Ranges]:
