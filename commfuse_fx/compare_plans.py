@@ -149,5 +149,5 @@ def _predicted_seconds(program: Program, costs: CostModel) -> tuple[float, float
     """Of a step, rounded to nanoseconds (of equally fast plans the first is taken), and of the core's work in it, that
     of the backend included."""
     played = play(program, costs)
-    host = sum(piece.transfer.host for pieces in played.pieces.values() for piece in pieces)
+    host = sum(piece.transfer.least_host for pieces in played.pieces.values() for piece in pieces)
     return round(played.ended - played.began, 9), played.compute_seconds + host

@@ -31,7 +31,7 @@ def lower_bound(played: Played, dependence: Dependence | None) -> Bound:
     into each other, so nodes that run in the following step leave it out. `dependence` None leaves it out, too.
     """
     sent = [piece.transfer for pieces in played.pieces.values() for piece in pieces]
-    computing = played.compute_seconds + sum(each.host for each in sent)
+    computing = played.compute_seconds + sum(each.least_host for each in sent)
     found = [Bound(computing, "compute")]
     streams: dict[str, float] = {}
     links: dict[str, float] = {}

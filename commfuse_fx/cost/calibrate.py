@@ -316,7 +316,7 @@ def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Seq
         alpha=alpha,
         bandwidth=final.bandwidth,
         fitted_bandwidth=single.bandwidth,
-        burst=burst(rested, final.bandwidth),
+        burst=burst(rested, final.bandwidth, alpha),
         host_seconds_per_byte=max((each.per_byte for each in beside), default=0.0),
         overhead=max((each.per_message for each in beside), default=0.0),
         alpha_busy=latency if latency > LEAST_SLOWED * alpha else 0.0,

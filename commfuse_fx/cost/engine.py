@@ -27,7 +27,7 @@ class Transfer:
 
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
-    fast after a pause that is as long (a token bucket). slowed: how many times as long the latency is while the step
+    fast after a pause that is as long (a token bucket); host time is then at most what moving takes. slowed: how many times as long the latency is while the step
     computes, on the core that the backend's threads wait for. busy_speed: the part of its speed that it has at most
     while the step computes, in turn with the backend's threads.
 
@@ -72,6 +72,11 @@ class Transfer:
         return self.latency if self.lanes > 1 else 0.0
 
     @property
+    def least_host(self) -> float:
+        """What it takes of the core at least: all of it in a burst."""
+        return min(self.host, self.transfer / self.boost) if self.burst else self.host
+
+    @property
     def least_seconds(self) -> float:
         """What it takes of its stream at least: all of it in a burst."""
         return self.latency - self.overlapped + self.transfer / self.boost
@@ -81,7 +86,7 @@ class _Flight:
     """A transfer that was issued. `until`: when its present phase ends if no rate changes.
 
     latency: what is left of it, on an idle machine, where computing slows it. share: of its most crowded link.
-    moved: when its latency was over.
+    moved: when its latency was over. demand: the part of the core that moving at rate 1 takes, as things are.
     """
 
     __slots__ = (
@@ -325,8 +330,11 @@ class Engine:
         """Raise the rates of what moves in a burst. Returns the part of the core that moving then takes."""
         for flight in loading:
             transfer = flight.transfer
+            flight.demand = transfer.host / transfer.transfer
             if transfer.burst and all(self._allowances[link].left for link in transfer.links):
                 flight.rate *= transfer.boost
+                # A core is not busy for longer than what it does takes.
+                flight.demand = min(flight.demand, 1.0 / transfer.boost)
         return sum([flight.rate * flight.demand for flight in loading])
 
     @staticmethod

@@ -77,17 +77,17 @@ class Burst:
     bandwidth: float = 0.0
 
 
-def burst(rested: Sequence[Sample], bandwidth: float) -> Burst:
+def burst(rested: Sequence[Sample], bandwidth: float, alpha: float = 0.0) -> Burst:
     """The token bucket that collectives after a pause show, in front of a link of this many bytes per second.
 
-    rested: single collectives, each after a pause, from small to large. The bucket is what the largest has moved
-    beyond the bandwidth, its speed that of the fastest one. Latencies are not taken off, so both are a little low.
+    rested: single collectives, each after a pause, from small to large. alpha: seconds of a message's latency. The
+    bucket is what a large one has moved beyond the bandwidth, its speed that of the fastest one, latency included.
     """
     fastest = max(sample.wire_bytes / sample.seconds for sample in rested)
-    *_, gained, most = (sample.wire_bytes - bandwidth * sample.seconds for sample in rested)
+    *_, gained, most = (s.wire_bytes - bandwidth * (s.seconds - s.messages * alpha) for s in rested)
     if fastest < LEAST_BOOST * bandwidth or not 0 < most <= MOST_GROWTH * gained:
         return Burst()
-    return Burst(most, fastest)
+    return Burst(max(gained, most), fastest)
 
 
 def fit(samples: Sequence[Sample], bandwidth: float | None = None) -> Fit:

@@ -49,9 +49,20 @@ def test_a_pause_earns_the_allowance_back_and_no_more() -> None:
 
 def test_a_link_that_is_held_back_by_the_core_spends_less() -> None:
     engine = Engine()
-    engine.issue(moved(10.0, host=0.25))  # at 5 times the rate it would take 1.25 of the core; it gets a half
+    engine.issue(moved(10.0, host=0.25))  # at 5 times the rate it would take all of the core; it gets a half
     engine.run(1.0)
-    assert engine.allowances()["allowance of net"] == pytest.approx(4.0 - (2.0 - 1.0) * 2.0)
+    assert engine.allowances()["allowance of net"] == pytest.approx(4.0 - (2.5 - 1.0) * 2.0)
+
+
+def test_a_burst_keeps_the_core_no_longer_busy_than_it_takes() -> None:
+    transfer = moved(2.5, host=0.25)
+    assert transfer.least_host == 0.5  # of 0.625 at the rate
+    engine = Engine()
+    engine.issue(transfer)
+    assert engine.run(1.0)[1] == pytest.approx(1.5)
+    engine = Engine()
+    engine.issue(moved(2.5, host=0.1))
+    assert engine.run(1.0)[1] == pytest.approx(1.25)
 
 
 def test_two_streams_spend_one_allowance() -> None:
@@ -154,6 +165,8 @@ def test_a_token_bucket_is_found() -> None:
 
     found = burst(rested(seconds), RATE)
     assert found.nbytes == pytest.approx(BUCKET) and found.bandwidth == pytest.approx(PEAK)
+    found = burst(rested(lambda nbytes: 2 * 5e-4 + seconds(nbytes)), RATE, alpha=5e-4)  # two messages in a ring of two
+    assert found.nbytes == pytest.approx(BUCKET)
 
 
 def test_neither_a_plain_link_nor_one_that_is_faster_alone_has_a_bucket() -> None:
