@@ -27,9 +27,9 @@ class Transfer:
 
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
-    fast after a pause that is as long (a token bucket); host time is then at most what moving takes. slowed: how many times as long the latency is while the step
-    computes, on the core that the backend's threads wait for. busy_speed: the part of its speed that it has at most
-    while the step computes, in turn with the backend's threads.
+    fast after a pause that is as long (a token bucket); host time is then at most what moving takes. slowed: how many
+    times as long the latency is while the step computes, on the core that the backend's threads wait for. busy_speed:
+    the part of its speed that it has at most while the step computes, in turn with the backend's threads.
 
     Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, on
     a factor below 1, and on a busy_speed that is not above 0 and at most 1.
