@@ -121,7 +121,9 @@ def _waits_of_buckets(put: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_early(value: fx.Node) -> bool:
-    """Whether a value is there long before any bucket: the numbers of rows."""
+    """Whether a value is there long before any bucket: the numbers of rows, or a part of those of several tables."""
+    while is_view(value):
+        value = value.all_input_nodes[0]
     collective = info(value.all_input_nodes[0]).collective if is_wait(value) else None
     return collective is not None and collective.role == "rows"
 

@@ -41,9 +41,7 @@ class ResendRows:
         modified = False
         for start in list(program.collectives()):
             found = _found(start)
-            if found is None or start.args[0] is not found.sent:
-                continue
-            if found.rows(program.mesh.size(group_of(start))) <= self.most:
+            if found is not None and found.rows(program.mesh.size(group_of(start))) <= self.most:
                 _Rewriting(program, start, found).run()
                 modified = True
         return modified
@@ -59,10 +57,6 @@ class LookedUp:
     lookup: fx.Node
     numbers: fx.Node
     cast: fx.Node | None = None
-
-    @property
-    def sent(self) -> fx.Node:
-        return self.total if self.cast is None else self.cast
 
     def rows(self, ranks: int) -> float:
         """How many rows all ranks look up at most, in parts of those that there are."""
@@ -100,7 +94,7 @@ def _sum(total: fx.Node) -> LookedUp | None:
     if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
         return None
     for early, lookup in (total.args, total.args[::-1]):
-        if not isinstance(early, fx.Node) or not isinstance(lookup, fx.Node) or early is lookup:
+        if not isinstance(early, fx.Node) or not isinstance(lookup, fx.Node) or not early < lookup:
             continue
         numbers = lookup.args[1] if lookup.target is aten.embedding_dense_backward.default else None
         if isinstance(numbers, fx.Node) and info(early).spec == info(lookup).spec == info(total).spec:

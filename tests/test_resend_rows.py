@@ -55,6 +55,20 @@ class LookedUpTwice(Tied):
         return self.head(self.layers(x)).flatten(0, 1)
 
 
+class LookedUpLast(nn.Module):
+    """The lookups' part is there before the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        given = F.one_hot(tokens, WORDS).to(self.words.weight.dtype) @ self.words.weight
+        return self.head(self.layers(given) * self.words(tokens.flip(1))).flatten(0, 1)
+
+
 class TwoTables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +215,22 @@ def test_it_is_taken_where_it_is_faster(options: dict[str, Any], monkeypatch: py
 )
 def test_what_stays_whole(rows: int, options: dict[str, Any]) -> None:
     assert not resends(lower(Tied(), *batch(rows), **options))
+
+
+def test_what_is_looked_up_last_stays_whole() -> None:
+    assert not resends(lower(LookedUpLast(), *batch(8), cluster=cluster("tied", 1e-5, 1e8), schedule=ACROSS))
+
+
+def test_updates_of_several_tables_run_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers come in one all_gather."""
+    only(monkeypatch)
+    case = CASES[-1]
+    ranks = make_world(case, case.model(), 2, sgd, OPTIMAL, **OPTIONS["across"])
+    train_world(ranks, case.batches(1))
+    (plan,) = ranks.step.planner.plans.values()
+    nodes = list(plan.compiled.program.graph.nodes)
+    found = [node for node in nodes if node.target is put_rows_]
+    assert len(found) == 2 and all(info(node).next_step is not None for node in found)
 
 
 def test_a_parameter_with_a_fusion_id_stays_whole() -> None:
