@@ -14,7 +14,7 @@ import torch
 from commfuse_fx.cost.fit import Sample
 from commfuse_fx.cost.probe_group import Group
 from commfuse_fx.runtime.socket_threads import share_a_core
-from commfuse_fx.runtime.turns import TURN, give_way
+from commfuse_fx.runtime.turns import give_way, turn_seconds
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages at a time, and how small, show what a message costs besides its bytes."""
@@ -58,28 +58,30 @@ def measure_contention(group: Group, nbytes: int, alone: float, seconds: float) 
     """
     if group.device.type != "cpu":
         return None
+    wire_bytes = Sample("all_reduce", group.size, nbytes, alone).wire_bytes
+    turn = turn_seconds(wire_bytes / alone)
     small = [torch.zeros(MESSAGE_BYTES // 4) for _ in range(MESSAGES)]
-    lost, elapsed = _lost(group, [small], seconds / 4)
+    lost, elapsed = _lost(group, [small], seconds / 4, turn)
     each = lost / MESSAGES
     # Gloo works on two at a time, so each of them takes twice its share of the row.
     latency = 2 * elapsed / MESSAGES / Sample("all_reduce", group.size, MESSAGE_BYTES, alone).messages
-    lost, _ = _lost(group, [[block] for block in small[:SPARSE]], seconds / 4, SPACING)
+    lost, _ = _lost(group, [[block] for block in small[:SPARSE]], seconds / 4, turn, SPACING)
     sparse = max(lost / SPARSE, each)
     count = min(max(int(ROW / alone), LEAST_IN_ROW), 16)
     large = [torch.zeros(nbytes // 4) for _ in range(count)]
-    wire_bytes = count * Sample("all_reduce", group.size, nbytes, alone).wire_bytes
-    lost, elapsed = _lost(group, [large], seconds / 2)
-    return Contention(max(lost - count * each, 0.0) / wire_bytes, sparse, latency, wire_bytes / elapsed)
+    lost, elapsed = _lost(group, [large], seconds / 2, turn)
+    moved = count * wire_bytes
+    return Contention(max(lost - count * each, 0.0) / moved, sparse, latency, moved / elapsed)
 
 
 def _lost(
-    group: Group, rows: Sequence[Sequence[torch.Tensor]], seconds: float, spacing: float = 0.0
+    group: Group, rows: Sequence[Sequence[torch.Tensor]], seconds: float, turn: float, spacing: float = 0.0
 ) -> tuple[float, float]:
     """Seconds of compute that all_reduces of these blocks take away, and how long the run is that they are in.
 
-    rows: a row goes onto its way at once, the next one when it is done, `spacing` seconds later at the earliest. What
-    the compute takes without them is measured before and after each run: a machine's speed may drift. As many runs as
-    fit into so many seconds; their median counts.
+    rows: a row goes onto its way at once, the next one when it is done, `spacing` seconds later at the earliest. turn:
+    seconds of compute after which that gives way. What the compute takes without them is measured before and after
+    each run: a machine's speed may drift. As many runs as fit into so many seconds; their median counts.
     """
     compute = _Compute()
     compute.once()
@@ -91,7 +93,7 @@ def _lost(
     while len(found) < runs:
         group.agreed(0.0)  # start together
         start = perf_counter()
-        done = sum([_computed(compute, [group.all_reduce(block) for block in row], spacing) for row in rows])
+        done = sum([_computed(compute, [group.all_reduce(block) for block in row], turn, spacing) for row in rows])
         elapsed = perf_counter() - start
         undisturbed.append(_seconds_of(group, compute, pause))
         found.append(elapsed - done * mean(undisturbed[-2:]))
@@ -101,17 +103,17 @@ def _lost(
     return max(median(found), 0.0), median(lasted)
 
 
-def _computed(compute: _Compute, works: Sequence[Any], least: float) -> int:
+def _computed(compute: _Compute, works: Sequence[Any], turn: float, least: float) -> int:
     """Compute until these are done, and so many seconds at least, giving way to them as a step does. How often."""
     gives_way = share_a_core()
-    start = turn = perf_counter()
+    start = gave_way = perf_counter()
     done = 0
     while perf_counter() - start < least or not all(work.is_completed() for work in works):
         compute.once()
         done += 1
-        if gives_way and perf_counter() - turn >= TURN:
+        if gives_way and perf_counter() - gave_way >= turn:
             give_way()
-            turn = perf_counter()
+            gave_way = perf_counter()
     for work in works:
         work.wait()
     return done

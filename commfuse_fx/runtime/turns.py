@@ -3,25 +3,31 @@
 In class SCHED_BATCH (see `socket_threads`) a socket thread waits until the step blocks, or until the kernel's tick
 ends the step's turn: 4 ms at 250 Hz. A ring all_reduce sends segments of at most 1 MiB, two at a time, and each needs
 such a thread on both ranks. Beside unbroken compute it falls behind a fast network. So while a collective is on its
-way, the step offers its core about once a millisecond, between two nodes.
+way, the step offers its core about once a millisecond, between two nodes; on a slow network less often, since every
+turn costs both sides what they had in the caches, and few bytes have come since the last one.
 """
 
 from __future__ import annotations
 
 import os
 from itertools import accumulate
+from math import inf
 
 from torch import fx
 
 from commfuse_fx.cost.cluster import Device
 from commfuse_fx.cost.deferred import execution_order
 from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.cost.source import cost_model
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
-TURN = 1e-3
-"""Seconds of compute between two turns."""
+TURN, LONGEST_TURN = 1e-3, 4e-3
+"""Seconds of compute between two turns, and on a slow network."""
+
+TURN_BYTES = 400_000
+"""About so many should have come since the last turn: a segment of 1 MiB does not wait for its thread then."""
 
 _CORE = Device(name="core", flops={"f32": 5e10}, memory_bandwidth=1e10, memory_bytes=1 << 30, op_overhead=2e-5)
 """Tells about how long a node computes; the order of magnitude will do."""
@@ -32,17 +38,26 @@ def give_way() -> None:
     os.sched_yield()
 
 
-def turns(program: Program) -> list[fx.Node]:
-    """The nodes before which to give way: one per `TURN` of compute while a collective is in flight.
+def turn_seconds(bandwidth: float) -> float:
+    """Seconds of compute between two turns on a network of this many bytes per second."""
+    return min(max(TURN, TURN_BYTES / bandwidth), LONGEST_TURN)
 
-    In the order of one round of steps, in which what one step leaves to the following one stands before its anchor.
+
+def turns(program: Program) -> list[fx.Node]:
+    """The nodes before which to give way: one per `turn_seconds` of compute while a collective is in flight.
+
+    The network is that of the configuration's cluster, a fast one where it has none. In the order of one round of
+    steps, in which what one step leaves to the following one stands before its anchor.
     """
     order = execution_order(program)
+    costs = program.config.cluster
+    levels = () if costs is None else cost_model(costs).cluster.levels
+    turn = turn_seconds(min((level.bandwidth for level in levels), default=inf))
     found: list[fx.Node] = []
     computed = 0.0
     for node, flying in zip(order, _in_flight(program, order), strict=True):
         seconds = roofline_seconds(node, _CORE)
-        if flying and seconds and computed >= TURN:
+        if flying and seconds and computed >= turn:
             found.append(node)
             computed = 0.0
         computed += seconds
