@@ -77,7 +77,8 @@ def _units(program: Program) -> list[_Unit]:
         nodes = _descendants(start, owner_nodes)
         if not nodes:
             continue
-        starts = tuple(node.all_input_nodes[0] for node in nodes if is_wait(node))
+        sent = (node.all_input_nodes[0] for node in nodes if is_wait(node))
+        starts = tuple(each for each in sent if each not in nodes)
         seen.update(dict.fromkeys(starts))
         changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
         reader = min((readers[root] for root in changed if root in readers), default=None)
