@@ -18,6 +18,7 @@ from commfuse_fx.inspect.diff_text import read_text
 from commfuse_fx.ir.deserialize import from_dict
 from commfuse_fx.ir.documents import Fields, load_object
 from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.saved_values import ValueReader
 from commfuse_fx.ir.serialize import SCHEMA
@@ -145,7 +146,7 @@ class _Texts:
         return tuple(self._collective(node.collective, label) for node in nodes if node.collective is not None)
 
     def _collective(self, record: CollectiveRecord, label: str) -> CollectiveInfo:
-        params = [self.program.params.get(name) for name in record.members]
+        params = [self.program.params.get(parameter_of(name)) for name in record.members]
         numbers = [param.sequence for param in params if param is not None]
         of_params = bool(numbers) and len(numbers) == len(params)
         group = _GROUP.fullmatch(record.group)

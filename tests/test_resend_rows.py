@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from commfuse_fx.compiler import Variant
 from commfuse_fx.ir.meta import info
 from commfuse_fx.lockstep import LockstepWorld
 from commfuse_fx.runtime.rows import put_rows_
+from commfuse_fx.saved import load
 from tests.models import Batch, Case, randomised, shards
 from tests.oracle import (
     ACROSS,
@@ -263,3 +265,13 @@ def test_the_numbers_are_there_before_the_backward(monkeypatch: pytest.MonkeyPat
     (start,) = [node for node in nodes if (found := info(node).collective) and found.kind == "all_gather"]
     computed = [node for node in nodes if node.op == "call_function" and info(node).phase == "forward"]
     assert computed.index(start) <= 2
+
+
+def test_a_dump_of_it_can_be_read(tmp_path: Path) -> None:
+    slow = cluster("tied", 1e-5, 1e8)
+    made = lower(randomised(Tied(layers=16)), *batch(8), cluster=slow, schedule=ACROSS)
+    assert resends(made)
+    read = load(made.dump(tmp_path))
+    assert read.text() == made.text()
+    assert read.simulate(slow).step_seconds == made.simulate(slow).step_seconds
+    assert read.stages["resend_rows"].text() == made.stages["resend_rows"].text()
