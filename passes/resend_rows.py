@@ -137,10 +137,7 @@ class _Rewriting:
             put = build.call(put_rows_, (whole, numbers, again), spec=info(whole).spec, like=like, name=name)
         for user in users:
             user.replace_input_with(whole, put)
-        if found.cast is not None:
-            erase_upwards(self.program, found.cast)
-        elif not found.total.users:
-            erase_upwards(self.program, found.total)
+        erase_upwards(self.program, found.total if found.cast is None else found.cast)
 
     def _numbers(self) -> fx.Node:
         """Of the rows that any rank has looked up: sent in the forward, and there when the early part is."""
@@ -151,10 +148,10 @@ class _Rewriting:
         last = self.program.last_input if node.op == "placeholder" else node
         with build.after(last):
             last = node = build.reshape(node, [tensor_spec(node).numel], name)
+        info(node).phase = "forward"  # also where that of an input is "input"
         if tensor_spec(node).dtype != torch.int64:
             with build.after(last):
                 last = node = build.cast(node, torch.int64, f"{name}.i64")
-        info(node).phase = info(node.all_input_nodes[0]).phase = "forward"
         spec = TensorSpec.flat(tensor_spec(node).numel * ranks, tensor_spec(node))
         collective = CollectiveInfo(
             "all_gather",

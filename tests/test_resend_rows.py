@@ -263,6 +263,7 @@ def test_the_numbers_are_there_before_the_backward(monkeypatch: pytest.MonkeyPat
     (plan,) = ranks.step.planner.plans.values()
     nodes = list(plan.compiled.program.graph.nodes)
     (start,) = [node for node in nodes if (found := info(node).collective) and found.kind == "all_gather"]
+    assert all((info(node).phase == "input") == (node.op == "placeholder") for node in nodes if node.op != "output")
     computed = [node for node in nodes if node.op == "call_function" and info(node).phase == "forward"]
     assert computed.index(start) <= 2
 
