@@ -43,9 +43,13 @@ def priced_for(costs: Costs | None, device: str, mesh: Mesh, params: Mapping[str
         costs = default_cluster(device, mesh.world)
     if not isinstance(costs, ClusterSpec):
         costs.check(mesh.world, model_fingerprint(params))
-    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
-    cluster.check_ranks(range(mesh.world) if mesh.devices is None else mesh.devices)
+    cluster_of(costs).check_ranks(range(mesh.world) if mesh.devices is None else mesh.devices)
     return costs
+
+
+def cluster_of(costs: Costs) -> ClusterSpec:
+    """The cluster, or that of the profile."""
+    return costs if isinstance(costs, ClusterSpec) else costs.cluster
 
 
 def cost_model(costs: Costs) -> CostModel:
@@ -68,6 +72,5 @@ def default_cluster(device: str, world: int) -> ClusterSpec:
 def costs_label(costs: Costs) -> str:
     """Name and digest, for headers: plans made from other figures are other plans."""
     digest = hashlib.sha256(costs.to_json().encode()).hexdigest()[:12]
-    cluster = costs if isinstance(costs, ClusterSpec) else costs.cluster
     kind = "cluster" if isinstance(costs, ClusterSpec) else "profile"
-    return f"{kind} {cluster.name} {digest}"
+    return f"{kind} {cluster_of(costs).name} {digest}"

@@ -18,7 +18,7 @@ from torch import fx
 from commfuse_fx.cost.cluster import Device
 from commfuse_fx.cost.deferred import execution_order
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.cost.source import cost_model
+from commfuse_fx.cost.source import cluster_of
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
@@ -51,7 +51,7 @@ def turns(program: Program) -> list[fx.Node]:
     """
     order = execution_order(program)
     costs = program.config.cluster
-    levels = () if costs is None else cost_model(costs).cluster.levels
+    levels = () if costs is None else cluster_of(costs).levels
     turn = turn_seconds(min((level.bandwidth for level in levels), default=inf))
     found: list[fx.Node] = []
     computed = 0.0
