@@ -38,7 +38,7 @@ class CollectiveCost:
     burst: seconds of `transfer` that its link carries at once after a pause; boost: how many times as fast. 0 and 1
         where a level has no bursts, or the group spans several. `seconds` is the time without.
     slowed: how many times as long the latency is while the rank computes; at least 1. busy_speed: the part of its
-    speed that the transfer has at most in the meantime.
+    speed that the transfer has at most in the meantime. last: of the latency, the part of the last message.
     """
 
     kind: str
@@ -53,6 +53,7 @@ class CollectiveCost:
     boost: float = 1.0
     slowed: float = 1.0
     busy_speed: float = 1.0
+    last: float = 0.0
 
 
 class Work(NamedTuple):
@@ -222,7 +223,8 @@ def collective_cost(
     seconds = rate.seconds(size)
     bus = bus_bandwidth(kind, size, split.size, seconds)
     links = tuple(level.name for level in split.levels)
-    extra = *_burst(split.levels), _slowed(split.levels), _busy_speed(split.levels)
+    last = min(max(level.alpha for level in split.levels), rate.latency)
+    extra = *_burst(split.levels), _slowed(split.levels), _busy_speed(split.levels), last
     return CollectiveCost(kind, name, seconds, rate.latency, rate.transfer * size, rate.host * size, bus, links, *extra)
 
 

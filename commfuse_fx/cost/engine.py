@@ -28,11 +28,13 @@ class Transfer:
     stream: the queue that it goes through. latency: time that loads nothing. transfer: time that loads `links`,
     and of the core `host` seconds, spread evenly. burst: seconds of transfer that its links carry `boost` times as
     fast after a pause that is as long (a token bucket); host time is then at most what moving takes. slowed: how many
-    times as long the latency is while the step computes, on the core that the backend's threads wait for. busy_speed:
-    the part of its speed that it has at most while the step computes, in turn with the backend's threads.
+    times as long the latency is while the step computes, on the core that the backend's threads wait for; last: the
+    part of the latency that the last message has. What has been sent moves while threads wait, but for the last
+    message, behind which nothing is sent; where the step stands still they have the core at once. busy_speed: the part
+    of its speed that it has at most while the step computes, in turn with the backend's threads.
 
     Raises ConfigValueError on a time below 0 or not finite, on host time without transfer time to spread it over, on
-    a factor below 1, and on a busy_speed that is not above 0 and at most 1.
+    a factor below 1, on a busy_speed that is not above 0 and at most 1, and on a last above the latency.
     """
 
     stream: str
@@ -44,9 +46,10 @@ class Transfer:
     boost: float = 1.0
     slowed: float = 1.0
     busy_speed: float = 1.0
+    last: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency", "transfer", "host", "burst"):
+        for name in ("latency", "transfer", "host", "burst", "last"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ConfigValueError(f"Transfer {name}={value!r}: give seconds, finite and not below 0")
@@ -58,6 +61,8 @@ class Transfer:
                 raise ConfigValueError(f"Transfer {name}={value!r}: give a factor, finite and not below 1")
         if not 0 < self.busy_speed <= 1:
             raise ConfigValueError(f"Transfer busy_speed={self.busy_speed!r}: give a part above 0, at most 1")
+        if self.last > self.latency:
+            raise ConfigValueError(f"Transfer last={self.last!r}: a part of its latency={self.latency!r}")
 
     @property
     def lanes(self) -> int:
@@ -83,40 +88,71 @@ class Transfer:
 
 
 class _Flight:
-    """A transfer that was issued. `until`: when its present phase ends if no rate changes.
+    """A transfer that was issued.
 
-    latency: what is left of it, on an idle machine, where computing slows it. share: of its most crowded link.
-    moved: when its latency was over. demand: the part of the core that moving at rate 1 takes, as things are.
+    left: seconds that it has still to move. waiting, behind: seconds that the backend's threads have still to wait for
+    the core while the transfer moves, and when it has. rests, moves, waits: when its latency, moving and `waiting` are
+    over if no rate changes; inf while they do not pass. moving, moved: when it began and ceased to load its links.
+    share: of its most crowded link. demand: the part of the core that moving at rate 1 takes, as things are.
     """
 
     __slots__ = (
         "begin",
+        "behind",
         "demand",
         "end",
         "issued",
-        "latency",
         "left",
         "loading",
         "moved",
+        "moves",
+        "moving",
         "rate",
+        "rests",
         "share",
         "transfer",
-        "until",
+        "waiting",
+        "waits",
     )
 
     def __init__(self, transfer: Transfer, issued: float) -> None:
         self.transfer = transfer
         self.issued = issued
-        self.begin = inf
-        self.moved = inf
-        self.end = inf
-        self.until = inf
+        self.begin = self.moving = self.moved = self.end = inf
+        self.rests = self.moves = self.waits = inf
         self.loading = False
-        self.latency = transfer.latency
         self.left = transfer.transfer
+        self.behind = (transfer.slowed - 1.0) * transfer.last
+        self.waiting = (transfer.slowed - 1.0) * (transfer.latency - transfer.last)
         self.rate = 0.0
         self.share = 1.0
         self.demand = transfer.host / transfer.transfer if transfer.transfer else 0.0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether its latency passes, which nothing can change."""
+        return self.rests < inf
+
+    def go_on(self, now: float) -> bool:
+        """Begin with what comes next if what came before is over. Whether the transfer has ended."""
+        if self.is_resting:
+            return False
+        if self.left and not self.loading:
+            self.loading, self.moving = True, now
+        if self.loading or self.waiting:
+            return False
+        self.waiting, self.behind = self.behind, 0.0
+        return not self.waiting
+
+    def reach(self, now: float, event: float) -> bool:
+        """Let what is over at this event be over. Whether the transfer has ended."""
+        if self.rests <= event:
+            self.rests = inf
+        if self.moves <= event:
+            self.loading, self.left, self.moves, self.moved = False, 0.0, inf, now
+        if self.waits <= event:
+            self.waiting, self.waits = 0.0, inf
+        return self.go_on(now)
 
 
 class _Allowance:
@@ -227,21 +263,23 @@ class Engine:
         flight = self._flights[handle]
         return flight.issued, flight.begin, flight.end
 
-    def moving(self, handle: int) -> tuple[Transfer, float]:
-        """A transfer, and when its latency was over and it loaded its links; inf if it has not yet."""
+    def moving(self, handle: int) -> tuple[Transfer, float, float]:
+        """A transfer, and from when to when it loaded its links; inf for what has not happened."""
         flight = self._flights[handle]
-        return flight.transfer, flight.moved
+        return flight.transfer, flight.moving, flight.moved
 
     def outstanding(self) -> dict[str, float]:
-        """Seconds, on an idle machine, of what each stream that is not empty has still to move."""
+        """Seconds that what is in each stream that is not empty has still to go, one after the other."""
         self._settle()
         return {stream: sum(self._left(flight) for flight in queue) for stream, queue in self._queues.items() if queue}
 
     def _left(self, flight: _Flight) -> float:
-        """Seconds that it has still to go, on an idle machine and alone."""
-        if flight.loading or flight.begin == inf or flight.transfer.slowed > 1.0:
-            return flight.left + (0.0 if flight.loading else flight.latency)
-        return flight.until - self.now + flight.left
+        """Seconds that it has still to go alone, waiting for the core included."""
+        if flight.begin == inf:
+            latency = flight.transfer.latency
+        else:
+            latency = flight.rests - self.now if flight.is_resting else 0.0
+        return latency + flight.left + flight.waiting + flight.behind
 
     def allowances(self) -> dict[str, float]:
         """Seconds of transfer that each link with bursts may still carry at once."""
@@ -255,30 +293,29 @@ class Engine:
             flight = queue[place]
             if flight.begin == inf:
                 flight.begin = self.now
-                if not (flight.latency or flight.left):
+                if flight.transfer.latency:
+                    flight.rests = self.now + flight.transfer.latency
+                if flight.go_on(self.now):
                     flight.end = self.now
                     del queue[place]
                     continue
-                if not flight.latency:
-                    flight.loading, flight.moved = True, self.now
-                flight.until = self.now + flight.latency
                 self._active.append(flight)
             place += 1
 
-    def _slow_down(self, computing: bool) -> None:
-        """Work out when latencies end that depend on whether the step computes."""
+    def _let_wait(self, computing: bool) -> None:
+        """Work out until when the backend's threads wait for the core: not where the step stands still."""
         for flight in self._active:
-            if flight.latency and not flight.loading and flight.transfer.slowed > 1.0:
-                flight.until = self.now + flight.latency * (flight.transfer.slowed if computing else 1.0)
+            if flight.waiting and not flight.is_resting:
+                flight.waits = self.now + (flight.waiting if computing else 0.0)
 
     def _reach_next(self) -> None:
         """Go on to the next event and let it happen."""
         self.now = max(self.now, self._next)
         self._settle()
-        over = [flight for flight in self._active if flight.until <= self._next]
+        event = self._next
+        over = [each for each in self._active if each.moves <= event or each.rests <= event or each.waits <= event]
         for flight in over:
-            if not flight.loading and flight.transfer.transfer:
-                flight.loading, flight.latency, flight.moved = True, 0.0, self.now
+            if not flight.reach(self.now, event):
                 continue
             flight.end = self.now
             self._active.remove(flight)
@@ -295,9 +332,8 @@ class Engine:
         for flight in self._active:
             if flight.loading:
                 flight.left = max(flight.left - flight.rate * passed, 0.0)
-            elif flight.transfer.slowed > 1.0:
-                speed = 1.0 / flight.transfer.slowed if self._computing else 1.0
-                flight.latency = max(flight.latency - speed * passed, 0.0)
+            if flight.waits < inf and self._computing:
+                flight.waiting = max(flight.waiting - passed, 0.0)
         for allowance in self._allowances.values():
             left = allowance.left + (1.0 - allowance.load) * passed
             allowance.left = min(left, allowance.most) if left > _SPENT else 0.0
@@ -318,11 +354,11 @@ class Engine:
         for flight in loading:
             if flight.demand:
                 flight.rate *= scale
-            flight.until = self.now + flight.left / flight.rate
+            flight.moves = self.now + flight.left / flight.rate
         self._speed = 1.0 - min(demand, share) if computing else 1.0
         if self._slowed:
-            self._slow_down(computing)
-        self._next = min([flight.until for flight in self._active], default=inf)
+            self._let_wait(computing)
+        self._next = min([min(each.rests, each.moves, each.waits) for each in self._active], default=inf)
         if self._allowances:
             self._next = min(self._next, self._spend(loading))
 

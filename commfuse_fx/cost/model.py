@@ -119,7 +119,7 @@ class CostModel:
         cost = self.cost_of(start, nbytes, mesh=mesh)
         details = info(start).collective
         assert details is not None
-        extra = cost.burst, cost.boost, cost.slowed, cost.busy_speed
+        extra = cost.burst, cost.boost, cost.slowed, cost.busy_speed, cost.last
         return Transfer(details.group, cost.latency, cost.transfer, cost.host, cost.links, *extra)
 
     def remembering(self) -> RememberingModel:

@@ -30,12 +30,13 @@ _NEAREST = 100
 
 @dataclass(frozen=True)
 class _Leg:
-    """One piece on the wire. moved: when its latency was over."""
+    """One piece on the wire. moving, moved: from when to when it loaded its links."""
 
     start: fx.Node
     transfer: Transfer
     issued: float
     begin: float
+    moving: float
     moved: float
     end: float
 
@@ -102,8 +103,8 @@ class Reasons:
         for start, flown in self.played.flown.items():
             for handle in flown.handles:
                 issued, begin, end = self.played.engine.times(handle)
-                transfer, moved = self.played.engine.moving(handle)
-                legs[handle] = _Leg(start, transfer, issued, begin, moved, end)
+                transfer, moving, moved = self.played.engine.moving(handle)
+                legs[handle] = _Leg(start, transfer, issued, begin, moving, moved, end)
         return legs
 
     def _during(self, begin: float, end: float) -> Iterator[_Leg]:
@@ -134,8 +135,8 @@ class Reasons:
     def _shared_with(self, mine: _Leg) -> dict[fx.Node, float]:
         """Seconds that a piece lost to each other collective that moved beside it: of two, each has half the wire."""
         found: dict[fx.Node, float] = {}
-        for leg in self._during(mine.moved, mine.end):
-            overlap = _overlap(leg.moved, leg.end, mine.moved, mine.end)
+        for leg in self._during(mine.moving, mine.moved):
+            overlap = _overlap(leg.moving, leg.moved, mine.moving, mine.moved)
             if overlap and leg.start is not mine.start and leg.competes_with(mine):
                 found[leg.start] = found.get(leg.start, 0.0) + overlap / 2
         return found

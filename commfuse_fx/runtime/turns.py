@@ -3,13 +3,14 @@
 In class SCHED_BATCH (see `socket_threads`) a socket thread waits until the step blocks, or until the kernel's tick
 ends the step's turn: 4 ms at 250 Hz. A ring all_reduce sends segments of at most 1 MiB, two at a time, and each needs
 such a thread on both ranks. Beside unbroken compute it falls behind a fast network. So while a collective is on its
-way, the step offers its core about once a millisecond, between two nodes; on a slow network less often, since every
+way, the step offers its core about twice a millisecond, between two nodes; on a slow network less often, since every
 turn costs both sides what they had in the caches, and few bytes have come since the last one.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import accumulate
 from math import inf
 
@@ -18,19 +19,19 @@ from torch import fx
 from commfuse_fx.cost.cluster import Device
 from commfuse_fx.cost.deferred import execution_order
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.cost.source import cluster_of
+from commfuse_fx.cost.source import cluster_of, cost_model
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
-TURN, LONGEST_TURN = 1e-3, 4e-3
+TURN, LONGEST_TURN = 5e-4, 2e-3
 """Seconds of compute between two turns, and on a slow network."""
 
-TURN_BYTES = 400_000
+TURN_BYTES = 200_000
 """About so many should have come since the last turn: a segment of 1 MiB does not wait for its thread then."""
 
-_CORE = Device(name="core", flops={"f32": 5e10}, memory_bandwidth=1e10, memory_bytes=1 << 30, op_overhead=2e-5)
-"""Tells about how long a node computes; the order of magnitude will do."""
+_CORE = Device(name="core", flops={"f32": 1e11}, memory_bandwidth=2e10, memory_bytes=1 << 30, op_overhead=1e-5)
+"""Tells about how long a node computes where no cluster was given."""
 
 
 def give_way() -> None:
@@ -46,17 +47,18 @@ def turn_seconds(bandwidth: float) -> float:
 def turns(program: Program) -> list[fx.Node]:
     """The nodes before which to give way: one per `turn_seconds` of compute while a collective is in flight.
 
-    The network is that of the configuration's cluster, a fast one where it has none. In the order of one round of
-    steps, in which what one step leaves to the following one stands before its anchor.
+    Network and compute are those of the configuration's cluster; a fast one and a nominal core where it has none. In
+    the order of one round of steps, in which what one step leaves to the following one stands before its anchor.
     """
     order = execution_order(program)
     costs = program.config.cluster
     levels = () if costs is None else cluster_of(costs).levels
     turn = turn_seconds(min((level.bandwidth for level in levels), default=inf))
+    seconds_of = partial(roofline_seconds, device=_CORE) if costs is None else cost_model(costs).compute_seconds
     found: list[fx.Node] = []
     computed = 0.0
     for node, flying in zip(order, _in_flight(program, order), strict=True):
-        seconds = roofline_seconds(node, _CORE)
+        seconds = seconds_of(node)
         if flying and seconds and computed >= turn:
             found.append(node)
             computed = 0.0

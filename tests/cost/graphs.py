@@ -62,6 +62,7 @@ class Priced(CostModel):
             whole.boost,
             whole.slowed,
             whole.busy_speed,
+            whole.last,
         )
 
 

@@ -421,7 +421,9 @@ def random_steps(draw: st.DrawFn) -> tuple[Program, Priced]:
             flying.append(g.start(f"reduce{number}", made, group=group))
             transfer = draw(seconds)
             host = draw(st.sampled_from([0.0, 0.2, 1.5])) * transfer
-            moves[f"reduce{number}"] = Transfer(group, draw(seconds), transfer, host, ("net",), slowed=slowed)
+            latency = draw(seconds)
+            last = draw(st.sampled_from([0.0, 0.5, 1.0])) * latency
+            moves[f"reduce{number}"] = Transfer(group, latency, transfer, host, ("net",), slowed=slowed, last=last)
         else:
             values.append(made)
     late = draw(st.booleans())

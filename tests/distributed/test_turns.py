@@ -78,7 +78,7 @@ def test_only_while_something_is_in_flight_and_not_more_often_than_pays(across_s
 
 
 def test_a_slow_network_needs_fewer_turns() -> None:
-    assert turns.turn_seconds(1.2e8) == pytest.approx(400_000 / 1.2e8)
+    assert turns.turn_seconds(1.2e8) == pytest.approx(200_000 / 1.2e8)
     assert turns.turn_seconds(1e9) == turns.TURN
     assert turns.turn_seconds(1e6) == turns.LONGEST_TURN
 
