@@ -65,7 +65,13 @@ _FOLLOWING = (
 )
 
 # Pointwise, and contiguous whatever the strides of their operands, or of one of them.
-_NOT_FOLLOWING = (aten.pow.Scalar, aten.float_power.Scalar, aten.copysign.Tensor, aten.xlogy.Tensor)
+_NOT_FOLLOWING = (
+    aten.pow.Scalar,
+    aten.float_power.Scalar,
+    aten.copysign.Tensor,
+    aten.xlogy.Tensor,
+    aten.rrelu.default,
+)
 
 
 @dataclass(frozen=True)

@@ -381,8 +381,11 @@ def pointwise_calls() -> Iterator[tuple[Any, list[Any]]]:
     aten = torch.ops.aten
     maps = torch.rand(2, 8, 6, 5).mul(0.8).add(0.1).contiguous(memory_format=torch.channels_last)
     plain = {"number": 0.5, "float": 0.5, "int": 1, "bool": False, "Tensor": maps}
-    for name in sorted(dir(aten)):
-        packet = getattr(aten, name)
+    names = {
+        full.split("::")[1].split(".")[0] for full in torch._C._dispatch_get_all_op_names() if full.startswith("aten::")
+    }
+    for name in sorted(names):  # dir(aten) has only what something in this process has called
+        packet = getattr(aten, name, None)
         for overload in getattr(packet, "overloads", list)():
             op = getattr(packet, overload)
             required = [each for each in op._schema.arguments if not each.kwarg_only and not each.has_default_value()]
