@@ -34,6 +34,7 @@ from commfuse_fx.passes.divide import Divide, Layouts
 from commfuse_fx.passes.draw_masks import DrawMasks
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
+from commfuse_fx.passes.gradients_first import GradientsFirst
 from commfuse_fx.passes.keep_gradients import KeepGradients
 from commfuse_fx.passes.lower_average import LowerAverage
 from commfuse_fx.passes.lower_redistributions import LowerRedistributions
@@ -49,7 +50,9 @@ from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
+from commfuse_fx.passes.tile_first_gradient import TileFirstGradient
 from commfuse_fx.passes.update_parameters import UpdateParameters
+from commfuse_fx.passes.vote_first import VoteFirst
 from commfuse_fx.passes.weight_gradients import WeightGradients
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
@@ -189,16 +192,20 @@ def build_pipeline(
     variant: Variant | None = None,
     sharding: Sharding | None = None,
     costs: CostModel | None = None,
+    same_batches: bool = True,
 ) -> PassPipeline:
     """The passes of one compile, in order. `sliced_inputs`: tensors that full_batch cuts, or those that have the batch
     as their first dimension where `sharding` says how the step is divided. `variant` and `costs`: by default as the
-    configuration says."""
+    configuration says. same_batches: False where ranks' batches differ in size: what makes both gradients of a layer is
+    then one op on some ranks and two on others, and the order of two must not matter."""
     variant = Variant(config.across_steps) if variant is None else variant
     if costs is None and config.plans_by_cost:
         costs = cost_model(config.cluster)
     passes: list[Pass] = [Simplify()]
     passes += _divided(config, sliced_inputs, sharding) if sharding else _data_parallel(config, mesh, sliced_inputs)
     passes.append(UpdateParameters())
+    if config.schedule != "none" and same_batches:
+        passes.append(GradientsFirst())
     if variant.resent:
         passes.append(ResendRows())
     if costs is not None and variant.postponed:
@@ -206,11 +213,14 @@ def build_pipeline(
     passes += [
         FuseCollectives(variant.fusion or config.comm_fusion, costs, variant.across_steps and not variant.cut_within),
         FlattenStorage(flat_updates, costs is not None and variant.stored, variant.least_stored(config)),
+        *([TileFirstGradient(costs)] if costs is not None and config.schedule != "none" else []),
         SplitUpdates(variant.across_steps),
         LowerAverage(),
     ]
     if costs is not None and config.schedule != "none":
         passes.append(Schedule(costs, config.memory_limit, variant.across_steps))
+        if variant.resent:
+            passes.append(VoteFirst(costs))
     elif config.schedule != "none":
         passes.extend((Overlap(), StreamBuckets()))
     passes.append(KeepGradients())
@@ -331,7 +341,8 @@ def plan_step(
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
 
     def pipeline(variant: Variant, costs: CostModel | None) -> PassPipeline:
-        return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs)
+        same = common is None
+        return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs, same)
 
     nodes = len(program.graph.nodes)
     # How many rows are sent again follows from a rank's batch: not where batches differ.

@@ -17,6 +17,7 @@ from commfuse_fx.passes.divide import Divide
 from commfuse_fx.passes.draw_masks import DrawMasks
 from commfuse_fx.passes.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse_collectives import FuseCollectives
+from commfuse_fx.passes.gradients_first import GradientsFirst
 from commfuse_fx.passes.issue_by_need import IssueByNeed
 from commfuse_fx.passes.keep_gradients import KeepGradients
 from commfuse_fx.passes.lower_average import LowerAverage
@@ -33,7 +34,9 @@ from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.passes.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.split_updates import SplitUpdates
 from commfuse_fx.passes.stream_buckets import StreamBuckets
+from commfuse_fx.passes.tile_first_gradient import TileFirstGradient
 from commfuse_fx.passes.update_parameters import UpdateParameters
+from commfuse_fx.passes.vote_first import VoteFirst
 from commfuse_fx.passes.weight_gradients import WeightGradients
 
 # In the order in which a compile runs them.
@@ -50,10 +53,12 @@ _CLASSES: tuple[type[Any], ...] = (
     Divide,
     LowerRedistributions,
     UpdateParameters,
+    GradientsFirst,
     ResendRows,
     PostponeGradients,
     FuseCollectives,
     FlattenStorage,
+    TileFirstGradient,
     SplitUpdates,
     LowerAverage,
     Overlap,
@@ -61,6 +66,7 @@ _CLASSES: tuple[type[Any], ...] = (
     IssueByNeed,
     AcrossSteps,
     Schedule,
+    VoteFirst,
     KeepGradients,
     Reinplace,
 )

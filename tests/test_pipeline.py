@@ -28,6 +28,7 @@ from commfuse_fx.passes.issue_by_need import IssueByNeed
 from commfuse_fx.passes.overlap import Overlap
 from commfuse_fx.passes.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.resend_rows import ResendRows
+from commfuse_fx.passes.vote_first import VoteFirst
 from commfuse_fx.pipeline import PassPipeline, PassRecord
 from commfuse_fx.sharding.marks import collect
 
@@ -47,7 +48,7 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
     plain, by_cost = (build_pipeline(config, mesh).passes for config in configs)
     divided = build_pipeline(configs[0], mesh, sharding=Sharding(collect(torch.nn.Linear(2, 2)))).passes
     costs = cost_model(configs[1].cluster)
-    inner = (AcrossSteps(costs), IssueByNeed(costs), PostponeGradients(costs), ResendRows())
+    inner = (AcrossSteps(costs), IssueByNeed(costs), PostponeGradients(costs), ResendRows(), VoteFirst(costs))
     passes = {each.name: each for each in (*plain, *by_cost, *divided, *inner)}
     assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
     assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]

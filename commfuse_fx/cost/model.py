@@ -91,7 +91,9 @@ class CostModel:
                 if each is not None:
                     return self.cluster.device.op_overhead + each * update_elements(node)
             seconds = measured.get(profile_key(node))
-            if seconds is None and is_free(node):
+            if seconds is not None:
+                return seconds * info(node).share
+            if is_free(node):
                 seconds = measured.get(PER_VIEW + op_label(node.target))
             if seconds is not None:
                 return seconds

@@ -218,7 +218,7 @@ class _Stopwatch:
         updates: dict[str, list[tuple[float, int]]] = {}
         views: dict[str, list[float]] = {}
         for node, took in seconds.items():
-            found.setdefault(profile_key(node), []).append(took)
+            found.setdefault(profile_key(node), []).append(took / info(node).share)
             if is_free(node):
                 views.setdefault(PER_VIEW + op_label(node.target), []).append(took)
             if info(node).phase == "update" and update_elements(node):

@@ -150,6 +150,9 @@ class _Reader(ArgumentReader):
         details.kept = self.get(record, "kept", bool, place, False)
         details.source = self.get(record, "line", str, place, "")
         details.origin = self.get(record, "origin", str, place, "")
+        details.share = self.get(record, "share", float, place, 1.0)
+        if not 0 < details.share <= 1:
+            raise self.error(f"{place}.share", f"{details.share!r} is not above 0 and at most 1")
         details.serves = tuple(self.items(record, "serves", str, place, []))
         varies = self.get(record, "varies", str, place, None)
         details.varies = None if varies is None else self.axes(varies, f"{place}.varies")

@@ -174,12 +174,12 @@ class NodeInfo:
     """Metadata of one node.
 
     sends: stretches of buckets (given by their start) that go onto the wire once this node has run;
-    rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between
-    steps; next_step: this node runs in the following step, just before that node. Scratch fields: `source`;
-    `origin`, the name under which a profile knows the node; `parts`, the members of a fused start; `serves`, the
-    parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along which ranks may hold
-    different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills which stretch of its
-    flat storage.
+    rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between steps;
+    next_step: this node runs in the following step, just before that node. Scratch fields: `source`; `origin`, the name
+    under which a profile knows the node, and `share`, which part of that one's work it does; `parts`, the members of a
+    fused start; `serves`, the parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along
+    which ranks may hold different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills
+    which stretch of its flat storage.
     """
 
     phase: str
@@ -193,6 +193,7 @@ class NodeInfo:
     next_step: fx.Node | None = None
     source: str = field(default="", compare=False)
     origin: str = field(default="", compare=False)
+    share: float = field(default=1.0, compare=False)
     parts: tuple[Part, ...] = field(default=(), compare=False)
     serves: tuple[str, ...] = field(default=(), compare=False)
     varies: str | None = field(default=None, compare=False)

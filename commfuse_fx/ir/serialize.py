@@ -83,6 +83,8 @@ def _notes_on(node: fx.Node, details: NodeInfo) -> dict[str, Any]:
         found["line"] = PurePath(details.source).name
     if details.origin:
         found["origin"] = details.origin
+    if details.share != 1.0:
+        found["share"] = details.share
     if details.serves:
         found["serves"] = list(details.serves)
     if details.varies is not None:

@@ -23,7 +23,7 @@ from commfuse_fx.passes.simplify import Simplify
 from commfuse_fx.registry import PASSES
 from tests.inspect.steps import Net, train
 
-BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters"
+BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters,gradients_first"
 CUT = '{"allreduce": {"mode": "index", "config": [2, 6]}}'
 
 
@@ -57,7 +57,7 @@ def test_any_stage_can_be_made_and_gone_on_from(
     lowered: cf.Lowered, dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text, _ = run(capsys, dump, "--passes", BEGIN)
-    assert (code, text) == (0, lowered.stages["update_parameters"].text())
+    assert (code, text) == (0, lowered.stages["gradients_first"].text())
     reduced = tmp_path / "reduced.json"
     reduced.write_text(run(capsys, dump, "--passes", BEGIN, "--json")[1])
     rest = (
@@ -91,7 +91,8 @@ def test_options_that_are_not_given_are_those_of_the_compile(
 
 
 def test_a_cluster_prices_the_plan(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    passes = f"{BEGIN},fuse_collectives,flatten_storage,split_updates,lower_average,schedule,keep_gradients,reinplace"
+    planned = "tile_first_gradient,split_updates,lower_average,schedule,keep_gradients,reinplace"
+    passes = f"{BEGIN},fuse_collectives,flatten_storage,{planned}"
     code, _, error = run(capsys, dump, "--passes", passes)
     assert code == 2 and "was compiled without a cluster; give one with --cluster" in error
     code, text, _ = run(capsys, dump, "--passes", passes, "--cluster", "gloo-1gbit")
@@ -119,7 +120,7 @@ def test_texts_after_passes(lowered: cf.Lowered, dump: Path, capsys: pytest.Capt
         f"### after {name}: {'changed' if stage.modified else 'unchanged'}\n{stage.text()}"
         for name, stage in stages.items()
     ]
-    assert error == "".join(parts) and out == lowered.stages["update_parameters"].text()
+    assert error == "".join(parts) and out == lowered.stages["gradients_first"].text()
     error = run(capsys, dump, "--passes", BEGIN, "--print", "after-changed")[2]
     assert error == "".join(part for part in parts if ": changed\n" in part)
     assert "### after lower_user_collectives" not in error

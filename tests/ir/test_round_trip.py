@@ -52,6 +52,17 @@ class Exchange(nn.Module):
         return (x * (1 + 2j)).abs()
 
 
+def tiled() -> cf.Lowered:
+    """A first gradient that is computed by rows."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2100))
+    step = cf.compile(
+        model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters()), device_num=2, cluster="gloo-1gbit"
+    )
+    lowered = step.lower(torch.ones(1024, 256), torch.ones(1024, 2100))
+    assert any(info(node).share < 1 for node in lowered.program.graph.nodes)
+    return lowered
+
+
 def optimized(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> cf.Lowered:
     model = Net(2).to(dtype)
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=make(model.parameters()), device_num=2)
@@ -115,6 +126,7 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "by index": lambda: train(Net(), {"allreduce": {"mode": "index", "config": [2, 6]}}),
     "in pieces": lambda: train(Net(2, width=300_000)),
     "optimal": lambda: train(Net(), OPTIMAL, schedule=ACROSS),
+    "tiled": lambda: tiled(),
     "across steps": lambda: train(Net(8, width=256), OPTIMAL, schedule=ACROSS),
     "within memory": lambda: train(Net(), OPTIMAL, schedule=cf.ScheduleConfig(memory_limit=10**8)),
     "sliced": lambda: train(Net(2), full_batch=True, mesh=(1, 2), gradients_mean=False),

@@ -1,0 +1,54 @@
+"""Leave the ranks time to vote before the first collective.
+
+Ranks vote on every step, and read the votes before its first collective. Numbers of looked-up rows could leave as soon
+as a step begins, but are not needed before its backward. In the first moments of a step the wire may still carry what
+the step before has left, and the votes come behind that: a step that sends the numbers at once waits for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+from torch import fx
+
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import is_start, wait_of
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.program import Program
+
+
+@dataclass(frozen=True)
+class VoteFirst:
+    """Where numbers of rows are the first that a step sends, they start in the middle of the time to their wait: one
+    half is for the votes, the other one for them. Bitwise neutral."""
+
+    costs: CostModel
+    name: str = "vote_first"
+    requires: tuple[str, ...] = ("scheduled",)
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        nodes = list(program.graph.nodes)
+        sending = [node for node in nodes if is_start(node) or info(node).sends]
+        held = dict.fromkeys(takewhile(_sends_numbers, sending))
+        if not held:
+            return False
+        place = {node: i for i, node in enumerate(nodes)}
+        clock = list(accumulate((self.costs.compute_seconds(node) for node in nodes), initial=0.0))
+        needed = min(place[wait_of(start)] for start in held)
+        begin = bisect_left(clock, clock[needed] / 2)
+        if len(sending) > len(held):
+            begin = min(begin, place[sending[len(held)]])
+        if begin <= max(place[start] for start in held):
+            return False
+        before, after = ([node for node in part if node not in held] for part in (nodes[:begin], nodes[begin:]))
+        reorder(program.graph, [*before, *held, *after])
+        return True
+
+
+def _sends_numbers(node: fx.Node) -> bool:
+    details = info(node).collective
+    return details is not None and details.role == "rows"
