@@ -48,11 +48,16 @@ MODES: dict[str, dict[str, Any]] = {
 MEMORY_LIMIT = "optimal, memory limit"
 ALL_PLANS = "all plans"
 PLANNING = (
+    "gradients_first",
+    "resend_rows",
+    "postpone_gradients",
     "fuse_collectives",
     "flatten_storage",
+    "tile_first_gradient",
     "split_updates",
     "lower_average",
     "schedule",
+    "vote_first",
     "overlap",
     "stream_buckets",
 )
