@@ -58,10 +58,10 @@ from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
 
-SEARCHES = ((2_500, 8), (3_500, 5), (5_000, 3), (7_000, 2))
+SEARCHES = ((2_100, 8), (3_500, 5), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
 
-PLANS = ((1_000, 27), (1_500, 13), (2_500, 10))
+PLANS = ((1_000, 27), (1_500, 13), (2_100, 9))
 """How many plans are made to the end and compared, for graphs of up to so many nodes; above as many as are searched."""
 
 FIXED_MIB = (64, 25, 4, 1)
