@@ -7,7 +7,7 @@ of matrices is computed tile by tile, and each tile may be sent as a piece of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -127,7 +127,7 @@ class _Tiling:
         spec = self.spec.with_shape((end - begin, width))
         label = f"{info(self.write).name}.rows.{begin}"
         given = tensor_spec(left)
-        given = type(given)((end - begin, given.shape[1]), given.dtype, given.stride, given.device)
+        given = replace(given, shape=(end - begin, given.shape[1]))
         some = build.call(aten.slice.Tensor, (left, 0, begin, end), spec=given, like=like, name=f"{label}/of")
         into = storage if whole is None else whole
         at = (offset if whole is None else 0) + begin * width

@@ -18,7 +18,7 @@ from commfuse_fx.cost.model import CostModel, profile_key
 from commfuse_fx.cost.presets import preset
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, wait_of
-from commfuse_fx.ir.meta import Stretch, info
+from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.tile_first_gradient import MOST_TILES, UNIT
@@ -99,7 +99,9 @@ def test_the_first_large_gradient_is_computed_in_tiles() -> None:
     verify(program, "tiles")
     tiles = [node for node in named(program, ".rows.") if node.target is aten.mm.out]
     assert 2 <= len(tiles) <= MOST_TILES
-    sizes = [int(node.args[0].args[3]) - int(node.args[0].args[2]) for node in tiles]  # type: ignore[union-attr, arg-type]
+    sizes = [tensor_spec(node).shape[0] for node in tiles]
+    taken = [tensor_spec(node.all_input_nodes[0]).shape[0] for node in tiles]
+    assert taken == sizes
     assert sum(sizes) == 4160 and all(size % UNIT == 0 for size in sizes[:-1]) and sizes[-1] >= sizes[0]
     assert sum(info(node).share for node in tiles) == pytest.approx(1)
     assert {profile_key(node) for node in tiles} == {"head/grad.mm.1"}

@@ -126,7 +126,7 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "by index": lambda: train(Net(), {"allreduce": {"mode": "index", "config": [2, 6]}}),
     "in pieces": lambda: train(Net(2, width=300_000)),
     "optimal": lambda: train(Net(), OPTIMAL, schedule=ACROSS),
-    "tiled": lambda: tiled(),
+    "tiled": tiled,
     "across steps": lambda: train(Net(8, width=256), OPTIMAL, schedule=ACROSS),
     "within memory": lambda: train(Net(), OPTIMAL, schedule=cf.ScheduleConfig(memory_limit=10**8)),
     "sliced": lambda: train(Net(2), full_batch=True, mesh=(1, 2), gradients_mean=False),
