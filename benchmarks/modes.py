@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -66,8 +66,3 @@ def median_profile(profiles: Sequence[cf.StepProfile]) -> cf.StepProfile:
     first = profiles[0]
     seconds = {key: median(each.node_seconds[key] for each in profiles) for key in first.node_seconds}
     return replace(first, node_seconds=seconds)
-
-
-def simulate(step: cf.CompiledStep, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Any) -> Iterable[Any]:
-    """Events of the simulated call `step(*args, **kwargs)`, for drawing."""
-    return step.lower(*args, **kwargs).simulate(cluster).events

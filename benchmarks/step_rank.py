@@ -21,7 +21,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from benchmarks.chart import blocked_and_sent, spans_of_events
-from benchmarks.modes import MODES, Gauge, median_profile, simulate
+from benchmarks.modes import MODES, Gauge, median_profile
 from benchmarks.netns import Layout, set_rate, tool_path
 from benchmarks.peers import PEERS
 from benchmarks.step_task import Measured, Result, Task, label
@@ -195,7 +195,10 @@ class _Rank:
         for name, variant in self.variants[rate].items():
             if variant.compiled is not None:
                 lowered = variant.compiled.lower(*args, **kwargs)
-                self.measured[rate].predicted[name] = lowered.simulate(profile).step_seconds
+                simulation = lowered.simulate(profile)
+                self.measured[rate].predicted[name] = simulation.step_seconds
+                if self.task.timeline:
+                    self.measured[rate].simulated[name] = spans_of_events(simulation.events)
                 collectives = lowered.explain(profile).collectives
                 self.measured[rate].plans[name] = {
                     "collectives": len(collectives),
@@ -205,9 +208,7 @@ class _Rank:
         self._note_progress()
 
     def _record_timelines(self, rate: Rate) -> None:
-        """One step of every mode, measured and simulated, as spans in seconds from the step's begin."""
-        profile = self._profile_at(rate)
-        args, kwargs = self.workload.batch(self.rank)
+        """One measured step of every mode, as spans in seconds from the step's begin."""
         for name, variant in self.variants[rate].items():
             if variant.compiled is None:
                 continue
@@ -220,11 +221,6 @@ class _Rank:
                 end = perf_counter()
                 self.measured[rate].timelines[name] = blocked_and_sent(timeline.steps[-1], begin, end)
                 variant.finish()
-            try:
-                spans = spans_of_events(simulate(variant.compiled, args, kwargs, profile))
-                self.measured[rate].simulated[name] = spans
-            except cf.CommFuseError as error:
-                self.skipped[f"{name}: simulation"] = f"{type(error).__name__}: {_first_line(error)}"
             self._note_progress()
 
     def _sent_bytes(self) -> int | None:

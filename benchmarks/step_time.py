@@ -91,7 +91,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--timeout", type=seconds, default=300.0, help="seconds without a finished block that end a run (default 300)"
     )
-    made.add_argument("--timeline", action="store_true", help="also draw one step of each mode as SVG")
+    made.add_argument(
+        "--timeline",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw one step of each mode, measured and simulated, as SVG",
+    )
     made.add_argument("--worker", metavar="TASK", help=argparse.SUPPRESS)
     made.epilog = f"workloads: {', '.join(WORKLOADS)}; variants: {', '.join(VARIANTS)}"
     return made
