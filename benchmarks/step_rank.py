@@ -195,11 +195,11 @@ class _Rank:
         for name, variant in self.variants[rate].items():
             if variant.compiled is not None:
                 lowered = variant.compiled.lower(*args, **kwargs)
-                simulation = lowered.simulate(profile)
-                self.measured[rate].predicted[name] = simulation.step_seconds
+                explanation = lowered.explain(profile)
+                self.measured[rate].predicted[name] = explanation.simulation.step_seconds
                 if self.task.timeline:
-                    self.measured[rate].simulated[name] = spans_of_events(simulation.events)
-                collectives = lowered.explain(profile).collectives
+                    self.measured[rate].simulated[name] = spans_of_events(explanation.simulation.events)
+                collectives = explanation.collectives
                 self.measured[rate].plans[name] = {
                     "collectives": len(collectives),
                     "next_step": sum(1 for each in collectives if each.next_step),

@@ -186,7 +186,7 @@ class Benchmark:
         for each in rates:
             measured = results[0].at[label(each)]
             for name, spans in measured.timelines.items():
-                self._draw(workload, each, name, spans, measured.simulated.get(name, []))
+                self._draw(workload, each, name, spans, measured.simulated[name])
         save("step_time", self.report)
         say(f"{workload}: done in {time.monotonic() - start:.0f} s")
 
