@@ -20,7 +20,7 @@ from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.guard import Guard
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.lockstep import Lockstep, Observer
-from commfuse_fx.runtime.modes import outside_modes
+from commfuse_fx.runtime.modes import outside_inference_mode, outside_modes
 from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
@@ -81,6 +81,10 @@ class LockstepWorld:
         self, calls: Sequence[Call], *, drop: Collection[str] = (), observe: Observer | None = None
     ) -> list[RankResult]:
         """As a call, with each rank's arguments taken apart already."""
+        with outside_inference_mode():
+            return self._run(calls, drop, observe)
+
+    def _run(self, calls: Sequence[Call], drop: Collection[str], observe: Observer | None) -> list[RankResult]:
         running = self._running = self._runner(calls[0])
         running.observe = observe
         self._steps += 1
@@ -99,7 +103,7 @@ class LockstepWorld:
         with torch._C.DisableTorchFunctionSubclass():
             for executor, (loss, *grads) in zip(running.executors, outputs, strict=True):
                 executor.publish()
-                if executor.optimizer is not None and self.step.model.training:
+                if executor.optimizer is not None and running.program.training:
                     executor.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a rank's own step does
                 results.append(RankResult(loss, dict(zip(running.program.grads, grads, strict=True))))
                 for name, grad in results[-1].grads.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.storage import LayoutConflict
 from commfuse_fx.sharding.marks import collect
 
-_RETRACE, _PLAN = logger("retrace"), logger("plan")
+_RETRACE, _PLAN, _STEP = logger("retrace"), logger("plan"), logging.getLogger("commfuse_fx.step")
 
 MAX_GRAPHS = 16
 """Graphs kept per compiled step; the least recently used one goes first."""
@@ -77,6 +78,7 @@ class Planner:
         self.watch = Watch(model, optimizer)
         self.plans: OrderedDict[Signature, Plan] = OrderedDict()
         self._last: Signature | None = None
+        self._has_said_so = False  # that a call does not train although the model is in training mode
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
         self._laid_out: ModelStructure | None = None
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
@@ -137,7 +139,7 @@ class Planner:
 
     @property
     def _mode(self) -> tuple[bool, ModelStructure]:
-        return self.model.training, self.watch.structure
+        return self.watch.trains, self.watch.structure
 
     def seconds_by_name(self, call: Call) -> Seconds:
         """What this rank can offer for `plan_in_common`."""
@@ -166,7 +168,7 @@ class Planner:
     def _compile(
         self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
     ) -> Compiled:
-        training = self.model.training
+        training = self.watch.trains
         optimizer = self._describe_optimizer(opaque) if training else None
         if self.config.divides_graphs:
             return self._compile_divided(call, optimizer, keep_captured, flat_updates)
@@ -206,7 +208,9 @@ class Planner:
         flat_updates: bool,
         sharding: Sharding | None,
     ) -> Compiled:
-        training = self.model.training
+        training = self.watch.trains
+        if self.model.training and not training:
+            self._say_that_nothing_is_trained()
         with progress("compiling the training step" if training else "compiling the evaluation step"):
             compiled = compile_call(
                 self.model,
@@ -227,6 +231,18 @@ class Planner:
         if not keep_captured:
             compiled.captured = None
         return compiled
+
+    def _say_that_nothing_is_trained(self) -> None:
+        if self._has_said_so:
+            return
+        self._has_said_so = True
+        _STEP.warning(
+            "a step of %s was called with gradients disabled (torch.no_grad(), torch.inference_mode() or "
+            "set_grad_enabled(False)) while the model is in training mode: such a call evaluates the loss as eager "
+            "PyTorch would, dropout and BatchNorm statistics included, and trains nothing; call it with gradients "
+            "enabled to train, or after model.eval() to evaluate",
+            type(self.model).__qualname__,
+        )
 
     def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:
         if self.optimizer is None:

@@ -35,6 +35,7 @@ from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.host_memory import keep_freed_memory
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.layout import divided_parameters
+from commfuse_fx.runtime.modes import outside_inference_mode
 from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.socket_threads import let_lock_holders_run
@@ -50,7 +51,9 @@ class CompiledStep:
 
     `step(*inputs)` runs it and returns the loss (a detached scalar of this rank's batch). With an
     optimizer one call is a whole step; without one, synchronised gradients are added to `param.grad`.
-    When the model is in eval mode the call computes the loss and changes nothing.
+    When the model is in eval mode the call computes the loss and changes nothing. With gradients disabled
+    (torch.no_grad(), torch.inference_mode()) a model in training mode is evaluated as in eager PyTorch: dropout is
+    active and BatchNorm statistics move, parameters, gradients and optimizer state do not.
     """
 
     def __init__(
@@ -96,6 +99,9 @@ class CompiledStep:
                 f"this step was compiled for a virtual world (device_num={self.config.device_num}), which has no "
                 "devices to run on: leave device_num out and start the program under torchrun; lower() works here"
             )
+        if torch.is_inference_mode_enabled():
+            with outside_inference_mode():
+                return self(*args, **kwargs)
         self._calls += 1
         if self._agreement is None:
             return self._run(args, kwargs)
@@ -134,7 +140,7 @@ class CompiledStep:
         virtual world. Raises what compiling raises.
         """
         self.synchronize()
-        with self.shapes_only():
+        with outside_inference_mode(), self.shapes_only():
             compiled = self.planner.read(self.planner.take_apart(args, kwargs))
         call = LoweredCall(self, args, kwargs)
         return Lowered(
@@ -256,7 +262,7 @@ class CompiledStep:
         loss, *grads = executor.run(dict(call.leaves))
         if self._agreement is not None:
             self._agreement.end_step()
-        if self.optimizer is not None and self.model.training:
+        if self.optimizer is not None and plan.compiled.program.training:
             # What a learning-rate scheduler looks at to see that optimizer steps came first.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with interrupts_deferred():
@@ -394,7 +400,7 @@ class CompiledStep:
 
     def _votes(self) -> bool:
         """Whether a call in the model's present mode votes: an evaluation does if the forward has collectives."""
-        return self.model.training or any(
+        return self.planner.watch.trains or any(
             plan.ballot is not None and not plan.compiled.program.training for plan in self.planner.plans.values()
         )
 

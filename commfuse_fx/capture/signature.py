@@ -30,6 +30,7 @@ class Signature:
     model: ModelStructure
     layout_of_parameters_or_buffers: int
     train_or_eval_mode: tuple[bool, ...]
+    gradients: bool
     requires_grad: tuple[bool, ...]
     autocast: tuple[Any, ...]
     optimizer: Any
@@ -79,6 +80,11 @@ class Watch:
         assert self._structure is not None, "a signature was asked for"
         return self._structure
 
+    @property
+    def trains(self) -> bool:
+        """Whether a call made now computes gradients."""
+        return self._model.training and torch.is_grad_enabled()
+
     def _look(self) -> None:
         self._structure = ModelStructure.of(self._model)
         self._modules = list(self._model.modules())
@@ -113,6 +119,7 @@ class Watch:
             self.structure,
             self._number_of_layouts(),
             tuple(map(_IS_TRAINING, self._modules)),
+            self.trains,
             tuple(map(_REQUIRES_GRAD, self.params.values())),
             _autocast(),
             None if self._optimizer is None else optimizer_key(self._optimizer, self._parameter_names),

@@ -11,8 +11,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """What is made here is an ordinary tensor, which may stay in parameters, optimizer state and flat storage.
+
+    Inside of torch.inference_mode() gradients stay disabled; anywhere else nothing changes.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
 def outside_modes() -> Iterator[None]:
-    """No gradients, no autocast, and no mode or transform sees an op: FakeTensorMode, make_fx, a default device, vmap.
+    """No gradients, no autocast, no inference mode, and no mode or transform sees an op: FakeTensorMode, make_fx, a
+    default device, vmap.
 
     Guarded tensors are tensors like any other.
     """
@@ -20,6 +34,7 @@ def outside_modes() -> Iterator[None]:
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
         torch._C.DisableTorchFunction(),
+        outside_inference_mode(),
         torch.no_grad(),
         torch._C._DisableAutocast(),
     ):

@@ -96,20 +96,26 @@ def test_evaluation_has_no_collectives_and_changes_nothing(ranks: Ranks) -> None
     assert first == second
 
 
-def under_no_grad() -> None:
-    model, other = mlp(), mlp()
-    with torch.no_grad():
-        step = compiled(model, momentum(model))
-        step(*xy(0))
-    plain_steps(other, momentum(other), range(1))
-    assert_parameters_close(model, other)
-    with torch.no_grad():
-        compiled(other)(*xy(0))
-    assert all(param.grad is not None for param in other.parameters())
+def gradients_disabled() -> None:
+    """Before the first training step, between steps, and with gradients left to the user."""
+    model, reference = mlp(), mlp()
+    optimizer, plain = adamw(model), adamw(reference)
+    step, grads = compiled(model, optimizer, parameter_broadcast=True), compiled(model)
+    for number, disabled in enumerate((torch.no_grad, torch.inference_mode)):
+        with disabled():
+            x, y = xy(number)
+            for each in (step, grads):
+                torch.testing.assert_close(each(x, y), F.cross_entropy(reference(x), y))
+        assert all(param.grad is None for param in model.parameters())
+        step(*xy(number))
+        plain_steps(reference, plain, range(number, number + 1))
+        assert_parameters_close(model, reference)
+        held = (*model.parameters(), *(value for state in optimizer.state.values() for value in state.values()))
+        assert not any(tensor.is_inference() for tensor in held)
 
 
-def test_a_step_under_no_grad_still_trains(ranks: Ranks) -> None:
-    ranks.values(under_no_grad)
+def test_a_call_with_gradients_disabled_trains_nothing(ranks: Ranks) -> None:
+    ranks.values(gradients_disabled)
 
 
 def resume(kind: str, how: str) -> None:
