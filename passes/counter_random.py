@@ -12,9 +12,9 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.dependence import draws_random_numbers
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.passes.simplify import replace_all
 from commfuse_fx.sharding.counter_random import counter_based
 
@@ -31,7 +31,7 @@ class CounterRandom:
         build = Builder(program)
         seed: fx.Node | None = None
         made: dict[fx.Node, fx.Node] = {}
-        for node in [node for node in program.graph.nodes if draws_random_numbers(node.target)]:
+        for node in [node for node in program.graph.nodes if draws_random_numbers(node)]:
             replacement = counter_based(node.target)
             if replacement is None:
                 continue

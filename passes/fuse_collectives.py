@@ -19,9 +19,9 @@ from commfuse_fx.ir.buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.merge import Merge
+from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
-from commfuse_fx.ir.order import stable_sort
+from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.simplify import replace_all
 
@@ -49,36 +49,39 @@ class FuseCollectives:
     def __call__(self, program: Program) -> bool:
         modified = _merge_repeated(program)
         starts = _fusible(program)
-        bucketing = self._bucketing(program, starts)
+        before = Dependence(program.graph, program.aliases()).direct
+        bucketing = self._bucketing(program, starts, before)
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
-        before = Dependence(program.graph, program.aliases()).direct
         build = Builder(program)
-        number = 0
+        merges: list[Merge] = []
         results: dict[fx.Node, fx.Node] = {}
         for bucket in bucketing.buckets:
             if len(bucket) > 1:
-                merge = Merge(build, [starts[i] for i in bucket], f"bucket.{number}", position)
+                merge = Merge(build, [starts[i] for i in bucket], f"bucket.{len(merges)}", position)
                 results.update(zip(merge.waits, merge.run(), strict=True))
-                number += 1
-        if number:
+                merges.append(merge)
+        if merges:
+            before = before_merged(before, merges)
             _replace_waits(program, results)
             stable_sort(program.graph, position, before)
-        return modified or number > 0
+        return modified or bool(merges)
 
     def buckets(self, program: Program) -> Buckets:
         """What `buckets_of` finds once this has run; cheap but in mode "optimal"."""
         starts = _fusible(program)
-        found = self._bucketing(program, starts).buckets
+        found = self._bucketing(program, starts, Dependence(program.graph, program.aliases()).direct).buckets
         return _in_order([name for i in bucket for name in _details(starts[i]).members] for bucket in found)
 
-    def _bucketing(self, program: Program, starts: Sequence[fx.Node]) -> Bucketing:
+    def _bucketing(
+        self, program: Program, starts: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]]
+    ) -> Bucketing:
         members = [_member(node) for node in starts]
         groups = self._optimal_groups(program, starts, members)
         numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
         return assign_buckets(
             members,
-            _direct_dependences(program.graph, starts),
+            nearest_above(before, starts),
             lambda member: self._policy_of(member, numbers[id(member)]),
             numbered=_numbered(program, starts),
         )
@@ -189,29 +192,3 @@ def _merge_repeated(program: Program) -> bool:
             results[wait_of(node)] = wait_of(seen)
     _replace_waits(program, results)
     return bool(results)
-
-
-def _direct_dependences(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[list[int]]:
-    """For each collective the nearest collectives that its input is computed from, as bitsets along the graph."""
-    index = {node: i for i, node in enumerate(starts)}
-    nearest: dict[fx.Node, int] = {}
-    direct: list[list[int]] = [[] for _ in starts]
-    for node in graph.nodes:
-        bits = 0
-        for value in node.all_input_nodes:
-            bits |= nearest[value]
-        if node in index:
-            direct[index[node]] = _ones(bits)
-            bits = 1 << index[node]
-        nearest[node] = bits
-    return direct
-
-
-def _ones(bits: int) -> list[int]:
-    """The places of the bits that are set, ascending."""
-    found: list[int] = []
-    while bits:
-        lowest = bits & -bits
-        found.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return found

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.dependence import Dependence, draws_random_numbers, is_opaque
+from commfuse_fx.ir.dependence import Dependence, is_opaque
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _for_one_gradient(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
             details = info(node).collective
             if details is not None and details.role == "gradient":
                 found[node] = node
-        elif not is_opaque(node) and not draws_random_numbers(node.target):
+        elif not is_opaque(node) and not draws_random_numbers(node):
             served = {found.get(user) for user in node.users}
             if len(served) == 1 and (start := served.pop()) is not None:
                 found[node] = start

@@ -15,10 +15,11 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, wait_of
-from commfuse_fx.ir.dependence import Dependence, draws_random_numbers, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 
 _IN_PLACE = tuple(IN_PLACE.values())
 
@@ -87,7 +88,7 @@ def _only_for(start: fx.Node) -> list[fx.Node]:
 def _is_pure(node: fx.Node) -> bool:
     if is_start(node) or is_wait(node):
         return False
-    return is_view(node) or not (written_nodes(node) or draws_random_numbers(node.target) or is_opaque(node))
+    return is_view(node) or not (written_nodes(node) or draws_random_numbers(node) or is_opaque(node))
 
 
 class _Order:

@@ -15,10 +15,11 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.dependence import Dependence, draws_random_numbers, is_opaque
+from commfuse_fx.ir.dependence import Dependence, is_opaque
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _backward(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The end of these nodes, as far back as all are of the backward and known to have no effect on others."""
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
-        if info(node).phase != "backward" or is_opaque(node) or draws_random_numbers(node.target):
+        if info(node).phase != "backward" or is_opaque(node) or draws_random_numbers(node):
             return list(nodes[i + 1 :])
     return list(nodes)
 

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.dependence import draws_random_numbers, is_opaque, written_nodes
+from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 
 aten = torch.ops.aten
 
@@ -107,7 +108,7 @@ def _has_effect(node: fx.Node) -> bool:
         return True
     if is_wait(node):
         return _is_users(node.all_input_nodes[0])  # else that of a collective that works on its own memory
-    return _is_users(node) or bool(written_nodes(node)) or is_opaque(node) or draws_random_numbers(node.target)
+    return _is_users(node) or bool(written_nodes(node)) or is_opaque(node) or draws_random_numbers(node)
 
 
 def _is_users(start: fx.Node) -> bool:

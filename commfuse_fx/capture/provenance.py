@@ -24,7 +24,7 @@ from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.dependence import draws_random_numbers
+from commfuse_fx.ir.random_draws import call_draws, draws_random_numbers
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -129,7 +129,7 @@ class OriginRecorder(TorchDispatchMode):
         origin = self._origin()
         graph = traced_graph()
         last = graph._root.prev
-        if draws_random_numbers(func):
+        if call_draws(func, args, kwargs or {}):
             out = self.random.draw(func, args, kwargs or {})
         else:
             out = func(*args, **(kwargs or {}))
@@ -192,7 +192,7 @@ class OriginKeeper(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         graph = traced_graph()
         last = graph._root.prev
-        if draws_random_numbers(n.target):
+        if draws_random_numbers(n):
             out = self._draw_in_memory_order(n)
         elif n in self._moving:
             args, kwargs = self.fetch_args_kwargs_from_env(n)

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from commfuse_fx.ir.dependence import draws_random_numbers, written_nodes
+from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import TensorSpec, same_layout, spec_of
+from commfuse_fx.ir.random_draws import draws_random_numbers
 
 
 def in_place_ops_that_move(graph: fx.Graph) -> dict[fx.Node, Callable[..., torch.Tensor]]:
@@ -24,7 +25,7 @@ def in_place_ops_that_move(graph: fx.Graph) -> dict[fx.Node, Callable[..., torch
         written = written_nodes(node)
         if len(written) != 1 or node.args[0] is not written[0]:
             continue
-        if torch.Tag.inplace_view in node.target.tags or draws_random_numbers(node.target):
+        if torch.Tag.inplace_view in node.target.tags or draws_random_numbers(node):
             continue
         spec = spec_of(written[0].meta.get("val"))
         if not isinstance(spec, TensorSpec) or spec.is_contiguous or not spec.is_dense:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import WAIT, memory_on_wire
+from commfuse_fx.ir.random_draws import can_draw, draws_random_numbers
 
 _IN_FLIGHT_RNG = object()
 
@@ -42,11 +42,6 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
         for i, arg in enumerate(schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
-
-
-@cache
-def draws_random_numbers(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_view(node: fx.Node) -> bool:
@@ -93,11 +88,11 @@ class _Traits:
     view: bool
     aliases: bool
     writes: bool
-    random: bool
+    can_draw: bool
     opaque: bool
 
 
-_NO_CALL = _Traits(view=False, aliases=False, writes=False, random=False, opaque=False)
+_NO_CALL = _Traits(view=False, aliases=False, writes=False, can_draw=False, opaque=False)
 
 
 @cache
@@ -108,7 +103,7 @@ def _traits_of(target: Any) -> _Traits:
         view=target is operator.getitem or (aliases and not writes),
         aliases=aliases,
         writes=writes,
-        random=draws_random_numbers(target),
+        can_draw=can_draw(target),
         opaque=_is_opaque_op(target),
     )
 
@@ -159,7 +154,7 @@ class Dependence:
             written: dict[Any, None] = {}
             if traits.writes:
                 written = dict.fromkeys([roots[arg] for arg in written_nodes(node)])
-            if traits.random:
+            if traits.can_draw and draws_random_numbers(node):
                 written[_IN_FLIGHT_RNG] = None
             read: dict[Any, None] = {}
             if not traits.view:

@@ -12,7 +12,7 @@ The layout of each kind (W ranks, members with n_i elements, N = sum n_i):
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class Merge:
         self.inputs: list[fx.Node] = [start.args[0] for start in starts]  # type: ignore[misc]
         self.label = label
         self.position = position
+        self.made: list[fx.Node] = []
         self.like = NodeInfo(info(starts[-1]).phase, source=info(starts[-1]).source)
         self.input_at = max(position[start] for start in starts)
         self.output_at = min(position[wait] for wait in self.waits)
@@ -54,6 +55,7 @@ class Merge:
     def node(self, target: Any, args: tuple[Any, ...], spec: Spec, label: str, at: int) -> fx.Node:
         made = self.build.call(target, args, spec=spec, like=self.like, name=f"{self.label}/{label}")
         self.position[made] = at
+        self.made.append(made)
         return made
 
     def communicate(self, value: fx.Node, spec: TensorSpec) -> tuple[fx.Node, fx.Node]:
@@ -98,6 +100,30 @@ class Merge:
             return self.node(aten.reshape.default, (value, list(spec.shape)), spec, label, self.output_at)
         args = (value, list(spec.shape), list(spec.stride))
         return self.node(aten.as_strided.default, args, spec, label, self.output_at)
+
+
+def before_merged(before: Mapping[fx.Node, Sequence[fx.Node]], merges: Sequence[Merge]) -> dict[fx.Node, list[fx.Node]]:
+    """What must come before each node once these buckets stand for their members.
+
+    A bucket waits for all that one of its members waited for, and what waited for a member waits for its bucket.
+    """
+    bucket: dict[fx.Node, fx.Node] = {}
+    for merge in merges:
+        wait = next(node for node in merge.made if node.target is WAIT)
+        bucket.update(dict.fromkeys(merge.starts, wait.all_input_nodes[0]))
+        bucket.update(dict.fromkeys(merge.waits, wait))
+
+    def now(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return list(dict.fromkeys(bucket.get(node, node) for node in nodes))
+
+    found = {node: now(needed) for node, needed in before.items()}
+    for merge in merges:
+        needed = now(other for start in merge.starts for other in before[start])
+        for node in merge.made:
+            if node.target is WAIT:
+                break
+            found[node] = needed
+    return found
 
 
 def _collective(node: fx.Node) -> CollectiveInfo:

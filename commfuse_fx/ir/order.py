@@ -47,3 +47,30 @@ def stable_sort(
                 heapq.heappush(ready, (position[user], serial[user]))
     assert len(order) == len(nodes), "the graph has a cycle"
     reorder(graph, order)
+
+
+def nearest_above(before: Mapping[fx.Node, Sequence[fx.Node]], chosen: Sequence[fx.Node]) -> list[list[int]]:
+    """For each of the chosen nodes, the indices of those chosen ones from which a path of `before` leads to it, through
+    no other. `before` lists what must come before each node, nodes in a legal order; `chosen` are in that order too."""
+    index = {node: i for i, node in enumerate(chosen)}
+    nearest: dict[fx.Node, int] = {}  # as bitsets
+    found: list[list[int]] = [[] for _ in chosen]
+    for node, needed in before.items():
+        bits = 0
+        for other in needed:
+            bits |= nearest[other]
+        if node in index:
+            found[index[node]] = _ones(bits)
+            bits = 1 << index[node]
+        nearest[node] = bits
+    return found
+
+
+def _ones(bits: int) -> list[int]:
+    """The places of the bits that are set, ascending."""
+    found: list[int] = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found

@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.errors import CollectiveError, CommFuseError
-from commfuse_fx.ir.dependence import draws_random_numbers
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.guard import Guard, finish_others
@@ -61,7 +61,7 @@ class Executor:
         self.storage = Storage(program, self.values, optimizer if shards is None else shards.optimizer, pool)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
-        self.draws = any(draws_random_numbers(node.target) for node in program.graph.nodes)
+        self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
         self.generated: Generated | None = None

@@ -19,10 +19,11 @@ from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
-from commfuse_fx.ir.dependence import Roots, draws_random_numbers
+from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.runtime.executor import Executor, seed_of_rank
 from commfuse_fx.runtime.recorded import as_recorded, computed
 
@@ -190,7 +191,7 @@ class _Step:
             function = self.executors[rank].step_optimizer
         args, kwargs = self._arguments(node.args, rank), self._arguments(node.kwargs, rank)
         try:
-            if draws_random_numbers(node.target):
+            if draws_random_numbers(node):
                 result = self.streams.draw(rank, lambda: function(*args, **kwargs))
             else:
                 result = function(*args, **kwargs)
@@ -349,7 +350,7 @@ class _RankStreams:
     def __init__(self, program: Program, shared: int) -> None:
         self.states: dict[int, torch.Tensor] = {}
         world = program.mesh.world
-        if world == 1 or not any(draws_random_numbers(node.target) for node in program.graph.nodes):
+        if world == 1 or not any(draws_random_numbers(node) for node in program.graph.nodes):
             return
         divided = program.config.divides_graphs
         seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
