@@ -36,6 +36,7 @@ from commfuse_fx.runtime.host_memory import keep_freed_memory
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.layout import divided_parameters
 from commfuse_fx.runtime.modes import outside_inference_mode
+from commfuse_fx.runtime.own_storage import separated
 from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.socket_threads import let_lock_holders_run
@@ -438,7 +439,7 @@ def _ballot(plan: Plan) -> Ballot:
 def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
     """As autograd does: the first gradient is kept, later ones are added to it."""
     if param.grad is None:
-        param.grad = grad
+        param.grad = separated(grad)
     else:
         with torch.no_grad():
             param.grad.add_(grad)

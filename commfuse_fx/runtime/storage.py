@@ -1,12 +1,14 @@
 """Where the parameters and the optimizer state of a compiled step live.
 
-Parameters that are updated together become views of one flat tensor, and so do their optimizer states.
+Parameters that are updated together become parts of one flat tensor, and so do their optimizer states. Each part has
+a storage of its own over its bytes of the flat memory, so that a file or a copy of it holds nothing else.
 To the user nothing changes: `param`, `optimizer.state[param]` and both state_dicts stay what they were,
 and values that the user loads or assigns are taken over at the next step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +18,9 @@ from torch import nn
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.program import Program, Segment, Source, Update
 from commfuse_fx.optim import RULES, Rule
+from commfuse_fx.runtime.own_storage import with_own_storage
+
+log = logging.getLogger("commfuse_fx.runtime")
 
 FIRST_STEP = "is_first_step"
 
@@ -28,10 +33,9 @@ class LayoutConflict(Exception):
         self.remedy = remedy
 
 
-def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """The part of `flat` at `offset` (elements) with shape and strides of `like`."""
-    view: torch.Tensor = flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
-    return view
+def part_of_flat(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """The part of `flat` at `offset` (elements) with shape and strides of `like`, in a storage of its own."""
+    return with_own_storage(flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset))
 
 
 class FlatPool:
@@ -40,6 +44,7 @@ class FlatPool:
     def __init__(self) -> None:
         self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
         self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
+        self._warned = False
 
     def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """Memory for gradients, the same in every step: large blocks are slow to get from the system."""
@@ -73,6 +78,16 @@ class FlatPool:
             if part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
                 return None
         return flat
+
+    def warn_of_shared_memory(self, name: str) -> None:
+        """Say once that a parameter leaves memory that other processes see."""
+        if not self._warned:
+            log.warning(
+                "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
+                "keep the values of now. Send copies after a step, such as param.detach().clone()",
+                name,
+            )
+            self._warned = True
 
     def add(self, what: str, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
         """Keep a new flat tensor, and let go of those whose members it takes over."""
@@ -151,6 +166,10 @@ class Storage:
         return [update.numbers() for update in self._updates]
 
 
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 class _BoundUpdate:
     def __init__(self, storage: Storage, update: Update, owner: int) -> None:
         self.storage = storage
@@ -164,7 +183,9 @@ class _BoundUpdate:
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
         self._bound = False
-        self._pointers: list[tuple[nn.Parameter, int]] = []
+        # What lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor elsewhere.
+        self._placed: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
         self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
         self._holders: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -177,7 +198,7 @@ class _BoundUpdate:
         return values
 
     def is_bound(self) -> bool:
-        if any(param.data_ptr() != pointer for param, pointer in self._pointers):
+        if _addresses(self._placed) != self._addresses:
             return False
         if not self._bound or not self._published:
             return self._bound and not self._shown
@@ -218,7 +239,7 @@ class _BoundUpdate:
 
     def bind_params(self) -> None:
         self._bound = False
-        self._pointers = []
+        self._placed, self._addresses = [], []
         for segment in self.update.segments:
             if not segment.is_flat:
                 continue
@@ -227,15 +248,17 @@ class _BoundUpdate:
             if flat is None:
                 flat = self.storage.pool.add("parameter", segment, self._move_params(segment))
             self.storage.flats[self.owner, segment.members[0][0]] = flat
-            self._pointers.extend((param, param.data_ptr()) for param in params)
+            self._placed.extend(params)
 
     def _move_params(self, segment: Segment) -> torch.Tensor:
         first = self.storage.params[segment.members[0][0]]
         flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
         for name, offset in segment.members:
             param = self.storage.params[name]
-            place = strided_view(flat, param, offset)
+            place = part_of_flat(flat, param, offset)
             place.copy_(param.detach())
+            if param.is_cpu and param.is_shared():
+                self.storage.pool.warn_of_shared_memory(name)
             param.data = place
         return flat
 
@@ -253,6 +276,7 @@ class _BoundUpdate:
                 self.lists[name].append(self._bind_state(segment, name))
             if self.rule.has_step:
                 self._bind_steps(segment)
+        self._addresses = _addresses(self._placed)
         self._bound = True
 
     def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
@@ -271,17 +295,18 @@ class _BoundUpdate:
         if flat is None:
             flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
             for i, (name, offset) in enumerate(segment.members):
-                place = strided_view(flat, self.storage.params[name], offset)
+                place = part_of_flat(flat, self.storage.params[name], offset)
                 if parts[i] is not None:
                     place.copy_(parts[i])
                 parts[i] = place
             self.storage.pool.add(state, segment, flat)
         for part, (name, _) in zip(parts, segment.members, strict=True):
             self._shown.append((self.storage.params[name], state, part))
+            self._placed.append(part)
         return flat
 
     def _bind_steps(self, segment: Segment) -> None:
-        """Every parameter keeps a step count of its own, as a view, so that eager steps can go on from here."""
+        """Every parameter keeps a step count of its own, so that eager steps can go on from here."""
         names = [name for name, _ in segment.members]
         held = [self._state_of(name, "step") for name in names]
         by_index = Segment(tuple((name, i) for i, name in enumerate(names)), len(names))
@@ -289,10 +314,11 @@ class _BoundUpdate:
         if counts is None:
             values = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32)
             counts = values.to(self.storage.params[names[0]].device)
-            held = list(counts.unbind())
+            held = [with_own_storage(count) for count in counts.unbind()]
             self.storage.pool.add("step", by_index, counts)
         for name, count in zip(names, held, strict=True):
             self._shown.append((self.storage.params[name], "step", count))
+            self._placed.append(count)
         self.lists["steps"].append(counts)
         self.lists["step"].append(counts[0])
 
