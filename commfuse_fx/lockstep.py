@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planner import Call, Plan
+from commfuse_fx.rank_copies import copy_for_rank
 from commfuse_fx.runtime.exchange import LocalExchange
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.guard import Guard
@@ -52,7 +52,7 @@ class LockstepWorld:
         self.step = step
         ranks = [(step.model, step.optimizer)] if own_model else []
         while len(ranks) < step.mesh.world:
-            ranks.append(copy.deepcopy((step.model, step.optimizer)))
+            ranks.append(copy_for_rank(step.model, step.optimizer))
         self.models: list[nn.Module] = [model for model, _ in ranks]
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
         self._pools = [FlatPool() for _ in ranks]

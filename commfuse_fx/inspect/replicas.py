@@ -14,6 +14,7 @@ from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Parameter, Program, Source
+from commfuse_fx.ir.unwritten import is_unwritten
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
 
@@ -67,8 +68,8 @@ class Replicas:
         self._memory = [{node: each[node] for node in nodes} for each in values]
 
     def __call__(self, node: fx.Node, values: Sequence[Mapping[fx.Node, Any]]) -> None:
-        if is_start(node):
-            return  # nobody knows what it yields before the wait
+        if is_start(node) or is_unwritten(node):
+            return  # nobody knows what it yields before the wait, or before somebody writes
         self._compare(node, node, values)
         for written in self._written.get(node, ()):
             self._compare(written, node, self._memory)

@@ -24,6 +24,7 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.unwritten import is_unwritten
 from commfuse_fx.runtime.executor import Executor, seed_of_rank
 from commfuse_fx.runtime.recorded import as_recorded, computed
 
@@ -199,7 +200,7 @@ class _Step:
             if sys.version_info >= (3, 11):
                 error.add_note(f"on rank {rank} at {info(node).name} {info(node).source}")
             raise
-        if node.target is torch.ops.aten.empty.memory_format:
+        if is_unwritten(node):
             _poison(result)
         return as_recorded(result, info(node).spec) if node in self.world.computed else result
 
@@ -272,7 +273,9 @@ def _result(node: fx.Node, args: Sequence[Any]) -> torch.Tensor:
 def _poison(value: torch.Tensor) -> None:
     if value.is_floating_point() or value.is_complex():
         value.fill_(float("nan"))
-    elif value.dtype != torch.bool:
+    elif value.dtype == torch.bool:
+        value.fill_(True)  # either value may be right: at least it is the same on every rank and in every run
+    else:
         value.fill_(torch.iinfo(value.dtype).min)
 
 

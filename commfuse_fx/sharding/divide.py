@@ -28,10 +28,11 @@ from commfuse_fx.sharding.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.call import AllReduce, Number, Rank, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.choose import Chooser, Described
 from commfuse_fx.sharding.layout_op import is_mark
-from commfuse_fx.sharding.local_graph import LocalGraph, varies
+from commfuse_fx.sharding.local_graph import LocalGraph
 from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.rules.registry import find_rule
 from commfuse_fx.sharding.values import Value
+from commfuse_fx.sharding.variation import agrees, varies, varies_as_inputs
 
 log = logging.getLogger("commfuse_fx.sharding")
 aten = torch.ops.aten
@@ -139,8 +140,7 @@ class Division:
             new = made[number]
         else:
             new = self.local.emit(operator.getitem, (made, number), {}, node)
-            if placement != R:
-                varies(new, self.axis.group)
+            self._lies(new, placement)
         self.values[node] = Value(info(node).spec, {placement: new})
 
     def _write(self, node: fx.Node) -> None:
@@ -159,8 +159,7 @@ class Division:
         else:
             placement = R if value.pending is not None else next(iter(value.versions))
         new = self.local.emit(node.target, (self._get(given, placement, node), *node.args[1:]), {}, node)
-        if placement != R:
-            varies(new, self.axis.group)
+        self._lies(new, placement)
         self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
 
     def _start_of_backward(self, node: fx.Node) -> None:
@@ -268,15 +267,16 @@ class Division:
                 made.append(self.local.emit(step.target, args, kwargs, node, unchanged))
             else:
                 made.append(self._part_of(node, step.target, args, kwargs, f"step.{number}"))
-        for each in made:
-            if any(placement != R for placement in strategy.outputs):
-                varies(each, self.axis.group)
         several = isinstance(info(node).spec, tuple)
         placements: Any = strategy.outputs if several else strategy.outputs[0]
         result: Any = made[-1]
         if strategy.results:
             items = tuple(self._result(made[each.step], each.item, node) for each in strategy.results)
+            for item, placement in zip(items, strategy.outputs, strict=True):
+                self._lies(item, placement)
             result = items if several else items[0]
+        else:
+            self._lies(result, *strategy.outputs)
         weight = self.values[inputs[0]].weight if len(inputs) == 1 and is_view(node) else 1
         self.values[node] = Value(info(node).spec, {placements: result}, weight=weight)
 
@@ -289,7 +289,16 @@ class Division:
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], suffix: str
     ) -> fx.Node:
         like = replace(info(node), collective=None, origin="")
-        return self.local.make(target, args, kwargs, like, f"{info(node).name}/{suffix}")
+        made = self.local.make(target, args, kwargs, like, f"{info(node).name}/{suffix}")
+        varies_as_inputs(made)
+        return made
+
+    def _lies(self, made: fx.Node, *placements: Placement) -> None:
+        """A new node's value, or one of its values each, lies so: who holds the same follows from nothing else."""
+        if any(placement != R for placement in placements):
+            varies(made, self.axis.group)
+        else:
+            agrees(made, self.axis.group)
 
     # The end
 

@@ -19,6 +19,7 @@ from commfuse_fx.sharding.axis import Axis
 from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.rules.common import on_first
 from commfuse_fx.sharding.values import Value, can_exchange
+from commfuse_fx.sharding.variation import agrees, varies
 
 aten = torch.ops.aten
 
@@ -123,15 +124,20 @@ class LocalGraph:
                     return value.add(wanted, self.own_part(made, wanted, f"{name}/part", like))
         self._record(made, value, have, wanted, consumer, serves)
         info(made).serves = serves
+        made = self._known(made, wanted)
         if low and isinstance(have, Partial):
             made = self.make(
                 aten._to_copy.default, (made,), {"dtype": original}, like, f"{name}/{dtype_name(original)}"
             )
-        if wanted == R:
-            agrees(made, group)
+        return value.add(wanted, self._known(made, wanted))
+
+    def _known(self, made: fx.Node, placement: Placement) -> fx.Node:
+        """The node, which says now who holds the same."""
+        if placement == R:
+            agrees(made, self.axis.group)
         else:
-            varies(made, group)
-        return value.add(wanted, made)
+            varies(made, self.axis.group)
+        return made
 
     def _record(
         self,
@@ -164,20 +170,5 @@ class LocalGraph:
             with self.graph.inserting_after(next(reversed(self.inputs.values()))):
                 made = self.graph.call_function(axis_index, (self.axis.group,))
             name = self.program.names.reserve(f"axis_index/{self.axis.group}")
-            self._index = set_info(made, NodeInfo("forward", None, name=name))
+            self._index = set_info(made, NodeInfo("forward", None, name=name, varies=self.axis.group))
         return self._index
-
-
-def varies(node: fx.Node, group: str) -> None:
-    """The node's value differs between the ranks of this group."""
-    details = info(node)
-    groups = [each for each in (details.varies or "").split(",") if each]
-    if group not in groups:
-        details.varies = ",".join([*groups, *group.split(",")])
-
-
-def agrees(node: fx.Node, group: str) -> None:
-    """The node's value is the same on the ranks of this group."""
-    details = info(node)
-    leaving = group.split(",")
-    details.varies = ",".join(axis for axis in (details.varies or "").split(",") if axis and axis not in leaving)
