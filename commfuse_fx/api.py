@@ -12,8 +12,10 @@ from commfuse_fx.config import CompileConfig, Default
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.optim import check_optimizer
 from commfuse_fx.step import CompiledStep
+from commfuse_fx.tracebacks import user_frames_only
 
 
+@user_frames_only
 def compile(
     model: nn.Module,
     comm_fusion: Any = Default(None),

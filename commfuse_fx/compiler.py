@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.common_costs import Seconds, common_costs
 from commfuse_fx.compare_plans import Planned, fastest
@@ -57,6 +58,7 @@ from commfuse_fx.passes.weight_gradients import WeightGradients
 from commfuse_fx.pipeline import Pass, PassPipeline, PassRecord, Watcher
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import resolve_marks
+from commfuse_fx.tracebacks import are_full
 
 SEARCHES = ((2_100, 8), (3_500, 5), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
@@ -309,7 +311,8 @@ def compile_call(
     """
     with no_garbage_collection():
         start = time.perf_counter()
-        program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
+        with torch_is_quiet(not are_full()):
+            program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
         seconds = time.perf_counter() - start
         if sharding is not None and sliced_inputs and not config.full_batch:
             resolved = resolve_marks(sharding.marks, program)

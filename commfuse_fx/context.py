@@ -10,6 +10,7 @@ from typing import Any
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
 from commfuse_fx.fusion_config import FusionConfig, KindFusion, check_cuts
 from commfuse_fx.options import DEFAULTS, show, validated
+from commfuse_fx.tracebacks import user_frames_only
 
 CONTEXT_NAMES = (
     "device_num",
@@ -36,6 +37,7 @@ _FUSION_NAMES = ("comm_fusion", "all_reduce_fusion_config")
 _settings: dict[str, Any] = {}
 
 
+@user_frames_only
 def set_auto_parallel_context(**settings: Any) -> None:
     """Set defaults for the calls of `compile` that follow; a call that fails changes nothing.
 
@@ -56,6 +58,7 @@ def set_auto_parallel_context(**settings: Any) -> None:
     _settings.update(changes)
 
 
+@user_frames_only
 def get_auto_parallel_context(name: str) -> Any:
     """The value of `name` as it was set, or its default; 0 for `device_num` and `global_rank` when unset.
 

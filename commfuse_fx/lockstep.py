@@ -25,6 +25,7 @@ from commfuse_fx.runtime.seeds import Seeds
 from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.step import CompiledStep, accumulate
+from commfuse_fx.tracebacks import user_frames_only
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class LockstepWorld:
         self._steps = 0
         self._guard = Guard(self.synchronize)
 
+    @user_frames_only
     def __call__(
         self, batches: Sequence[tuple[Any, ...]], *, drop: Collection[str] = (), observe: Observer | None = None
     ) -> list[RankResult]:
@@ -112,6 +114,7 @@ class LockstepWorld:
                 self._guard.close(tensor for each in running.executors for tensor in each.storage.tensors())
         return results
 
+    @user_frames_only
     def synchronize(self) -> None:
         """Finish what the last step has left to the following one."""
         with self._guard.lock:
@@ -127,6 +130,7 @@ class LockstepWorld:
         """Whether updates of the last step are still to come."""
         return self._running is not None and self._running.is_pending
 
+    @user_frames_only
     def collectives(self, batch: tuple[Any, ...]) -> list[str]:
         """Names of the collectives of a call with these arguments, in issue order: what `drop` takes."""
         self.synchronize()

@@ -22,6 +22,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.pipeline import PassPipeline, PassRecord
+from commfuse_fx.tracebacks import user_frames_only
 
 if TYPE_CHECKING:
     from commfuse_fx.runtime.timeline import Timeline
@@ -167,6 +168,7 @@ class Lowered:
         """
         return to_networkx(self._program)
 
+    @user_frames_only
     def explain(self, cluster: Any = None) -> Explanation:
         """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced; and for each
         collective how much of it is hidden on a cluster, and why the rest is not.
@@ -176,6 +178,7 @@ class Lowered:
         costs = self._costs(cluster)
         return explain(self._program, cost_model(costs), costs_label(costs))
 
+    @user_frames_only
     def simulate(self, cluster: Any = None) -> Simulation:
         """Predict the step on a cluster: times in seconds, exposed communication, peak memory in bytes, a lower bound.
 
@@ -194,6 +197,7 @@ class Lowered:
         device = next((spec.device for spec in specs.values()), "cpu").split(":")[0]
         return priced_for(given, device, program.mesh, specs)
 
+    @user_frames_only
     def report(self, cluster: Any = None, measured: Timeline | None = None) -> str:
         """One self-contained HTML page about the step: it fetches nothing, and it is the same at every run.
 
@@ -204,6 +208,7 @@ class Lowered:
 
         return report(self, cluster, measured)
 
+    @user_frames_only
     def dump(self, directory: str | Path) -> Path:
         """Write `rank<r>/` under `directory`: index.json and, beside it, one text per stage, the final and the captured
         graph as data, the explanation, the graph for Graphviz, and a report for a browser.

@@ -8,6 +8,7 @@ import torch
 
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.options import check_bool, check_int, show
+from commfuse_fx.tracebacks import user_frames_only
 
 _FUSION_ID = "comm_fusion"
 _LAYERWISE_PARALLEL = "layerwise_parallel"
@@ -15,6 +16,7 @@ _LAYERWISE_PARALLEL = "layerwise_parallel"
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
+@user_frames_only
 def set_comm_fusion(module: ModuleT, fusion_id: int) -> ModuleT:
     """Mark all trainable parameters of `module` with a fusion id, and return the module.
 

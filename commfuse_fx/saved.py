@@ -26,6 +26,7 @@ from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.lowered import Lowered, LoweredCall, Snapshot
 from commfuse_fx.pipeline import PassPipeline
 from commfuse_fx.saved_pipeline import pipeline_of
+from commfuse_fx.tracebacks import user_frames_only
 
 GIVE = "give a folder that Lowered.dump wrote, the folder of one rank in it, or its graph.json"
 
@@ -35,6 +36,7 @@ _GROUP = re.compile(r"(.*)\(\d+\)")
 Stages = Mapping[str, Snapshot]
 
 
+@user_frames_only
 def load(path: str | os.PathLike[str]) -> Lowered:
     """The compiled step that was saved: to read, simulate, explain, compare and dump again, and for passes to run on.
 

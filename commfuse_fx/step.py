@@ -43,6 +43,8 @@ from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
 from commfuse_fx.runtime.world import get_group_size, get_rank
+from commfuse_fx.tracebacks import user_frames_only
+from commfuse_fx.warned import warn_once_per_step
 
 _PLAN = logger("plan")
 
@@ -65,6 +67,7 @@ class CompiledStep:
         config: CompileConfig,
     ) -> None:
         configure_logs()
+        warn_once_per_step()
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -94,6 +97,7 @@ class CompiledStep:
             _holders_of_groups.add(self)
         self._seeds = Seeds(self.rank, None if self._agreement is None else self._agreement.name)
 
+    @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.virtual:
             raise VirtualWorldError(
@@ -114,6 +118,7 @@ class CompiledStep:
             self._agreement.leave_step(error, expected=self._votes(), lost=lost)
             raise
 
+    @user_frames_only
     def synchronize(self) -> None:
         """Wait until the last step is complete.
 
@@ -134,6 +139,7 @@ class CompiledStep:
         with self._shards.shapes_only():
             yield
 
+    @user_frames_only
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it.
 
@@ -148,6 +154,7 @@ class CompiledStep:
             compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline
         )
 
+    @user_frames_only
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
         """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.
 

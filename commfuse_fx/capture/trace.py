@@ -128,7 +128,7 @@ def trace_step(
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
         except CaptureError as error:
-            raise _locate(error, recorder) from error.__cause__
+            raise _locate(error, recorder).with_traceback(error.__traceback__) from error.__cause__
         except RuntimeError as error:
             if not any(text in str(error) for text in _NO_DATA):
                 raise

@@ -9,8 +9,10 @@ from commfuse_fx.inspect.diff_compare import compare
 from commfuse_fx.inspect.diff_read import read_graph
 from commfuse_fx.inspect.diff_result import Delta, GraphDiff
 from commfuse_fx.lowered import Lowered
+from commfuse_fx.tracebacks import user_frames_only
 
 
+@user_frames_only
 def diff(a: Any, b: Any, cluster: Any = None) -> GraphDiff:
     """Compare two compiled graphs: align their nodes, then say what differs.
 

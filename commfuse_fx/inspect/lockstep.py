@@ -17,6 +17,7 @@ from commfuse_fx.lockstep import LockstepWorld, RankResult
 from commfuse_fx.lowered import Lowered
 from commfuse_fx.planner import Call
 from commfuse_fx.step import CompiledStep
+from commfuse_fx.tracebacks import user_frames_only
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Lockstep:
         self.models = self._world.models
         self.optimizers = self._world.optimizers
 
+    @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> LockstepResult:
         """One step on a global batch; without arguments, on those that `lower` was given.
 
@@ -148,6 +150,7 @@ class Lockstep:
         return program.mesh, program.batch_axes
 
 
+@user_frames_only
 def lockstep(
     lowered: Lowered, world: int | None = None, drop: Collection[str] = (), tolerance: float = 0.0
 ) -> Lockstep:

@@ -12,10 +12,12 @@ from commfuse_fx.options import show
 from commfuse_fx.sharding.call import OpCall, Rule, Strategy, call_of
 from commfuse_fx.sharding.prove import check_call
 from commfuse_fx.sharding.rules import registry
+from commfuse_fx.tracebacks import user_frames_only
 
 _WAYS = (2, 4)
 
 
+@user_frames_only
 def register_rule(
     op: Any, rule: Rule | None = None, *, examples: Sequence[Sequence[Any]] = ()
 ) -> Rule | Callable[[Rule], Rule]:

@@ -21,8 +21,10 @@ from commfuse_fx.sharding.plans import Layouts
 from commfuse_fx.sharding.strategy import TensorStrategy, on_axis, parse_tensor, parse_tensors
 from commfuse_fx.sharding.torch_plans import expand_style, is_style
 from commfuse_fx.sharding.traced_marks import MarkedFunction, marked_tensor, name_of, tracing_marks
+from commfuse_fx.tracebacks import user_frames_only
 
 
+@user_frames_only
 def shard(
     target: Any,
     *args: Any,
