@@ -11,6 +11,7 @@ from commfuse_fx.errors import ConfigKeyError, ConfigValueError
 from commfuse_fx.fusion_config import FusionConfig, KindFusion, check_cuts
 from commfuse_fx.options import DEFAULTS, show, validated
 from commfuse_fx.tracebacks import user_frames_only
+from commfuse_fx.warned import forget_given_warnings
 
 CONTEXT_NAMES = (
     "device_num",
@@ -78,8 +79,9 @@ def get_auto_parallel_context(name: str) -> Any:
 
 
 def reset_auto_parallel_context() -> None:
-    """Unset everything."""
+    """Unset everything; a warning that has been given may be given again."""
     _settings.clear()
+    forget_given_warnings()
 
 
 def context_settings() -> dict[str, Any]:

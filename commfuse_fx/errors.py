@@ -48,6 +48,10 @@ class PeerFailedError(CommFuseError, RuntimeError):
     """Another rank failed in this step."""
 
 
+class ForkError(CommFuseError, RuntimeError):
+    """A forked process asks for what only its parent can do: communicate with the other ranks."""
+
+
 class VirtualWorldError(CommFuseError, RuntimeError):
     """A step was called in a virtual world, which has no devices to run on."""
 

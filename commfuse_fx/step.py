@@ -31,6 +31,7 @@ from commfuse_fx.runtime.ballot_box import release_ballot_boxes
 from commfuse_fx.runtime.broadcast import broadcast_parameters
 from commfuse_fx.runtime.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.runtime.forks import check_process, process
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.host_memory import keep_freed_memory
 from commfuse_fx.runtime.interrupts import interrupts_deferred
@@ -85,6 +86,7 @@ class CompiledStep:
         self._shards: Shards | None = None  # those of the last step, whose parameters may be divided
         self._known_shards: dict[Any, Shards] = {}
         self._exchanges = 0
+        self._process = process()
         self._calls = 0
         self._undone_calls = 0  # of them, those of `profile`
         self._started = False
@@ -107,9 +109,11 @@ class CompiledStep:
         if torch.is_inference_mode_enabled():
             with outside_inference_mode():
                 return self(*args, **kwargs)
-        self._calls += 1
         if self._agreement is None:
+            self._calls += 1
             return self._run(args, kwargs)
+        self._check_process()
+        self._calls += 1
         self._agreement.begin_step()
         try:
             return self._run(args, kwargs)
@@ -167,6 +171,7 @@ class CompiledStep:
         """
         if self.virtual:
             raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
+        self._check_process()
         self.synchronize()
         call = self.planner.take_apart(args, kwargs)
         executor = self._executor(self._plan(call), call)
@@ -222,6 +227,14 @@ class CompiledStep:
         finally:
             self._timeline = None
 
+    def _check_process(self) -> None:
+        if self._agreement is not None:
+            check_process(
+                self._process,
+                "this step talks to other ranks, which only the parent can: call it there, or start programs of their "
+                "own (torchrun) and compile a step in each",
+            )
+
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         call = self.planner.take_apart(args, kwargs)
         if self._agreement is None or not self.config.plans_by_cost:
@@ -255,6 +268,8 @@ class CompiledStep:
         self._agreement.begin_step()
 
     def _run_call(self, call: Call) -> torch.Tensor:
+        if self._running is not None:
+            self._running.tail.check()
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()
@@ -426,6 +441,8 @@ def _release_groups() -> None:
     """
     holders = list(_holders_of_groups)
     for step in holders:
+        if step._process != process():
+            continue  # a forked child: the groups are its parent's
         with suppress(CommFuseError):  # nobody is left to be told
             step.synchronize()
         step._running = None

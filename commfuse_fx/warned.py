@@ -30,7 +30,12 @@ def warn_once_per_step() -> None:
 
     A trace for another batch size warns of what the first one has warned of, and so does every evaluation.
     """
-    _given.clear()
+    forget_given_warnings()
     for name in sorted(logging.Logger.manager.loggerDict):
         if name.startswith("commfuse_fx."):
             logging.getLogger(name).addFilter(_once)
+
+
+def forget_given_warnings() -> None:
+    """From now on they are given again."""
+    _given.clear()

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commfuse_fx.runtime.distress import Distress
+from commfuse_fx.runtime.starts import name_of_start
 from commfuse_fx.runtime.world import world_timeout
 
 
@@ -20,8 +21,9 @@ class BallotBox:
     between its collectives. broken: what this rank knows of such an end; "" while all are at the same place."""
 
     def __init__(self) -> None:
+        start = name_of_start(world_timeout())
         self.group: Any = dist.new_group(backend="gloo", timeout=world_timeout())
-        self.distress = Distress(self.group.group_name)
+        self.distress = Distress(f"{start}/{self.group.group_name}")
         self.broken = ""
         self._steps = 0
 

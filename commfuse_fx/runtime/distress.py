@@ -27,7 +27,7 @@ class Distress:
 
     def call(self, message: str) -> None:
         """Say that this rank has left. The first message stays: later ones only follow from it."""
-        _never_destroy_groups()
+        never_destroy_groups()
         try:
             if not self._store.check([self._key]):
                 self._store.set(self._key, message)
@@ -77,9 +77,10 @@ def keep_forever(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _never_destroy_groups() -> None:
+def never_destroy_groups() -> None:
     """Destroying a Gloo group waits for its collectives, that is for ranks that may never come: exit without it."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group, held in list(dist.distributed_c10d._world.pg_map.items()):
         keep_forever(group)
+        keep_forever(held)  # its store: a rank may run the server of it in a thread
         for device in group._device_types:
             keep_forever(group._get_backend(device))

@@ -126,11 +126,19 @@ def free(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if torch._C._storage_Use_Count(storage._cdata) > _OWN_USERS:
         return False
-    if not storage.resizable():  # it has been lent to numpy, or is a mapped file
+    if not storage.resizable() or _is_mapped(storage):  # it has been lent to numpy, or is a mapped file
         tensor.data = torch.empty_like(tensor)
         storage = tensor.untyped_storage()
     storage.resize_(0)
     return True
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether it lies in memory that processes share, as after pickling for one that is spawned.
+
+    Growing it would crash: it has no allocator, and calls itself resizable all the same (torch 2.13).
+    """
+    return storage.device.type == "cpu" and storage.is_shared()
 
 
 def allocate(tensor: torch.Tensor) -> None:

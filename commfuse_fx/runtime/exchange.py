@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.runtime.forks import check_process, process
 from commfuse_fx.runtime.world import world_timeout
 
 BUCKET_BYTES = 64 * 2**20
@@ -49,10 +50,16 @@ class ProcessExchange:
         self._key = f"commfuse_fx/read/{name}"
         self._groups: dict[str, Any] = {}
         self._epoch = epoch
+        self._process = process()
         self._place = (-1, 0)  # epoch, and how many meetings it has seen
         self._behind: tuple[str, str] | None = None  # keys of the last meeting, which nobody needs after the next one
 
     def meet(self) -> None:
+        check_process(
+            self._process,
+            "this tensor is divided among the ranks, which have to read it together: read it on all ranks before the "
+            "fork (call model.state_dict() there, or fork before the first step), or hand the child a copy",
+        )
         epoch = self._epoch()
         attempt = self._place[1] + 1 if self._place[0] == epoch else 0
         self._place = (epoch, attempt)

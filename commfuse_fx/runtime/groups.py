@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.runtime.forks import check_world
+from commfuse_fx.runtime.starts import name_of_start
 from commfuse_fx.runtime.world import world_timeout
 
 
@@ -35,7 +37,11 @@ class Groups:
 
     @classmethod
     def of_world(cls, mesh: Mesh, device_type: str, device_mesh: Any = None) -> Groups:
-        """Groups over the running world. Every rank must call it. Raises ConfigValueError if sizes do not match."""
+        """Groups over the running world. Every rank must call it.
+
+        Raises ConfigValueError if sizes do not match, ForkError in a forked child of a rank.
+        """
+        check_world()
         world = dist.get_world_size()
         if mesh.world != world:
             raise ConfigValueError(
@@ -43,6 +49,7 @@ class Groups:
                 "of the sizes equal to --nproc-per-node times the number of nodes"
             )
         if device_mesh is None:
+            name_of_start(world_timeout())  # before any group is made
             device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
         return cls(mesh, device_mesh)
 

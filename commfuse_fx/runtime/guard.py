@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.runtime.forks import before_fork, in_child
+from commfuse_fx.tracebacks import shorten, user_frames_only
+
 # What may be asked of a tensor without looking at its values; `optimizer.zero_grad()` needs some of it.
 _HARMLESS = frozenset(
     [
@@ -64,23 +67,36 @@ class Guard:
     (`param.data`, a view) is not guarded: it shows the old values until something finishes the update. So does a
     function that never asks `__torch_function__`, such as `torch.tensor`.
 
+    alone: whether a rank can finish for itself; not where all ranks have to do it together. What can be is finished
+    before a fork.
+
     lock: held while an update is finished, or left to be finished: any thread may touch a tensor. Whoever holds it may
     wait for other ranks. The guard of divided parameters takes that of their updates meanwhile, never the other way
     round.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], alone: bool = True) -> None:
         self.finish = finish
+        self.alone = alone
         self.lock = threading.RLock()
         self._guarded: list[tuple[torch.Tensor, type]] = []
         self._classes: dict[type, type] = {}
+        before_fork.add(self._before_fork)
+        in_child.add(self._in_child)
 
-    def __getstate__(self) -> Callable[[], None]:
+    def __getstate__(self) -> tuple[Callable[[], None], bool]:
         """A copied step has a guard of its own, which is open: copying a pending tensor finishes its update."""
-        return self.finish
+        return self.finish, self.alone
 
-    def __setstate__(self, finish: Callable[[], None]) -> None:
-        Guard.__init__(self, finish)
+    def __setstate__(self, state: tuple[Callable[[], None], bool]) -> None:
+        Guard.__init__(self, *state)
+
+    def _before_fork(self) -> None:
+        if self.alone and self.is_closed:
+            self.finish()
+
+    def _in_child(self) -> None:
+        self.lock = threading.RLock()  # a thread that holds it is not in the child
 
     def close(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors from now on."""
@@ -137,17 +153,23 @@ def _pending_class(own: type, guard: Guard) -> type:
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func not in _HARMLESS:
-                _finish(types)
+                try:
+                    _finish(types)
+                except BaseException as error:
+                    shorten(error)
+                    raise
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:
                 result.__class__ = own
             return result
 
+        @user_frames_only
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             guard.finish()
             return copy.deepcopy(self, memo)
 
+        @user_frames_only
         def __reduce_ex__(self, protocol: Any) -> Any:
             guard.finish()
             return self.__reduce_ex__(protocol)

@@ -50,7 +50,7 @@ class Shards:
         self._divided = [DividedParameter(param, params[name], program.mesh, rank) for name, param in divided.items()]
         self.values: Mapping[str, nn.Parameter] = {**params, **{each.name: each.part for each in self._divided}}
         self.optimizer = DividedOptimizer(optimizer, {each.part: each.state for each in self._divided})
-        self._guard = Guard(self.open)
+        self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._kept: list[torch.Tensor] = []  # not released yet, because somebody else uses their memory
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.runtime.codegen import TailPart
+from commfuse_fx.runtime.forks import check_process, process
 from commfuse_fx.runtime.guard import Guard
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 
@@ -24,9 +25,14 @@ class Tail:
     def __init__(self, parts: Sequence[TailPart], guard: Guard) -> None:
         self.parts = parts
         self.guard = guard
+        self._process = process()
         self._values: list[Any] | None = None
         self._next = 0
-        self.failed = False
+        self.lost: CollectiveError | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.lost is not None
 
     @property
     def is_pending(self) -> bool:
@@ -46,6 +52,11 @@ class Tail:
             self._values = values
             self._next = 0
 
+    def check(self) -> None:
+        """Raises CollectiveError where some of the updates never came, whoever has heard of it."""
+        if self.lost is not None:
+            raise CollectiveError(str(self.lost)) from self.lost.__cause__
+
     def finish(self) -> None:
         """Run all that is left. Raises CollectiveError when the communication fails."""
         self.advance(len(self.parts))
@@ -54,6 +65,11 @@ class Tail:
         """Run the parts before this one that have not run yet."""
         with self.guard.lock:
             if self._values is not None:
+                check_process(
+                    self._process,
+                    "the updates of its last step (across_steps=True) were still to come: only the parent can finish "
+                    "them, so call step.synchronize() there before it forks",
+                )
                 self._run(self._values, until)
 
     def _run(self, values: list[Any], until: int) -> None:
@@ -64,13 +80,13 @@ class Tail:
                     part.run(values)
                     self._next += 1
         except CollectiveError as error:
-            self.failed = True
             done, all_of_them = (sum(not part.waits for part in self.parts[:end]) for end in (self._next, None))
-            raise CollectiveError(
+            self.lost = CollectiveError(
                 f"{error} This was the rest of the previous step (across_steps=True): of its updates, "
                 f"{done} of {all_of_them} parts are in the parameters, the others are not. Start all ranks again "
                 "from a checkpoint."
-            ) from error
+            )
+            raise self.lost from error
         finally:
             if self.failed or self._next == len(self.parts):
                 self._values = None

@@ -9,17 +9,21 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.runtime.starts import store_of_this_start, store_outlives_ranks
+from commfuse_fx.tracebacks import user_frames_only
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
+@user_frames_only
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
     """Join the world that torchrun started. Does nothing when torch.distributed is initialised already.
 
     backend: None picks by device: Gloo on CPU; with CUDA, NCCL for GPU tensors and Gloo for CPU ones
     (each process then uses the GPU of its LOCAL_RANK). timeout: seconds, or a timedelta, after which
     a collective that some rank does not join is an error. Outside torchrun this is a world of one.
-    Raises ConfigTypeError or ConfigValueError on a bad timeout.
+    Under torchrun, whose store lives on when it restarts the ranks, nothing that an earlier start has written there is
+    read. Raises ConfigTypeError or ConfigValueError on a bad timeout, CollectiveError if some rank does not come.
     """
     limit = _timeout(timeout)
     if not dist.is_available() or dist.is_initialized():
@@ -29,9 +33,19 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(chosen, timeout=limit)
+        _join(chosen, limit)
     else:
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+
+
+def _join(backend: str, limit: timedelta) -> None:
+    if not store_outlives_ranks():
+        dist.init_process_group(backend, timeout=limit)
+        return
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    store = store_of_this_start(store, rank, size, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _timeout(timeout: float | timedelta) -> timedelta:
