@@ -32,6 +32,10 @@ _library.define("broadcast(Tensor x, int src, int group_size, str group, int fus
 _library.define("all_to_all(Tensor x, int group_size, str group, int fusion) -> Tensor")
 _library.define("zero_unless_source(Tensor x, int src, str group) -> Tensor")
 
+_ops = torch.ops.commfuse
+COLLECTIVES = (_ops.all_reduce, _ops.all_gather, _ops.reduce_scatter, _ops.broadcast, _ops.all_to_all)
+"""The collectives that users write."""
+
 _mesh: ContextVar[Mesh | None] = ContextVar("commfuse_mesh", default=None)
 
 

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
+
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ops import COLLECTIVES
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.blocks import sections
 from commfuse_fx.sharding.divide import Division
-from commfuse_fx.sharding.layout_op import erase_marks, is_mark
+from commfuse_fx.sharding.layout_op import erase_marks
 from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.marks import Marks
 from commfuse_fx.sharding.resolve import Resolved, resolve_marks
@@ -135,11 +139,10 @@ class Divide:
 
 def _refuse_user_collectives(program: Program) -> None:
     for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.name.startswith("commfuse::") and not is_mark(node):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in COLLECTIVES:
             details = info(node)
             raise ConfigValueError(
-                f"the model calls cf.ops.{schema.name.split('::')[1]} in {details.module or 'its forward'} "
+                f"the model calls cf.ops.{op_label(node.target)} in {details.module or 'its forward'} "
                 f'({details.source}), but a step with parallel_mode="semi_auto" is written for one device, and the '
                 'compiler puts in the collectives: remove the call, or use parallel_mode="data_parallel"'
             )

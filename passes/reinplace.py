@@ -24,7 +24,7 @@ _IN_PLACE: dict[Any, Any] = {
     aten.add.Scalar: aten.add_.Scalar,
     aten.sub.Tensor: aten.sub_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.mul.Scalar: aten.mul_.Tensor,  # mul_.Scalar first rounds the number to the tensor's dtype, mul.Scalar does not
     aten.div.Tensor: aten.div_.Tensor,
     aten.div.Scalar: aten.div_.Scalar,
     aten.neg.default: aten.neg_.default,
@@ -41,7 +41,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Reinplace:
-    """Bitwise neutral: the in-place variant runs the same kernel."""
+    """Bitwise neutral: the in-place variant computes the same."""
 
     name: str = "reinplace"
     requires: tuple[str, ...] = ("averaged",)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.passes.reinplace import _IN_PLACE
 
 
 class Body(nn.Module):
@@ -74,3 +75,13 @@ def test_ops_are_rewritten_where_that_is_safe() -> None:
     text = step.lower(torch.ones(2, 4), torch.ones(2, 4)).text()
     assert "aten.relu_(" in text
     assert "aten.bernoulli_" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_in_place_variants_round_as_the_ops_do(dtype: torch.dtype) -> None:
+    x, y = torch.rand(37).add(0.5).to(dtype), torch.rand(37).add(0.5).to(dtype)
+    for name in ("add", "sub", "mul", "div"):
+        for overload, other in (("Tensor", y), ("Scalar", 1 / 3)):
+            op = getattr(getattr(torch.ops.aten, name), overload)
+            if op in _IN_PLACE:
+                assert torch.equal(_IN_PLACE[op](x.clone(), other), op(x, other)), op

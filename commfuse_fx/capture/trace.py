@@ -39,6 +39,7 @@ from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
 from commfuse_fx.sharding.decompose import decompose, decomposed
 from commfuse_fx.sharding.traced_marks import marks_traced
 
@@ -124,7 +125,12 @@ def trace_step(
     ):
         try:
             with recorder.random.patched():
-                traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+                traced = make_fx(
+                    step,
+                    decomposition_table=WITHOUT_WORKSPACE if marked else WITH_WORKSPACE,
+                    tracing_mode="fake",
+                    _allow_non_fake_inputs=True,
+                )(*flat)
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
         except CaptureError as error:

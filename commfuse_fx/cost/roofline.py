@@ -204,12 +204,20 @@ def _attention(node: fx.Node) -> float:
     return work / 2 if _argument(node, "is_causal") else work
 
 
+def _recurrent(node: fx.Node) -> float:
+    """Each step of each sequence meets both weight matrices once; twice in the backward pass."""
+    x, on_input, on_state = (_spec(value) for value in node.args[:3])
+    work = 2.0 * prod(x.shape[:2]) * (on_input.numel + on_state.numel)
+    return 2 * work if op_label(node.target).endswith("_backward") else work
+
+
 _WORK: dict[str, Callable[[fx.Node], float]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     "linear": _linear,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "convolution_weight_gradient": _weight_gradient,
+    **dict.fromkeys(("mkldnn_rnn_layer", "lstm_layer", "lstm_layer_backward"), _recurrent),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.capture.equivalence import assert_trains_as_eager
+from tests.capture.equivalence import assert_gradients_as_eager, assert_trains_as_eager
 
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...], Callable[..., torch.Tensor] | None]
 
@@ -24,6 +24,12 @@ class Cases(dict[str, Callable[[], Case]]):
         torch.manual_seed(1)
         make, args, loss = self[name]()
         assert_trains_as_eager(make(), [(args, {})], loss, whole_step=len(name) % 2 == 0)
+
+    def check_gradients(self, name: str, tolerance: float) -> None:
+        """One step, in the default dtype."""
+        torch.manual_seed(1)
+        make, args, loss = self[name]()
+        assert_gradients_as_eager(make(), args, loss_fn=loss, tolerance=tolerance)
 
 
 def mean_square(output: Any, target: Any) -> torch.Tensor:

@@ -93,6 +93,32 @@ def assert_trains_as_eager(
         torch.testing.assert_close(step(*own_args, **own_kwargs), want, **same, msg=lambda m: f"evaluation: {m}")
 
 
+def assert_gradients_as_eager(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    tolerance: float = 0.0,
+) -> None:
+    """One step without an optimizer: loss, gradients, buffers and the random state after it must agree."""
+    same = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    eager, compiled = model, copy.deepcopy(model)
+    given, own = _own(args, kwargs or {}), _own(args, kwargs or {})
+    torch.manual_seed(0)
+    want = eager_loss(eager, loss_fn, *given)
+    want.backward()
+    wanted_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    loss = cf.compile(compiled, loss_fn=loss_fn)(*own[0], **own[1])
+    torch.testing.assert_close(loss, want.detach(), **same)
+    assert torch.equal(torch.get_rng_state(), wanted_state), "random state"
+    for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, **same, msg=lambda m: f"grad of {name}: {m}")  # noqa: B023
+        assert p.grad is None or q.grad is None or p.grad.stride() == q.grad.stride(), f"layout of the grad of {name}"
+    for (name, a), b in zip(eager.named_buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(b, a, **same, msg=lambda m: f"buffer {name}: {m}")  # noqa: B023
+
+
 def assert_fully_annotated(step: cf.CompiledStep | Any, *args: Any, **kwargs: Any) -> None:
     """Every op says which phase and module it belongs to, and forward ops say where in the user's code they stand."""
     for node in step.lower(*args, **kwargs).graph_module.graph.nodes:

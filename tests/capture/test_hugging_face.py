@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commfuse_fx as cf
-from tests.capture.equivalence import assert_trains_as_eager
+from tests.capture.equivalence import assert_gradients_as_eager, assert_trains_as_eager
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,13 +249,27 @@ def test_model(name: str) -> None:
     assert_trains_as_eager(_model(name), [((), _inputs(name))], whole_step=len(name) % 2 == 0)
 
 
+def _cast(name: str, dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    given = _inputs(name)
+    inputs = {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    return _model(name, **options).to(dtype), inputs
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert_mlm", "t5"])
-def test_eager_attention(name: str) -> None:
-    assert_trains_as_eager(_model(name, _attn_implementation="eager"), [((), _inputs(name))])
+def test_eager_attention_in_single_precision(name: str) -> None:
+    model, inputs = _cast(name, torch.float32, _attn_implementation="eager")
+    assert_gradients_as_eager(model, (), inputs)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert_mlm", "vit"])
-def test_gradient_checkpointing(name: str) -> None:
-    model = _model(name)
+def test_gradient_checkpointing_in_half_precision(name: str) -> None:
+    model, inputs = _cast(name, torch.bfloat16)
     model.gradient_checkpointing_enable()  # type: ignore[operator]
-    assert_trains_as_eager(model, [((), _inputs(name))])
+    assert_gradients_as_eager(model, (), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["wav2vec2", "gemma2", "vit", "roberta"])
+def test_model_in_its_usual_precision(name: str, dtype: torch.dtype) -> None:
+    model, inputs = _cast(name, dtype)
+    assert_gradients_as_eager(model, (), inputs)

@@ -32,6 +32,32 @@ def lstm_dropout_projection() -> Case:
 
 
 @case
+def lstm_given_states() -> Case:
+    """Only the last states count, in the order of the batch: the gradient of the output is none at all."""
+    states = (r(2, 3, 6), r(2, 3, 6))
+    return fn(
+        lambda m, x, h, c: m.inner(m.lin(x), (h * m.lin.bias[:6], c))[1],
+        *(r(5, 3, 8), *states),
+        inner=nn.LSTM(8, 6, bidirectional=True, bias=False),
+    )
+
+
+@case
+def lstm_without_gradients() -> Case:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            first = m.inner(x)[0]
+        return m.lin(first) + m.inner(x)[0]
+
+    return fn(run, r(5, 3, 8), inner=nn.LSTM(8, 8))
+
+
+@case
+def rnn_relu() -> Case:
+    return fn(lambda m, x: m.inner(m.lin(x))[0], r(3, 5, 8), inner=nn.RNN(8, 6, nonlinearity="relu", batch_first=True))
+
+
+@case
 def gru() -> Case:
     return fn(lambda m, x: m.inner(m.lin(x))[1], r(5, 3, 8), inner=nn.GRU(8, 6, 2, dropout=0.2))
 

@@ -162,11 +162,11 @@ def linear_algebra() -> Case:
 # Losses
 
 
-def _losses() -> dict[str, tuple[Any, Any]]:
+def losses() -> dict[str, tuple[Any, Any]]:
     probabilities = torch.softmax(r(4, 8), 1)
     classes = ints(8, 4)
     return {
-        "cross_entropy_weight": (nn.CrossEntropyLoss(weight=torch.rand(8).double(), ignore_index=2), classes),
+        "cross_entropy_weight": (nn.CrossEntropyLoss(weight=torch.rand(8), ignore_index=2), classes),
         "cross_entropy_soft": (nn.CrossEntropyLoss(), probabilities),
         "nll": (lambda o, t: F.nll_loss(F.log_softmax(o, 1), t), classes),
         "bce_logits": (nn.BCEWithLogitsLoss(pos_weight=torch.rand(8)), probabilities),
@@ -182,13 +182,13 @@ def _losses() -> dict[str, tuple[Any, Any]]:
     }
 
 
-LOSSES = list(_losses())
+LOSSES = list(losses())
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss(name: str) -> None:
     torch.manual_seed(3)
-    loss, target = _losses()[name]
+    loss, target = losses()[name]
     assert_trains_as_eager(nn.Linear(8, 8), [((r(4, 8), target), {})], loss)
 
 
