@@ -33,6 +33,7 @@ class LockstepResult:
     compared: int
     _ranks: Sequence[RankResult] = field(repr=False)
     _parameters: Mapping[str, torch.Tensor] = field(repr=False)
+    _buffers: Mapping[str, torch.Tensor] = field(repr=False)
     _gradients: _Gradients | None = field(repr=False)
 
     @property
@@ -51,6 +52,10 @@ class LockstepResult:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameter name -> whole value on rank 0 after this step."""
         return dict(self._parameters)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffer name -> value on rank 0 after this step."""
+        return dict(self._buffers)
 
     def __str__(self) -> str:
         if self.disagreement is None:
@@ -90,13 +95,13 @@ class Lockstep:
         ranks = self._world.run(calls, drop=self.drop, observe=check)
         self._world.synchronize()
         assert check.replicas is not None, "a program has nodes"
-        named = self.models[0].named_parameters()
         result = LockstepResult(
             tuple(rank.loss for rank in ranks),
             check.replicas.first,
             check.replicas.compared,
             ranks,
-            {name: param.detach().clone() for name, param in named},
+            {name: param.detach().clone() for name, param in self.models[0].named_parameters()},
+            {name: buffer.detach().clone() for name, buffer in self.models[0].named_buffers()},
             gradients,
         )
         self._results.append(result)

@@ -163,14 +163,14 @@ def _others(mesh: Mesh, group: str) -> str:
 
 
 def _updated(program: Program, varies: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """For each update the parameters and states that it writes, of which it is known who shares them."""
+    """For each update the parameters, states and buffers that it writes, of which it is known who shares them."""
     roots = Roots(program.graph, program.aliases())
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).phase == "update":
             for written in written_nodes(node):
                 root = roots[written]
-                if root in program.sources and program.sources[root].kind in ("parameter", "flat", "state"):
+                if root in program.sources and program.sources[root].kind in ("parameter", "flat", "state", "buffer"):
                     if root in varies and root not in found.setdefault(node, []):
                         found[node].append(root)
     return found

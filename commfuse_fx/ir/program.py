@@ -14,7 +14,7 @@ from commfuse_fx.config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec, has_info, info, set_info
 from commfuse_fx.ir.naming import Names
-from commfuse_fx.ir.placement import Placement
+from commfuse_fx.ir.placement import Placement, R
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,13 @@ class Parameter:
     movable: bool = True
     layout: tuple[tuple[str, Placement], ...] = ()
     whole: TensorSpec | None = None
+
+    def placement_on(self, group: str) -> Placement:
+        """How a rank keeps it, as far as the ranks of this group are concerned."""
+        for divided, placement in self.layout:
+            if divided == group:
+                return placement
+        return R
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from commfuse_fx.sharding.localize import LocalSpecs
 from commfuse_fx.sharding.rules.registry import find_rule
 from commfuse_fx.sharding.values import Value
 from commfuse_fx.sharding.variation import agrees, varies, varies_as_inputs
+from commfuse_fx.sharding.written_inputs import WrittenInputs, writes_input
 
 log = logging.getLogger("commfuse_fx.sharding")
 aten = torch.ops.aten
@@ -52,6 +53,7 @@ class Division:
         self.local = LocalGraph(program, axis, specs)
         self.values: dict[fx.Node, Value] = {}
         self.chooser = Chooser(self.values, axis.ways)
+        self.written = WrittenInputs(program, axis, self.local, self.values, self._get, self._settle)
         self._warned: dict[tuple[Any, str], None] = {}
 
     def run(self) -> None:
@@ -118,6 +120,8 @@ class Division:
     def _call(self, node: fx.Node) -> None:
         if node.target is operator.getitem and isinstance(info(node.args[0]).spec, tuple):  # type: ignore[arg-type]
             self._item(node)
+        elif writes_input(node):
+            pass  # at the end
         elif written_nodes(node):
             self._write(node)
         elif is_mark(node):
@@ -144,7 +148,7 @@ class Division:
         self.values[node] = Value(info(node).spec, {placement: new})
 
     def _write(self, node: fx.Node) -> None:
-        """An update of a buffer: whole on every rank."""
+        """An op that changes memory of the graph's own: whole on every rank."""
         args = fx.node.map_arg(node.args, lambda arg: self._get(arg, R, node))
         kwargs = fx.node.map_arg(dict(node.kwargs), lambda arg: self._get(arg, R, node))
         self.values[node] = Value(info(node).spec, {R: self.local.emit(node.target, args, kwargs, node)})
@@ -305,6 +309,9 @@ class Division:
     def _finish(self) -> None:
         program = self.program
         output = program.output
+        for node in program.graph.nodes:
+            if writes_input(node):
+                self.written.prepare(node)
         for node in [node for node, value in self.values.items() if value.pending is not None]:
             if node.op == "placeholder":
                 self._settle(self.values[node], node, R)
@@ -314,18 +321,13 @@ class Division:
         grads: dict[str, fx.Node] = {}
         for grad, names in served.items():
             for name in names:
-                grads[name] = self._get(grad, self._gradient_layout(name), output, tuple(names))
+                # A gradient lies as its parameter does; whole where every rank keeps the whole parameter.
+                layout = program.params[name].placement_on(self.axis.group)
+                grads[name] = self._get(grad, layout, output, tuple(names))
         program.loss = self._get(program.loss, R, output)
         program.grads = {name: grads[name] for name in program.grads}
+        self.written.emit()
         self.local.graph.output((program.loss, *program.grads.values()))
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)
-
-    def _gradient_layout(self, name: str) -> Placement:
-        """A gradient lies as its parameter does; whole where every rank keeps the whole parameter."""
-        layout = self.program.params[name].layout
-        if layout and layout[-1][0] == self.axis.group:
-            placement: Placement = layout[-1][1]
-            return placement
-        return R

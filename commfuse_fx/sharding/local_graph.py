@@ -93,8 +93,10 @@ class LocalGraph:
         source = value.versions[have]
         ways, group = self.axis.ways, self.axis.group
         name = info(node).name
-        phase = info(source if consumer.op == "output" else consumer).phase
-        like = replace(info(source), phase="backward" if serves else phase, collective=None, origin="")
+        # What the step returns or writes at its end is computed before the update begins.
+        at_the_end = consumer.op == "output" or info(consumer).phase == "update"
+        phase = "backward" if serves else info(source if at_the_end else consumer).phase
+        like = replace(info(source), phase="forward" if phase == "input" else phase, collective=None, origin="")
         if isinstance(wanted, Shard) and isinstance(have, Replicate):
             return value.add(wanted, self.own_part(source, wanted, f"{name}/part", like))
         if isinstance(wanted, Partial):
