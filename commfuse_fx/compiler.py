@@ -14,6 +14,7 @@ from torch import fx, nn
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.quiet import torch_is_quiet
+from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.common_costs import Seconds, common_costs
 from commfuse_fx.compare_plans import Planned, fastest
@@ -309,7 +310,7 @@ def compile_call(
 
     common: what nodes count as, for a plan that all ranks have in common, whatever their batches.
     """
-    with no_garbage_collection():
+    with one_trace_at_a_time(), no_garbage_collection():
         start = time.perf_counter()
         with torch_is_quiet(not are_full()):
             program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)

@@ -6,7 +6,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,8 @@ from commfuse_fx.planner import Call, Plan, Planner
 from commfuse_fx.runtime.agreement import Agreement, Ballot, checksum
 from commfuse_fx.runtime.ballot_box import release_ballot_boxes
 from commfuse_fx.runtime.broadcast import broadcast_parameters
-from commfuse_fx.runtime.exchange import Exchange, ProcessExchange
+from commfuse_fx.runtime.callers import OutOfTurn, lock_of, making_a_step
+from commfuse_fx.runtime.exchange import LONGEST_WAIT, Exchange, ProcessExchange
 from commfuse_fx.runtime.executor import Executor
 from commfuse_fx.runtime.forks import check_process, process
 from commfuse_fx.runtime.groups import Groups
@@ -43,7 +44,7 @@ from commfuse_fx.runtime.shards import Shards, layouts_of
 from commfuse_fx.runtime.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.storage import FlatPool, LayoutConflict
 from commfuse_fx.runtime.timeline import Timeline
-from commfuse_fx.runtime.world import get_group_size, get_rank
+from commfuse_fx.runtime.world import get_group_size, get_rank, world_timeout
 from commfuse_fx.tracebacks import user_frames_only
 from commfuse_fx.warned import warn_once_per_step
 
@@ -94,8 +95,9 @@ class CompiledStep:
         if not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone":
             device_mesh = config.mesh if hasattr(config.mesh, "mesh_dim_names") else None
             device = next((p.device.type for p in model.parameters()), "cpu")
-            self._groups = Groups.of_world(self.mesh, device, device_mesh)
-            self._agreement = Agreement()
+            with making_a_step():
+                self._groups = Groups.of_world(self.mesh, device, device_mesh)
+                self._agreement = Agreement()
             _holders_of_groups.add(self)
         self._seeds = Seeds(self.rank, None if self._agreement is None else self._agreement.name)
 
@@ -110,17 +112,17 @@ class CompiledStep:
             with outside_inference_mode():
                 return self(*args, **kwargs)
         if self._agreement is None:
-            self._calls += 1
-            return self._run(args, kwargs)
+            with lock_of(self.model):
+                self._calls += 1
+                return self._run(args, kwargs)
         self._check_process()
-        self._calls += 1
-        self._agreement.begin_step()
-        try:
-            return self._run(args, kwargs)
-        except BaseException as error:
-            lost = self._running is not None and self._running.tail.failed
-            self._agreement.leave_step(error, expected=self._votes(), lost=lost)
-            raise
+        with self._agreement.callers.turn(self._agreement.number):
+            self._calls += 1
+            while True:
+                try:
+                    return self._call(self._agreement, args, kwargs)
+                except OutOfTurn as other:
+                    self._let_first(self._agreement, other.first)
 
     @user_frames_only
     def synchronize(self) -> None:
@@ -151,7 +153,7 @@ class CompiledStep:
         virtual world. Raises what compiling raises.
         """
         self.synchronize()
-        with outside_inference_mode(), self.shapes_only():
+        with lock_of(self.model), outside_inference_mode(), self.shapes_only():
             compiled = self.planner.read(self.planner.take_apart(args, kwargs))
         call = LoweredCall(self, args, kwargs)
         return Lowered(
@@ -172,6 +174,10 @@ class CompiledStep:
         if self.virtual:
             raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
         self._check_process()
+        with self._turn():
+            return self._profile(args, kwargs, rounds, cluster)
+
+    def _profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounds: int, cluster: Any) -> StepProfile:
         self.synchronize()
         call = self.planner.take_apart(args, kwargs)
         executor = self._executor(self._plan(call), call)
@@ -226,6 +232,36 @@ class CompiledStep:
             yield self._timeline
         finally:
             self._timeline = None
+
+    def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        agreement.begin_step()
+        try:
+            with lock_of(self.model):
+                return self._run(args, kwargs)
+        except BaseException as error:
+            lost = self._running is not None and self._running.tail.failed
+            agreement.leave_step(error, expected=self._votes(), lost=lost)
+            raise
+
+    @staticmethod
+    def _let_first(agreement: Agreement, first: int) -> None:
+        """The vote has shown that rank 0 runs this step next: if it is another one, its thread goes first here, too."""
+        if first == agreement.number:
+            return
+        try:
+            agreement.callers.let_first(first, agreement.number, min(world_timeout() / 2, LONGEST_WAIT).total_seconds())
+        except CommFuseError as error:
+            agreement.begin_step()
+            agreement.leave_step(error, expected=True)
+            raise
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with ExitStack() as entered:
+            if self._agreement is not None:
+                entered.enter_context(self._agreement.callers.turn(self._agreement.number))
+            entered.enter_context(lock_of(self.model))
+            yield
 
     def _check_process(self) -> None:
         if self._agreement is not None:

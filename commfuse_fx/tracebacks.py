@@ -94,11 +94,10 @@ def shorten(error: BaseException) -> None:
 
     An error of this project's own code that nobody raised on purpose keeps its frames: it is a fault to report.
     """
-    if are_full():
+    if are_full() or _is_fault(error):
         return
     for each in _connected(error):
-        if not _is_fault(each):
-            each.__traceback__ = _shortened(each.__traceback__)
+        each.__traceback__ = _shortened(each.__traceback__)
 
 
 def _connected(error: BaseException) -> Iterator[BaseException]:

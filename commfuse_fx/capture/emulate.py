@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map_only
 
+from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
 
 aten = torch.ops.aten
@@ -63,22 +64,23 @@ class Randomness:
     def patched(self) -> Iterator[None]:
         with ExitStack() as stack:
             for module in (torch, torch.random, torch.cuda):
-                stack.enter_context(patch.object(module, "get_rng_state", self.get_state))
-                stack.enter_context(patch.object(module, "set_rng_state", self.set_state))
-                stack.enter_context(patch.object(module, "manual_seed", self.refuse))
+                stack.enter_context(patched_here(module, "get_rng_state", self.get_state))
+                stack.enter_context(patched_here(module, "set_rng_state", self.set_state))
+                stack.enter_context(patched_here(module, "manual_seed", self.refuse))
             yield
 
 
 @contextmanager
 def traceable_torch() -> Iterator[None]:
     """Replace what torch itself decides by the values of tensors, in modules and checks of arguments."""
+    distribution = torch.distributions.Distribution
     with (
-        patch.object(torch.distributions.Distribution, "_validate_args", False),
-        patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_declared_causal),
-        patch.object(nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
+        patch.object(distribution, "_validate_args", ValueHere(False, distribution._validate_args)),
+        patched_here(nn.modules.transformer, "_detect_is_causal_mask", _is_declared_causal),
+        patched_here(nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
         patch.dict(fake_impls.op_implementations_dict, _SHAPES),
-        patch.object(torch, "ctc_loss", _ctc_loss),
-        patch.object(torch._VF, "_pack_padded_sequence", _refuse_packing),
+        patched_here(torch, "ctc_loss", _ctc_loss),
+        patched_here(torch._VF, "_pack_padded_sequence", _refuse_packing),
     ):
         yield
 

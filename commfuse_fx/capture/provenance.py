@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class OriginRecorder(TorchDispatchMode):
         self._stack: list[str] = [""]
         self._by_sequence: dict[int, Origin] = {}
         self._in_backward = False
+        self._thread = threading.get_ident()
         self.random = Randomness()
         self.attributes = Attributes(model)
 
@@ -174,11 +176,13 @@ class OriginRecorder(TorchDispatchMode):
         self._in_backward = False
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return  # the hooks are those of all modules in all threads
         self._stack.append(self._names.get(id(module), self._stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # After an exception the stack is kept, so that the error can name the module.
-        if sys.exc_info()[0] is None:
+        if sys.exc_info()[0] is None and threading.get_ident() == self._thread:
             self._stack.pop()
 
 

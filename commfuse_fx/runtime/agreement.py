@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
 from commfuse_fx.runtime.ballot_box import ballot_box
+from commfuse_fx.runtime.callers import OutOfTurn
 from commfuse_fx.runtime.distress import keep_forever
 from commfuse_fx.runtime.timeline import Timeline
 
@@ -53,7 +54,8 @@ class Ballot:
     number: of the compiled step, in the order in which the program compiled them. model: class of its model. captured:
     the graph that was captured, as far as it must agree. full: the whole text to quote from, line by line as
     `captured`. plan: what `communication_text` says of the graph that was made of it. in_common: whether that was made
-    with the prices that ranks have in common.
+    with the prices that ranks have in common. others: whether other threads of the rank call steps too,
+    one of which may be about to call what another rank has called.
     """
 
     number: int
@@ -62,6 +64,7 @@ class Ballot:
     full: str
     plan: str
     in_common: bool = False
+    others: bool = False
 
     @cached_property
     def signature(self) -> int:
@@ -78,6 +81,7 @@ class Agreement:
         self._box = ballot_box()
         self.number = self._box.next_step()
         self.distress = self._box.distress
+        self.callers = self._box.callers
         self.name = f"{self.distress.name}/{self.number}"
         self._work: Any = None
         self._is_running = False
@@ -144,7 +148,7 @@ class Agreement:
         if failed:
             raise PeerFailedError(self._explain_failure(self._exchange("")))
         if differ:
-            raise self._mismatch(self._exchange(ballot))
+            raise self._mismatch(self._exchange(replace(ballot, others=self.callers.have_others())))
         if len(set(parameters)) > 1:
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
@@ -201,7 +205,11 @@ class Agreement:
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
         return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
 
-    def _mismatch(self, ballots: list[Ballot]) -> PlanMismatchError:
+    def _mismatch(self, ballots: list[Ballot]) -> Exception:
+        first = ballots[0].number
+        out_of_turn = [each for each in ballots if each.number != first]
+        if out_of_turn and all(each.others for each in out_of_turn):
+            return OutOfTurn(first)
         error = PlanMismatchError(self._explain_mismatch(ballots))
         same = all(each.number == ballots[0].number and each.captured == ballots[0].captured for each in ballots)
         # From what all ranks see, so that all of them go on alike.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfuse_fx.runtime.callers import Callers
 from commfuse_fx.runtime.distress import Distress
 from commfuse_fx.runtime.starts import name_of_start
 from commfuse_fx.runtime.world import world_timeout
@@ -18,13 +19,15 @@ from commfuse_fx.runtime.world import world_timeout
 
 class BallotBox:
     """group: a Gloo group of all ranks that carries votes only. distress: where a rank says that it has left a step
-    between its collectives. broken: what this rank knows of such an end; "" while all are at the same place."""
+    between its collectives. broken: what this rank knows of such an end; "" while all are at the same place. callers:
+    the threads of this rank that call steps."""
 
     def __init__(self) -> None:
         start = name_of_start(world_timeout())
         self.group: Any = dist.new_group(backend="gloo", timeout=world_timeout())
         self.distress = Distress(f"{start}/{self.group.group_name}")
         self.broken = ""
+        self.callers = Callers()
         self._steps = 0
 
     def next_step(self) -> int:

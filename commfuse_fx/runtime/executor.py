@@ -223,6 +223,7 @@ class Executor:
         if not self.draws or self.program.mesh.world == 1:
             yield
             return
+        before = torch.get_rng_state()
         # 62 bits from the user's generator, so that the next step differs; the rank is mixed in, but for one device's
         # graph divided among ranks, where all of them draw the whole.
         if self.program.config.divides_graphs:
@@ -236,6 +237,9 @@ class Executor:
             for device in self.devices:
                 torch.cuda.default_generators[device].manual_seed(seed ^ (rank + 1))
             yield
+        except BaseException:
+            state = before  # the step has not happened, whatever the ranks did before one of them raised
+            raise
         finally:
             torch.set_rng_state(state)
             for device, saved in zip(self.devices, cuda, strict=True):

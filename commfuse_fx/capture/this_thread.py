@@ -1,0 +1,58 @@
+"""Tracing takes the place of parts of torch: one trace at a time, and for its own thread only."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+
+class _Lock:
+    """Held by the thread that traces. A forked child starts with a free one."""
+
+    def __init__(self) -> None:
+        self.free()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.free)
+
+    def free(self) -> None:
+        self.lock = threading.RLock()
+
+
+_tracing = _Lock()
+
+
+@contextmanager
+def one_trace_at_a_time() -> Iterator[None]:
+    """Other threads wait until this one has traced: what a trace replaces in torch is there for all of them."""
+    with _tracing.lock:
+        yield
+
+
+@contextmanager
+def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """As `unittest.mock.patch.object` for a function, but other threads go on to call the original."""
+    original, thread = getattr(owner, name), threading.get_ident()
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    with patch.object(owner, name, chosen):
+        yield
+
+
+class ValueHere:
+    """A class attribute that has one value in the thread that makes it and another one elsewhere."""
+
+    def __init__(self, here: Any, elsewhere: Any) -> None:
+        self._thread = threading.get_ident()
+        self._here = here
+        self._elsewhere = elsewhere
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self._here if threading.get_ident() == self._thread else self._elsewhere
