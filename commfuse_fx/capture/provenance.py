@@ -21,18 +21,15 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_eager_collective
 from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
+from commfuse_fx.capture.user_files import is_user_file
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.random_draws import call_draws, draws_random_numbers
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def _is_user_file(filename: str) -> bool:
-    return not filename.startswith((_TORCH, _HERE, "<"))
 
 
 def _location(filename: str, line: int) -> str:
@@ -42,7 +39,7 @@ def _location(filename: str, line: int) -> str:
 def user_line(frame: FrameType | None) -> str:
     """`file:line` of the innermost frame that is neither torch's nor ours, or an empty string."""
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return _location(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -52,7 +49,7 @@ def user_line_of(traceback: TracebackType | None) -> str:
     """The same for the place where an exception was raised."""
     found = ""
     while traceback is not None:
-        if _is_user_file(traceback.tb_frame.f_code.co_filename):
+        if is_user_file(traceback.tb_frame.f_code.co_filename):
             found = _location(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
@@ -63,7 +60,7 @@ def innermost_function(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if _is_user_file(code.co_filename):
+        if is_user_file(code.co_filename):
             found = ""
         elif not found and code.co_filename.startswith(_TORCH + "nn"):
             found = code.co_name if code.co_name not in ("_wrapped_call_impl", "_call_impl", "inner") else ""
@@ -126,6 +123,8 @@ class OriginRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_eager_collective(func):
+            refuse_eager_collective(func)
         if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
             raise CaptureError(self.attributes.refusal(args[0]))  # it would be changed here and now
         origin = self._origin()

@@ -27,7 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from commfuse_fx import ops
+from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.emulate import traceable_torch
+from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.provenance import (
     OriginRecorder,
     innermost_function,
@@ -120,6 +122,7 @@ def trace_step(
         ops.tracing_on(mesh),
         marks_traced(model) if marked else nullcontext(),
         traceable_torch(),
+        eager_collectives_refused(),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
     ):
@@ -127,7 +130,7 @@ def trace_step(
             with recorder.random.patched():
                 traced = make_fx(
                     step,
-                    decomposition_table=WITHOUT_WORKSPACE if marked else WITH_WORKSPACE,
+                    decomposition_table=_recorded_as(mesh, marked),
                     tracing_mode="fake",
                     _allow_non_fake_inputs=True,
                 )(*flat)
@@ -150,6 +153,11 @@ def trace_step(
                 _allow_non_fake_inputs=True,
             )(*flat)
     return _read(functional, len(params))
+
+
+def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
+    """What ops become when they are recorded, below autograd."""
+    return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **functional_collectives(mesh, marked)}
 
 
 def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> nn.Parameter:

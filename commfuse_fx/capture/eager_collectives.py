@@ -1,0 +1,110 @@
+"""torch.distributed in a model's forward: it would talk to the other ranks while one of them traces, and never again.
+
+The ops behind all of its functions are seen by the tracer, however a function was imported; what talks before it comes
+to an op is caught here by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commfuse_fx.capture.user_files import is_user_file
+from commfuse_fx.errors import CaptureError
+
+_HERE = dist.__file__.removesuffix("__init__.py")
+_WRAPPERS = ("c10d_logger.py", "_composable_state.py")
+
+_SIBLINGS = {  # name in cf.ops -> how torch's names begin; the first that fits counts
+    "reduce_scatter": ("reduce_scatter",),
+    "all_reduce": ("all_reduce", "allreduce", "reduce"),
+    "all_gather": ("all_gather", "allgather", "gather"),
+    "broadcast": ("broadcast", "scatter"),
+    "all_to_all": ("all_to_all", "alltoall"),
+}
+
+
+def is_eager_collective(op: Any) -> bool:
+    """Whether this is an op that talks to other ranks here and now."""
+    return getattr(op, "namespace", "") in ("c10d", "symm_mem")
+
+
+def refuse_eager_collective(op: Any) -> None:
+    """Raises CaptureError, which names the function that the user called and what to use in its place."""
+    raise CaptureError(_refusal(_called() or op._schema.name.split("::")[1].strip("_")))
+
+
+@contextmanager
+def eager_collectives_refused() -> Iterator[None]:
+    """Inside the `with` block, refuse also what would change or read something before it comes to an op."""
+    if not dist.is_available():
+        yield
+        return
+    c10d = dist.distributed_c10d
+    with ExitStack() as stack:
+        for name in ("_object_to_tensor", "_tensor_to_object", "_coalescing_manager"):
+            if hasattr(c10d, name):
+                stack.enter_context(patch.object(c10d, name, _refuse_call))
+        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _sync_batch_norm))
+        yield
+
+
+def _refuse_call(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(_refusal(_called() or "a collective"))
+
+
+_sync_batch_norm_forward = nn.SyncBatchNorm.forward
+
+
+def _sync_batch_norm(self: nn.SyncBatchNorm, given: torch.Tensor) -> torch.Tensor:
+    uses_batch = self.training or self.running_mean is None
+    if uses_batch and dist.is_initialized() and dist.get_world_size(self.process_group or dist.group.WORLD) > 1:
+        raise CaptureError(
+            "SyncBatchNorm talks to the other ranks by itself, which a traced step cannot: use a plain BatchNorm with "
+            'parallel_mode="semi_auto", where its statistics are those of the whole batch, or keep BatchNorm\'s '
+            "statistics per rank"
+        )
+    return _sync_batch_norm_forward(self, given)
+
+
+def _called() -> str:
+    """The name of the function of torch.distributed that the user's code has called."""
+    found = ""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_HERE):
+            if not code.co_filename.endswith(_WRAPPERS):
+                found = code.co_name
+        elif found and is_user_file(code.co_filename):
+            break
+        frame = frame.f_back
+    return found
+
+
+def _refusal(called: str) -> str:
+    return (
+        f"{called} of torch.distributed would run once, while the model is traced, and be no part of the step: "
+        f"{_remedy(called)}"
+    )
+
+
+def _remedy(called: str) -> str:
+    if "object" in called:
+        return "exchange objects outside of the model's forward, and hand it what they say as an argument"
+    if "barrier" in called:
+        return "move it out of the model's forward (the ranks of a compiled step keep together by themselves)"
+    name = called.strip("_")
+    for sibling, beginnings in _SIBLINGS.items():
+        if name.startswith(beginnings):
+            more = ", and take this rank's part of it" if name.startswith("scatter") else ""
+            return f"use cf.ops.{sibling}, which becomes a collective of the step and has a gradient{more}"
+    return "move it out of the model's forward, or use cf.ops.all_to_all"
