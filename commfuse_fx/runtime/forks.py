@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
-from weakref import ReferenceType, WeakMethod
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 
@@ -33,26 +33,43 @@ def check_process(made_in: int, what: str) -> None:
         raise ForkError(f"process {os.getpid()} was forked from a rank of a training, and {what}")
 
 
-class ForkHooks:
-    """Methods to call around a fork, in the order in which they were added; their objects are not kept alive."""
+class Follower(Protocol):
+    """What forks are told to."""
+
+    def before_fork(self) -> None:
+        """In the parent."""
+
+    def in_child(self) -> None:
+        """In the child, where the forking thread is the only one."""
+
+
+class Followers:
+    """They are not kept alive, and told in the order in which they came."""
 
     def __init__(self) -> None:
-        self._methods: dict[int, ReferenceType[Callable[[], None]]] = {}
+        self._known: dict[int, ReferenceType[Follower]] = {}
         self._added = 0
 
-    def add(self, method: Callable[[], None]) -> None:
+    def add(self, follower: Follower) -> None:
         self._added = number = self._added + 1
+        known = self._known
 
-        def forget(reference: ReferenceType[Callable[[], None]]) -> None:
-            self._methods.pop(number, None)
+        def forget(_: ReferenceType[Follower]) -> None:
+            known.pop(number, None)
 
-        self._methods[number] = WeakMethod(method, forget)
+        known[number] = ref(follower, forget)
 
-    def __call__(self) -> None:
-        for reference in list(self._methods.values()):
-            method = reference()
-            if method is not None:
-                self._call(method)
+    def before_fork(self) -> None:
+        for follower in self._alive():
+            self._call(follower.before_fork)
+
+    def in_child(self) -> None:
+        for follower in self._alive():
+            self._call(follower.in_child)
+
+    def _alive(self) -> list[Follower]:
+        found = [reference() for reference in list(self._known.values())]
+        return [follower for follower in found if follower is not None]
 
     @staticmethod
     def _call(method: Callable[[], None]) -> None:
@@ -63,7 +80,7 @@ class ForkHooks:
             log.error("while a process is forked: %s", error)
 
 
-before_fork, in_child = ForkHooks(), ForkHooks()
+followers = Followers()
 
 
 def check_world() -> None:
@@ -85,8 +102,8 @@ def _in_child() -> None:
     if dist.is_available() and dist.is_initialized():
         _parents_world = dist.group.WORLD
         never_destroy_groups()
-    in_child()
+    followers.in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=before_fork, after_in_child=_in_child)
+    os.register_at_fork(before=followers.before_fork, after_in_child=_in_child)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.runtime.forks import before_fork, in_child
+from commfuse_fx.runtime.forks import followers
 from commfuse_fx.tracebacks import shorten, user_frames_only
 
 # What may be asked of a tensor without looking at its values; `optimizer.zero_grad()` needs some of it.
@@ -81,8 +81,7 @@ class Guard:
         self.lock = threading.RLock()
         self._guarded: list[tuple[torch.Tensor, type]] = []
         self._classes: dict[type, type] = {}
-        before_fork.add(self._before_fork)
-        in_child.add(self._in_child)
+        followers.add(self)
 
     def __getstate__(self) -> tuple[Callable[[], None], bool]:
         """A copied step has a guard of its own, which is open: copying a pending tensor finishes its update."""
@@ -91,11 +90,11 @@ class Guard:
     def __setstate__(self, state: tuple[Callable[[], None], bool]) -> None:
         Guard.__init__(self, *state)
 
-    def _before_fork(self) -> None:
+    def before_fork(self) -> None:
         if self.alone and self.is_closed:
             self.finish()
 
-    def _in_child(self) -> None:
+    def in_child(self) -> None:
         self.lock = threading.RLock()  # a thread that holds it is not in the child
 
     def close(self, tensors: Iterable[torch.Tensor]) -> None:

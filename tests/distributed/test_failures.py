@@ -298,7 +298,7 @@ def test_processes_end_soon_after_an_uncaught_error() -> None:
     assert [process.returncode for process in processes] == [1, 1]
     assert "CollectiveError: rank 0: reduce/" in said[0]
     assert "MemoryError: no room left" in said[1]
-    assert not any("commfuse_fx/" in text for text in said)  # nor do they show frames that are not the user's
+    assert not any(what in text for text in said for what in ("commfuse_fx/", "Exception ignored"))
 
 
 class _StepThatInterrupts(torch.optim.SGD):
