@@ -12,15 +12,21 @@ from unittest.mock import patch
 
 
 class _Lock:
-    """Held by the thread that traces. A forked child starts with a free one."""
+    """Held by the thread that traces, and around a fork: a child must not inherit what a trace has replaced."""
 
     def __init__(self) -> None:
-        self.free()
+        self.renew()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.free)
+            os.register_at_fork(before=self.take, after_in_parent=self.give, after_in_child=self.renew)
 
-    def free(self) -> None:
+    def renew(self) -> None:
         self.lock = threading.RLock()
+
+    def take(self) -> None:
+        self.lock.acquire()
+
+    def give(self) -> None:
+        self.lock.release()
 
 
 _tracing = _Lock()

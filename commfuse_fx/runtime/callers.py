@@ -20,10 +20,17 @@ from torch import nn
 from commfuse_fx.errors import CommFuseError
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_making = [threading.Lock()]  # held by the thread that makes a step of several ranks
+
+
+def _in_child() -> None:
+    """Threads that hold locks are not there."""
+    _locks.clear()
+    _making[0] = threading.Lock()
+
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_locks.clear)
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def lock_of(model: nn.Module) -> Any:
@@ -35,7 +42,8 @@ def lock_of(model: nn.Module) -> Any:
 @contextmanager
 def making_a_step() -> Iterator[None]:
     """Raises CommFuseError where another thread is making a step of several ranks."""
-    if not _making.acquire(blocking=False):
+    lock = _making[0]
+    if not lock.acquire(blocking=False):
         raise CommFuseError(
             "two threads call cf.compile() at the same time: on several ranks steps are told apart by the order in "
             "which they are compiled, so compile one after the other in one thread, then hand each to its own"
@@ -43,7 +51,7 @@ def making_a_step() -> Iterator[None]:
     try:
         yield
     finally:
-        _making.release()
+        lock.release()
 
 
 class OutOfTurn(Exception):
@@ -68,7 +76,8 @@ class Callers:
     def have_others(self) -> bool:
         """Whether threads other than this one have called a step, and live."""
         me = threading.current_thread()
-        return any(thread is not me and thread.is_alive() for thread in list(self._threads))
+        with self._changed:
+            return any(thread is not me and thread.is_alive() for thread in self._threads)
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:

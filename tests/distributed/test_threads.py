@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx import step as steps_of_ranks
+from commfuse_fx.runtime.callers import making_a_step
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models import assert_same, mlp, momentum, snapshot, xy
+from tests.distributed.test_forks import in_fork
 
 ACROSS = {"schedule": cf.ScheduleConfig(across_steps=True)}
 LIMIT = 60.0
@@ -143,6 +145,43 @@ def test_eager_work_beside_a_trace():
     assert isinstance(have, list), have
     for one, two in zip(have, want, strict=True):
         assert torch.equal(one, two)
+
+
+def test_two_threads_that_compile_for_several_ranks_are_refused():
+    inside, done = threading.Event(), threading.Event()
+
+    def first() -> str:
+        with making_a_step():
+            inside.set()
+            assert done.wait(LIMIT)
+        return "made"
+
+    def second() -> None:
+        assert inside.wait(LIMIT)
+        try:
+            with making_a_step():
+                pass
+        finally:
+            done.set()
+
+    made, refused = at_once(first, second)
+    assert made == "made" and isinstance(refused, cf.CommFuseError) and "cf.compile()" in str(refused)
+    with making_a_step():
+        pass
+
+
+def test_a_fork_beside_a_trace_has_the_parameters():
+    model = Slow()
+    want = float(model.layer.weight.detach().norm())
+    step = cf.compile(model, loss_fn=F.cross_entropy)
+
+    def beside() -> Any:
+        assert model.traced.wait(LIMIT)
+        threading.Timer(0.2, model.go_on.set).start()
+        return in_fork(lambda: float(model.layer.weight.detach().norm()))
+
+    _, found = at_once(lambda: step(*xy(0, 0)), beside)
+    assert found == want
 
 
 # Several ranks
