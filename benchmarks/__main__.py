@@ -12,6 +12,7 @@ NAMES = (
     "planning",
     "memory_cap",
     "compile_cost",
+    "guards",
     "step_time",
     "plan_quality",
 )

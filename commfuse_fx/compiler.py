@@ -14,6 +14,7 @@ from torch import fx, nn
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.quiet import torch_is_quiet
+from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.common_costs import Seconds, common_costs
@@ -305,15 +306,18 @@ def compile_call(
     keep_captured: bool = False,
     sharding: Sharding | None = None,
     common: Seconds | None = None,
+    reads: Reads | None = None,
 ) -> Compiled:
     """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified.
+
+    reads: takes notes of the Python values that the trace reads.
 
     common: what nodes count as, for a plan that all ranks have in common, whatever their batches.
     """
     with one_trace_at_a_time(), no_garbage_collection():
         start = time.perf_counter()
         with torch_is_quiet(not are_full()):
-            program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer)
+            program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer, reads)
         seconds = time.perf_counter() - start
         if sharding is not None and sliced_inputs and not config.full_batch:
             resolved = resolve_marks(sharding.marks, program)

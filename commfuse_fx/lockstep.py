@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.capture.differences import cause
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.planner import Call, Plan
+from commfuse_fx.plan_cache import Plan
+from commfuse_fx.planner import Call
 from commfuse_fx.rank_copies import copy_for_rank
 from commfuse_fx.runtime.exchange import LocalExchange
 from commfuse_fx.runtime.executor import Executor
@@ -145,7 +147,7 @@ class LockstepWorld:
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise ConfigValueError(
-                    f"the batch of rank {rank} is not like that of rank 0: {signature.difference(signatures[0])}"
+                    f"the batch of rank {rank} is not like that of rank 0: {cause(signature, signatures[0])}"
                 )
         return calls
 

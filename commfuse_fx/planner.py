@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.loss import LossFn, name_arguments
+from commfuse_fx.capture.differences import cause
+from commfuse_fx.capture.guards import Guards, OwnValues
+from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
 from commfuse_fx.capture.model_structure import ModelStructure
+from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
 from commfuse_fx.common_costs import Seconds, seconds_by_name
@@ -25,28 +27,14 @@ from commfuse_fx.ir.program import OptimizerInfo
 from commfuse_fx.logs import logger
 from commfuse_fx.optim import check_optimizer, describe_optimizer
 from commfuse_fx.passes.divide import Layouts
+from commfuse_fx.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.progress import progress
 from commfuse_fx.publish import is_dumped, publish
-from commfuse_fx.runtime.agreement import Ballot
-from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.retrace_log import Findings, Traces
 from commfuse_fx.runtime.storage import LayoutConflict
 from commfuse_fx.sharding.marks import collect
 
-_RETRACE, _PLAN, _STEP = logger("retrace"), logger("plan"), logging.getLogger("commfuse_fx.step")
-
-MAX_GRAPHS = 16
-"""Graphs kept per compiled step; the least recently used one goes first."""
-
-
-@dataclass
-class Plan:
-    """One graph, and what runs it. `ballot`: what ranks that run it together vote for."""
-
-    compiled: Compiled
-    flat_updates: bool = True
-    opaque: str = ""
-    executor: Executor | None = None
-    ballot: Ballot | None = None
+_PLAN, _STEP = logger("plan"), logging.getLogger("commfuse_fx.step")
 
 
 @dataclass(frozen=True)
@@ -76,8 +64,11 @@ class Planner:
         self.mesh = mesh
         self.rank = rank
         self.watch = Watch(model, optimizer)
-        self.plans: OrderedDict[Signature, Plan] = OrderedDict()
-        self._last: Signature | None = None
+        self.plans = PlanCache()
+        self._traces = Traces(type(model).__qualname__)
+        self._findings = Findings()
+        self._reads: Reads | None = None  # of a trace whose guards have not been made yet
+        self._own_values: OwnValues = {}
         self._has_said_so = False  # that a call does not train although the model is in training mode
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
         self._laid_out: ModelStructure | None = None
@@ -87,41 +78,45 @@ class Planner:
     def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
         leaves, structure = flatten(name_arguments(args, kwargs, self.loss_fn), "")
-        return Call(structure, [(_path(path), tensor) for path, tensor in leaves])
+        return Call(structure, [(argument_path(path), tensor) for path, tensor in leaves])
 
     def signature(self, call: Call) -> Signature:
         return self.watch.signature(call.structure, [tensor for _, tensor in call.leaves])
 
     def known_plan(self, call: Call) -> Plan | None:
-        """The plan for this call, if it has been made."""
-        signature = self.signature(call)
-        plan = self.plans.get(signature)
+        """The plan for this call, if it has been made and nothing that its trace has read is another value now."""
+        plan = self.plans.find(self.signature(call))
         if plan is not None:
-            self.plans.move_to_end(signature)
-            self._last = signature
+            self.plans.last = plan
         return plan
 
     def plan(self, call: Call) -> Plan:
-        """The plan for this call, traced anew if shapes, modes or the optimizer have changed."""
+        """The plan for this call, traced anew where that is needed: shapes, modes, attributes or the optimizer have
+        changed."""
         plan = self.known_plan(call)
         if plan is None:
             signature = self.signature(call)
-            if self._last is not None:
-                _RETRACE.info("re-tracing: %s", signature.difference(self._last))
-            plan = self._keep(signature, Plan(self._compile(call)))
-            self._last = signature
+            self.plans.release_others(signature)
+            self._traces.again(self._why(signature))
+            plan = self.plans.last = self._keep(signature, self._compile(call))
         return plan
+
+    def retrace(self) -> None:
+        """Forget all graphs: the next call traces again."""
+        if self.plans:
+            self._traces.cause = "step.retrace() was called"
+        self.plans.clear()
 
     def read(self, call: Call) -> Compiled:
         """The same graph with what it takes to replay the passes; a plan that runs already is left alone."""
         signature = self.signature(call)
-        plan = self.plans.get(signature)
+        plan = self.plans.find(signature)
         if plan is not None and plan.compiled.captured is not None:
             return plan.compiled
         if plan is not None:  # as it was planned, which the optimizer's state may have had a say in
             return self._compile(call, True, plan.flat_updates, plan.opaque)
         compiled = self._compile(call, keep_captured=True)
-        self._keep(signature, Plan(compiled))
+        self._keep(signature, compiled)
         return compiled
 
     def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
@@ -130,6 +125,7 @@ class Planner:
         plan.flat_updates = False
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
+        plan.guards = self._guards()
         plan.executor = None
 
     @property
@@ -151,7 +147,6 @@ class Planner:
         """Make all plans for the model as it is now anew, and from now on, with prices that all ranks have."""
         self._common[self._mode] = seconds
         self.plans.clear()
-        self._last = None
 
     def forget_replaced_parameters(self) -> None:
         """Let go of what has run with parameters that are no longer the model's; it would keep their memory."""
@@ -159,11 +154,26 @@ class Planner:
             if plan.executor is not None and plan.executor.params is not self.watch.params:
                 plan.executor = None
 
-    def _keep(self, signature: Signature, plan: Plan) -> Plan:
-        self.plans[signature] = plan
-        while len(self.plans) > MAX_GRAPHS:
-            self.plans.popitem(last=False)
+    def _why(self, signature: Signature) -> str:
+        """What has changed since the last call; empty for the first one."""
+        if self.plans.last is None:
+            return ""
+        found = cause(signature, self.plans.last.signature, self.model) or self.plans.last.guards.difference()
+        return found or f"it is no longer among the {MAX_GRAPHS} graphs that are kept"
+
+    def _keep(self, signature: Signature, compiled: Compiled) -> Plan:
+        plan = Plan(compiled, signature, self._guards())
+        self.plans.keep(plan)
         return plan
+
+    def _guards(self) -> Guards:
+        """Those of the last trace."""
+        reads, self._reads = self._reads, None
+        watch = self.watch
+        guards = Guards([] if reads is None else reads.finish(), self._own_values, lambda: watch.own_tensors)
+        self._findings.report_changes(guards.changes)
+        self._findings.report_numbers(() if reads is None else reads.python_numbers)
+        return guards
 
     def _compile(
         self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
@@ -211,6 +221,7 @@ class Planner:
         training = self.watch.trains
         if self.model.training and not training:
             self._say_that_nothing_is_trained()
+        self._reads = Reads(self.model, self.loss_fn)
         with progress("compiling the training step" if training else "compiling the evaluation step"):
             compiled = compile_call(
                 self.model,
@@ -226,6 +237,7 @@ class Planner:
                 keep_captured or is_dumped(),
                 sharding,
                 self._common.get(self._mode) if self._common else None,
+                self._reads,
             )
         publish(compiled, self.rank)
         if not keep_captured:
@@ -285,8 +297,3 @@ def _whole_batch(leaves: list[tuple[str, torch.Tensor]], ways: int) -> tuple[lis
         for path, tensor in leaves
     ]
     return whole, paths
-
-
-def _path(path: str) -> str:
-    """`input.0`, `input.mask` and `target` from the paths of the flattened arguments."""
-    return path.removeprefix(".").replace("input.args.", "input.").replace("input.kwargs.", "input.")

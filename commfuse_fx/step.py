@@ -25,7 +25,8 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import communication_text
 from commfuse_fx.logs import configure_logs, logger
 from commfuse_fx.lowered import Lowered, LoweredCall
-from commfuse_fx.planner import Call, Plan, Planner
+from commfuse_fx.plan_cache import Plan
+from commfuse_fx.planner import Call, Planner
 from commfuse_fx.runtime.agreement import Agreement, Ballot, checksum
 from commfuse_fx.runtime.ballot_box import release_ballot_boxes
 from commfuse_fx.runtime.broadcast import broadcast_parameters
@@ -134,6 +135,17 @@ class CompiledStep:
         """
         if self._running is not None:
             self._running.synchronize()
+
+    def retrace(self) -> None:
+        """Forget all graphs, so that the next call traces the model again.
+
+        For what a step cannot see by itself: globals, environment variables, values behind closures of helper
+        functions (docs/what-is-fixed.md). Parameters, optimizer state and buffers stay what they are. Call it on all
+        ranks: one that traces another graph than the others ends the step with a PlanMismatchError on all of them.
+        Raises CollectiveError when updates of the last step are still to come and their communication fails.
+        """
+        self.synchronize()
+        self.planner.retrace()
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:

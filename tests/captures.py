@@ -35,7 +35,7 @@ def capture(model: nn.Module, *arguments: Any) -> Program:
     """In place of `commfuse_fx.compiler.capture`, with its arguments."""
     if model not in _made_as:
         return trace(model, *arguments)
-    loss_fn, structure, leaves, mesh, config, training, optimizer = arguments
+    loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments
     inputs = tuple((path, *_spec(tensor)) for path, tensor in leaves)
     key = (_made_as[model], _state(model), loss_fn, structure, inputs, mesh, config.divides_graphs, training)
     if key not in _captured:

@@ -94,7 +94,7 @@ def test_areas_and_their_words(words: Words, capsys: pytest.CaptureFixture[str])
     step = cf.compile(nn.Linear(8, 8), cut, loss_fn=nn.functional.mse_loss)
     for rows in (2, 3):
         step(torch.ones(rows, 8), torch.ones(rows, 8))
-    change = "an input changed from torch.float32[2, 8] to torch.float32[3, 8]"
+    change = "input.0 (input): f32[2,8] -> f32[3,8]"
     assert capsys.readouterr().err == f"[commfuse retrace] re-tracing: {change}\n"
 
 

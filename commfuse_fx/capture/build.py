@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from commfuse_fx.capture.loss import LossFn, compute_loss
 from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
+from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, unflatten
 from commfuse_fx.config import CompileConfig
@@ -28,8 +29,9 @@ def capture(
     config: CompileConfig,
     training: bool,
     optimizer: OptimizerInfo | None,
+    reads: Reads | None = None,
 ) -> Program:
-    """Trace one call. `leaves` are the call's tensors with their paths, `structure` how they nest.
+    """Trace one call. `leaves` are the call's tensors with their paths, `structure` how they nest. `reads` takes notes.
 
     Raises CaptureError when the step cannot be one graph; errors of the model itself pass unchanged.
     """
@@ -39,7 +41,7 @@ def capture(
         return compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder)
 
     inputs = [tensor for _, tensor in leaves]
-    traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs)
+    traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs, reads=reads)
     params = describe_parameters(model)
     program = Program(
         graph=traced.graph,

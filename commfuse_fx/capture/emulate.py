@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map_only
 
+from commfuse_fx.capture.generators import SEEDED, Generators
 from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
 
@@ -30,9 +31,11 @@ class Randomness:
         self._draws: list[tuple[Any, Any]] = []
         self._position = 0
         self._is_watched = False
+        self.generators = Generators()
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that draws random numbers, or give it the numbers that it got before."""
+        self.generators.drawn_from(kwargs.get("generator"))
         position, self._position = self._position, self._position + 1
         if position < len(self._draws):
             drawn_by, numbers = self._draws[position]
@@ -55,19 +58,25 @@ class Randomness:
         self._position = state
 
     def refuse(self, *args: Any) -> None:
-        raise CaptureError(
-            "the model seeds the random generator or sets its state in forward, which a compiled step cannot "
-            "repeat: seed before the step"
-        )
+        raise CaptureError(SEEDED)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in (torch, torch.random, torch.cuda):
-                stack.enter_context(patched_here(module, "get_rng_state", self.get_state))
-                stack.enter_context(patched_here(module, "set_rng_state", self.set_state))
-                stack.enter_context(patched_here(module, "manual_seed", self.refuse))
-            yield
+        functions: dict[str, Callable[..., Any]] = {
+            "get_rng_state": self.get_state,
+            "set_rng_state": self.set_state,
+            "initial_seed": self.generators.initial_seed,
+            **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), self.refuse),
+        }
+        try:
+            self.generators.watch_defaults()
+            with ExitStack() as stack:
+                for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+                    for name in functions.keys() & vars(module).keys():
+                        stack.enter_context(patched_here(module, name, functions[name]))
+                yield
+        finally:
+            self.generators.restore()
 
 
 @contextmanager

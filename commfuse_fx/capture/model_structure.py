@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from commfuse_fx.capture.frozen import Itself
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
 
 _Named = Mapping[str, Hashable]
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold the hooks which run in a step."""
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The same of a parameter; None until there is one."""
+
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(nn.modules.module, f"_global{name}") for name in HOOKS)
+"""Those of all modules."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +34,11 @@ class ModelStructure:
     modules: tuple[tuple[str, Hashable], ...]
     parameters: tuple[tuple[str, Hashable], ...]
     buffers: tuple[tuple[str, Hashable], ...]
+    hooks: tuple[tuple[str, Hashable], ...]
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.modules, self.parameters, self.buffers)))
+        object.__setattr__(self, "_hash", hash((self.modules, self.parameters, self.buffers, self.hooks)))
 
     def __hash__(self) -> int:
         return self._hash  # hashing every name at every step takes longer than comparing them
@@ -44,11 +56,11 @@ class ModelStructure:
             (name, (first.setdefault(id(buffer), name), *_looks(buffer)))
             for name, buffer in model.named_buffers(remove_duplicate=False)
         ]
-        return cls(tuple(modules), tuple(parameters), tuple(buffers))
+        return cls(tuple(modules), tuple(parameters), tuple(buffers), tuple(_hooks(model)))
 
     def difference(self, other: ModelStructure) -> str:
         """What has changed since `other`, in words: the first thing that has."""
-        for kind in ("module", "parameter", "buffer"):
+        for kind in ("module", "parameter", "buffer", "hook"):
             new: _Named = dict(getattr(self, f"{kind}s"))
             old: _Named = dict(getattr(other, f"{kind}s"))
             for name in new:
@@ -62,6 +74,21 @@ class ModelStructure:
             if list(new) != list(old):
                 return f"the order of {kind}s changed"
         return "nothing changed"
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """Every hook that runs in a step, by a name that tells of which kind it is and where it sits."""
+    places: list[tuple[str, Sequence[str], Sequence[Any]]] = [("of all modules", HOOKS, GLOBAL_HOOKS)]
+    for path, module in model.named_modules():
+        places.append((f"of module {path or type(module).__name__}", HOOKS, [vars(module).get(k) for k in HOOKS]))
+    for path, param in model.named_parameters():
+        places.append((f"of parameter {path}", TENSOR_HOOKS, [getattr(param, kind) for kind in TENSOR_HOOKS]))
+    for where, kinds, held in places:
+        for kind, hooks in zip(kinds, held, strict=True):
+            for number, hook in enumerate((hooks or {}).values()):
+                what = getattr(hook, "__qualname__", type(hook).__qualname__)
+                name = f"{number} {where} ({kind.strip('_').removesuffix('_hooks')}, {what})"
+                yield name, Itself(hook)
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_eager_collective
 from commfuse_fx.capture.emulate import Randomness
+from commfuse_fx.capture.python_numbers import PythonNumbers
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
 from commfuse_fx.capture.user_files import is_user_file
@@ -66,6 +67,11 @@ def innermost_function(traceback: TracebackType | None) -> str:
             found = code.co_name if code.co_name not in ("_wrapped_call_impl", "_call_impl", "inner") else ""
         traceback = traceback.tb_next
     return found
+
+
+def _line_of_forward(module: nn.Module) -> str:
+    code = getattr(type(module).forward, "__code__", None)
+    return "" if code is None else _location(code.co_filename, code.co_firstlineno)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class OriginRecorder(TorchDispatchMode):
         self._in_backward = False
         self._thread = threading.get_ident()
         self.random = Randomness()
+        self.numbers = PythonNumbers(lambda: self._place(user_line(sys._getframe(2))))
         self.attributes = Attributes(model)
 
     @property
@@ -127,6 +134,7 @@ class OriginRecorder(TorchDispatchMode):
             refuse_eager_collective(func)
         if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
             raise CaptureError(self.attributes.refusal(args[0]))  # it would be changed here and now
+        self.random.generators.check()
         origin = self._origin()
         graph = traced_graph()
         last = graph._root.prev
@@ -155,8 +163,9 @@ class OriginRecorder(TorchDispatchMode):
         before = nn.modules.module.register_module_forward_pre_hook(self._enter)
         after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
         try:
-            with self:
+            with self.numbers.watched(), self:
                 yield
+                self.random.generators.check()
         finally:
             before.remove()
             after.remove()
@@ -182,7 +191,12 @@ class OriginRecorder(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # After an exception the stack is kept, so that the error can name the module.
         if sys.exc_info()[0] is None and threading.get_ident() == self._thread:
+            self.random.generators.check()
+            self.numbers.check(self._place(_line_of_forward(module)))
             self._stack.pop()
+
+    def _place(self, line: str) -> str:
+        return f"in {self.module or 'the top-level module'}{f' at {line}' if line else ''}"
 
 
 class OriginKeeper(fx.Interpreter):

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, ValuesView
-from dataclasses import dataclass, fields
+from collections.abc import Container, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
-from commfuse_fx.capture.model_structure import ModelStructure
+from commfuse_fx.capture.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS, ModelStructure
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.optim import optimizer_key
 
 _IS_TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _DTYPE = operator.attrgetter("dtype")
+_TENSOR_HOOKS = tuple(map(operator.attrgetter, TENSOR_HOOKS))
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashable. The names of the fields are what a re-trace is explained with."""
+    """Hashable. What differs between two of them: `capture.differences.cause`."""
 
     argument_structure: Structure
     tensors: tuple[Any, ...]
@@ -35,37 +37,30 @@ class Signature:
     autocast: tuple[Any, ...]
     optimizer: Any
 
-    def difference(self, other: Signature) -> str:
-        """What has changed since `other`, in words."""
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
-        if "model" in changed:  # modes and the optimizer change with it
-            return self.model.difference(other.model)
-        if changed == ["tensors"]:
-            pairs = zip(other.tensors, self.tensors, strict=False)
-            old, new = next((a, b) for a, b in pairs if a != b)
-            return f"an input changed from {old[1]}{list(old[0])} to {new[1]}{list(new[0])}"
-        text = ", ".join(name.replace("_", " ") for name in changed) or "it was evicted from the cache"
-        return f"{text} changed"
-
 
 class Watch:
-    """Looks at model and optimizer before every step, cheaply, and knows when modules, parameters or buffers have been
-    replaced, added or removed."""
+    """Looks at model and optimizer before every step, cheaply, and knows when modules, parameters, buffers or hooks
+    have been replaced, added or removed."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model = model
         self._optimizer = optimizer
         self._modules: list[nn.Module] = []
         self._laid_out: list[torch.Tensor] = []
+        self._own_tensors: frozenset[int] = frozenset()
         self._known_layouts: dict[tuple[Any, ...], int] = {}
         self._layout: tuple[tuple[Any, ...] | None, int] = (None, 0)
         self._structure: ModelStructure | None = None  # until the first look
         # Dicts in which modules hold their parameters, buffers and submodules, and what they held at the last look.
-        self._empty: list[dict[str, Any]] = []
-        self._filled: list[dict[str, Any]] = []
+        self._empty: list[dict[Any, Any]] = []
+        self._filled: list[dict[Any, Any]] = []
         self._views: list[ValuesView[Any]] = []
         self._names: list[str] = []
         self._held: list[Any] = []
+        self._params: list[nn.Parameter] = []
+        self._tensor_hooks: list[Any] = []  # of them, as they were at the last look
+        self._unhooked: list[dict[int, Any]] = []
+        self._next_hook = 0  # the number that the next hook of the process gets
         self._parameter_names: dict[int, str] = {}
         self.params: Mapping[str, nn.Parameter] = {}
         self.buffers: Mapping[str, torch.Tensor] = {}
@@ -85,17 +80,25 @@ class Watch:
         """Whether a call made now computes gradients."""
         return self._model.training and torch.is_grad_enabled()
 
+    @property
+    def own_tensors(self) -> Container[int]:
+        """The ids of the model's parameters and buffers, as they were at the last look."""
+        return self._own_tensors
+
     def _look(self) -> None:
         self._structure = ModelStructure.of(self._model)
         self._modules = list(self._model.modules())
         self.params = dict(self._model.named_parameters())
         self.buffers = dict(self._model.named_buffers())
         held = (*self.params.values(), *self.buffers.values())
+        self._own_tensors = frozenset(map(id, held))
         self._laid_out = [each for each in held if not is_lazy(each)]
         self._parameter_names = {id(param): name for name, param in self.params.items()}
-        dicts = [held for module in self._modules for held in (module._parameters, module._buffers, module._modules)]
+        dicts: list[dict[Any, Any]] = [
+            held for module in self._modules for held in (module._parameters, module._buffers, module._modules)
+        ]
         self._empty = [held for held in dicts if not held]
-        self._filled = [held for held in dicts if held]
+        self._filled = [held for held in (*dicts, *self._look_at_hooks()) if held]
         self._views = [held.values() for held in self._filled]
         self._names = list(chain.from_iterable(self._filled))
         self._held = list(chain.from_iterable(self._views))
@@ -107,7 +110,27 @@ class Watch:
             and not any(self._empty)
             and list(chain.from_iterable(self._filled)) == self._names
             and all(map(operator.is_, chain.from_iterable(self._views), self._held))
+            and (RemovableHandle.next_id == self._next_hook or self._has_no_new_hooks())
         )
+
+    def _look_at_hooks(self) -> list[dict[int, Any]]:
+        """All dicts of hooks. Whoever adds one takes a number, so those without are only looked at after that."""
+        self._next_hook = RemovableHandle.next_id
+        self._params = list(self.params.values())
+        self._tensor_hooks = list(self._hooks_of_tensors())
+        dicts = [held for module in self._modules for name in HOOKS if (held := vars(module).get(name)) is not None]
+        dicts = [*dicts, *GLOBAL_HOOKS, *(held for held in self._tensor_hooks if held is not None)]
+        self._unhooked = [held for held in dicts if not held]
+        return dicts
+
+    def _has_no_new_hooks(self) -> bool:
+        if any(self._unhooked) or not all(map(operator.is_, self._hooks_of_tensors(), self._tensor_hooks)):
+            return False
+        self._next_hook = RemovableHandle.next_id
+        return True
+
+    def _hooks_of_tensors(self) -> Iterator[Any]:
+        return chain.from_iterable(map(get, self._params) for get in _TENSOR_HOOKS)
 
     def signature(self, structure: Structure, tensors: Sequence[torch.Tensor]) -> Signature:
         """The signature of a call with these tensors, as things stand now."""

@@ -37,6 +37,7 @@ from commfuse_fx.capture.provenance import (
     origin_of,
     user_line_of,
 )
+from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
@@ -80,11 +81,13 @@ def trace_step(
     mesh: Mesh,
     training: bool,
     marked: bool = False,
+    reads: Reads | None = None,
 ) -> Traced:
     """Trace one step. `loss_of(model, inputs, recorder)` runs the model on traced inputs and returns the loss.
 
     marked: whether the marks of `shard` on activations become nodes of the graph, and ops that divide by a count of
         the whole batch sums.
+    reads: takes notes of the Python values that are read.
 
     Raises CaptureError, naming module, source line and fix, where Python control flow depends on the
     values of tensors or the loss cannot be differentiated. Errors of the model itself pass unchanged.
@@ -92,6 +95,9 @@ def trace_step(
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     recorder = OriginRecorder(model)
+    recorder.random.generators.is_divided = marked
+    if reads is not None:
+        reads.on_generator, reads.on_python_generator = recorder.random.generators.watch, recorder.numbers.watch
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor | None]:
         values = iter(flat)
@@ -103,7 +109,12 @@ def trace_step(
         ]
         stand_ins = dict(zip((*params.values(), *buffers.values()), (*fresh, *held.values()), strict=True))
         # backward() stays inside: activation checkpointing runs the module again there.
-        with substituted(model, stand_ins), recorder.recording(), torch.set_grad_enabled(training):
+        with (
+            substituted(model, stand_ins),
+            recorder.recording(),
+            torch.set_grad_enabled(training),
+            nullcontext() if reads is None else reads.recording(),
+        ):
             loss = loss_of(model, leaves, recorder)
             for name, value in model.named_buffers():
                 if name in held and value is not held[name]:  # the model assigned a new tensor to its buffer
@@ -143,6 +154,8 @@ def trace_step(
                 raise
             raise _not_traceable(error, recorder) from error
         finally:
+            if reads is not None:
+                reads.python_numbers = recorder.numbers.found
             replaced = recorder.attributes.restore()
         _check_constants(traced, recorder.attributes, replaced)
         with torch._C._DisableAutocast():

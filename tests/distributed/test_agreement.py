@@ -98,6 +98,50 @@ def test_plans_are_compared_in_every_step(ranks: Ranks) -> None:
         assert outcome.error.startswith("PlanMismatchError: "), outcome.details
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.scale
+        return out
+
+
+def attributes_change() -> tuple[str, str]:
+    """On one rank, then back, then on all; and one rank alone traces the same graph again."""
+    model = Scaled()
+    step = compiled(model, momentum(model))
+    step(*xy(0))
+    error = ""
+    if dist.get_rank() == 1:
+        model.scale = 2.0
+    before = snapshot(model)
+    try:
+        step(*xy(1))
+    except cf.PlanMismatchError as mismatch:
+        error = str(mismatch)
+    assert_same(snapshot(model), before)
+    model.scale = 1.0
+    step(*xy(1))
+    model.scale = 3.0
+    step(*xy(2))
+    if dist.get_rank() == 1:
+        step.retrace()
+    step(*xy(3))
+    return error, digest(model)
+
+
+def test_an_attribute_that_changes_on_one_rank(ranks: Ranks) -> None:
+    outcomes = run_soon(ranks, attributes_change)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.details
+        error = outcome.value[0]
+        assert "compiled different plans" in error and "2.0" in error, error
+    assert outcomes[0].value[1] == outcomes[1].value[1]
+
+
 def two_steps(sort: str) -> tuple[list[str], str]:
     """Rank 1 once calls another compiled step than rank 0. Returns the errors, and a digest."""
     models = [mlp(), mlp()]

@@ -1,0 +1,128 @@
+"""Values of attributes, kept in a form that a later look can be compared with."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+MOST_ITEMS = 1_000
+"""Of larger containers and arrays only identity and length count: looking through them would slow every step down."""
+
+_DEEPEST = 8
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+"""The value of an attribute that is not there."""
+
+CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.generic,
+    type(ABSENT),
+)
+CONTAINERS = (dict, list, tuple, deque)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A constant, a container with its items, or an object that only counts as itself."""
+
+    kind: type
+    value: Any
+    items: tuple[Frozen, ...] = ()
+
+    @property
+    def is_constant(self) -> bool:
+        return issubclass(self.kind, CONSTANTS)
+
+    def __str__(self) -> str:
+        if issubclass(self.kind, CONSTANTS):
+            text = self.value if issubclass(self.kind, (float, complex, slice, np.generic)) else repr(self.value)
+            return str(text) if len(text) <= 60 else f"{text[:57]}..."
+        if issubclass(self.kind, CONTAINERS) and all(item.is_constant for item in self.items) and len(self.items) <= 8:
+            if issubclass(self.kind, dict):
+                return f"{{{', '.join(f'{key!r}: {item}' for key, item in zip(self.value, self.items, strict=True))}}}"
+            return f"{self.kind.__name__}({', '.join(map(str, self.items))})"
+        return f"a {self.kind.__name__}" + (f" of {len(self.items)}" if self.items else "")
+
+
+def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
+    """own: ids of tensors that all count as the same, because a graph takes whichever is in their place."""
+    kind = type(value)
+    if isinstance(value, CONSTANTS):
+        # Numbers are told apart as they print: 1.0 and -0.0 are other constants than 1 and 0.0, and NaN is itself.
+        exact = issubclass(kind, (float, complex, slice, np.generic))
+        return Frozen(kind, repr(value) if exact else value)
+    if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS and depth < _DEEPEST:
+        if isinstance(value, dict):
+            return Frozen(kind, tuple(value), tuple([freeze(each, own, depth + 1) for each in dict.values(value)]))
+        return Frozen(kind, len(value), tuple([freeze(each, own, depth + 1) for each in value]))
+    if isinstance(value, (set, frozenset)) and len(value) <= MOST_ITEMS:
+        return Frozen(kind, frozenset(value))
+    if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
+        return Frozen(kind, (value.shape, value.dtype.str, value.tobytes()))
+    if isinstance(value, torch.Tensor) and id(value) in own:
+        return Frozen(torch.Tensor, None)
+    size = len(value) if isinstance(value, (*CONTAINERS, set, frozenset)) else None
+    return Frozen(kind, (Itself(value), size))
+
+
+class Itself:
+    """Equal to another one of the same object. Does not keep the object alive where that can be avoided."""
+
+    __slots__ = ("_get", "_id")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        try:
+            self._get: Any = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __call__(self) -> Any:
+        """The object, or None once it is gone."""
+        return self._get()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self() is not None and self() is other()
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def first_difference(old: Frozen, new: Frozen, path: str, constants_only: bool = False) -> tuple[str, str, str] | None:
+    """Where two values differ first: path, and both values in words. constants_only: objects do not count."""
+    if old == new:
+        return None
+    if issubclass(old.kind, CONTAINERS) and old.kind is new.kind and old.value == new.value and old.items:
+        keys = old.value if issubclass(old.kind, dict) else range(len(old.items))
+        for key, one, two in zip(keys, old.items, new.items, strict=True):
+            found = first_difference(one, two, f"{path}[{key!r}]", constants_only)
+            if found is not None:
+                return found
+        return None
+    if constants_only and not (_is_plain(old) and _is_plain(new)):
+        return None
+    return path, str(old), str(new)
+
+
+def _is_plain(value: Frozen) -> bool:
+    if issubclass(value.kind, CONTAINERS):
+        return not isinstance(value.value, tuple) or not any(isinstance(each, Itself) for each in value.value)
+    return value.is_constant or issubclass(value.kind, (set, frozenset))

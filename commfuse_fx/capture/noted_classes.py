@@ -1,0 +1,117 @@
+"""Classes whose instances tell, for a while, what is read and written of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+_MARK = "_commfuse_takes_notes"
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "commfuse_fx"}
+
+_active = threading.local()
+_lock = threading.Lock()
+_originals: dict[type, dict[str, Any]] = {}
+_users = 0
+
+
+class Notes(Protocol):
+    def got(self, owner: Any, name: str, value: Any) -> None: ...
+
+    def missed(self, owner: Any, name: str) -> None: ...
+
+    def wrote(self, owner: Any, name: str) -> None: ...
+
+
+@contextmanager
+def taking_notes(notes: Notes, *classes: type) -> Iterator[None]:
+    """What this thread reads and writes of instances of `classes`, and of classes given to `noted` meanwhile, is told
+    to `notes`. Afterwards all classes are as they were."""
+    global _users
+    with _lock:
+        _users += 1
+    before, _active.notes = getattr(_active, "notes", None), notes
+    try:
+        for cls in classes:
+            noted(cls)
+        yield
+    finally:
+        _active.notes = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                _restore()
+
+
+def can_be_noted(cls: type) -> bool:
+    """Whether this is a class that somebody has written in Python, outside of the libraries that everybody uses."""
+    flags = cls.__flags__
+    if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
+        return False
+    return issubclass(cls, argparse.Namespace) or str(cls.__module__).partition(".")[0] not in _FOREIGN
+
+
+def noted(cls: type) -> None:
+    """Take notes of instances of this class too, from now on."""
+    with _lock:
+        if cls in _originals or not _users:
+            return
+        kept = {name: vars(cls)[name] for name in ("__getattribute__", "__setattr__") if name in vars(cls)}
+        _originals[cls] = kept
+        try:
+            if not hasattr(cls.__getattribute__, _MARK):
+                _set(cls, "__getattribute__", _telling_reads)
+            if not hasattr(cls.__setattr__, _MARK):
+                _set(cls, "__setattr__", _telling_writes)
+        except (TypeError, AttributeError):  # its metaclass does not allow it
+            _restore_one(cls, _originals.pop(cls))
+
+
+def _set(cls: type, name: str, telling: Callable[[Any], Any]) -> None:
+    setattr(cls, name, telling(getattr(cls, name)))
+
+
+def _restore() -> None:
+    for cls, kept in _originals.items():
+        _restore_one(cls, kept)
+    _originals.clear()
+
+
+def _restore_one(cls: type, kept: dict[str, Any]) -> None:
+    for name in ("__getattribute__", "__setattr__"):
+        if name in kept:
+            setattr(cls, name, kept[name])
+        elif hasattr(vars(cls).get(name), _MARK):
+            delattr(cls, name)
+
+
+def _telling_reads(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def __getattribute__(self: Any, name: str) -> Any:
+        notes: Notes | None = getattr(_active, "notes", None)
+        if notes is None:
+            return original(self, name)
+        try:
+            value = original(self, name)
+        except AttributeError:
+            notes.missed(self, name)
+            raise
+        notes.got(self, name, value)
+        return value
+
+    setattr(__getattribute__, _MARK, True)
+    return __getattribute__
+
+
+def _telling_writes(original: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        notes: Notes | None = getattr(_active, "notes", None)
+        if notes is not None:
+            notes.wrote(self, name)
+        original(self, name, value)
+
+    setattr(__setattr__, _MARK, True)
+    return __setattr__

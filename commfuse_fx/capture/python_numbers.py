@@ -1,0 +1,79 @@
+"""Random numbers of Python and numpy that a model draws while it is traced: each becomes a constant of the graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from commfuse_fx.capture.this_thread import patched_here
+
+_READING = ("getstate", "get_state")
+
+
+class PythonNumbers:
+    """Finds out that such numbers are drawn, and where.
+
+    found: whose numbers, and where, for each place. where: gives module and line of the code that runs.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.found: dict[str, None] = {}
+        self._where = where
+        self._states: dict[int, tuple[Any, str, Callable[[], str]]] = {}
+        self._before: dict[int, str] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look while the model runs inside."""
+        legacy = np.random.mtrand._rand
+        self.watch(random._inst, "Python's random")
+        self.watch(legacy, "numpy.random")
+        with ExitStack() as stack:
+            for module, owner, what in (
+                (random, random._inst, "Python's random"),
+                (np.random, legacy, "numpy.random"),
+            ):
+                for name, function in list(vars(module).items()):
+                    if getattr(function, "__self__", None) is owner and name not in _READING:
+                        stack.enter_context(patched_here(module, name, self._telling(function, what)))
+            yield
+            self.check(self._where())
+
+    def watch(self, generator: Any, label: str) -> None:
+        """A generator of Python or numpy has come in sight."""
+        if id(generator) not in self._states:
+            state = _state_of(generator)
+            self._states[id(generator)] = (generator, label, state)
+            self._before[id(generator)] = state()
+
+    def check(self, where: str) -> None:
+        """Note those that have moved since the last look: the code that did it ran somewhere in `where`."""
+        for key, (_, label, state) in self._states.items():
+            now = state()
+            if now != self._before[key]:
+                self._before[key] = now
+                self.found.setdefault(f"{label} {where}")
+
+    def _telling(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            self.found.setdefault(f"{what} {self._where()}")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for key, (generator, _, state) in self._states.items():
+                    if generator is getattr(function, "__self__", None):
+                        self._before[key] = state()
+
+        return tell
+
+
+def _state_of(generator: Any) -> Callable[[], str]:
+    if isinstance(generator, random.Random):
+        return lambda: str(hash(generator.getstate()))
+    if isinstance(generator, np.random.Generator):
+        return lambda: str(generator.bit_generator.state)
+    return lambda: str([np.asarray(part).tobytes() for part in generator.get_state()])

@@ -1,0 +1,265 @@
+"""What Python objects a trace looked at: attributes of modules, of the loss and of objects that hang on them.
+
+While the model is traced, classes of such objects get a `__getattribute__` and a `__setattr__` that take notes. An
+attribute that the forward writes before it reads it does not count: nothing depends on what it was before.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze
+from commfuse_fx.capture.model_structure import HOOKS
+from commfuse_fx.capture.noted_classes import can_be_noted, noted, taking_notes
+
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+_OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
+_STRUCTURE = frozenset(
+    [
+        "training",
+        *HOOKS,
+        *(f"{name}_with_kwargs" for name in HOOKS),
+        "_forward_hooks_always_called",
+        "_is_full_backward_hook",
+        "_non_persistent_buffers_set",
+    ]
+)
+"""What `Watch` looks at, of the modules of the model itself."""
+
+
+class Read:
+    """One thing that was read. kind: "attribute" of an instance, "class" attribute, "slot", "cell" of a closure,
+    "content" of a container, or "names" that an instance has no attributes of. first: the value that was read; last:
+    the value when the trace was over."""
+
+    __slots__ = ("_owner", "first", "kind", "label", "last", "name", "of_class")
+
+    def __init__(self, kind: str, owner: Any, name: str, label: str, first: Frozen) -> None:
+        self.kind, self.name, self.label, self.first, self.last = kind, name, label, first, first
+        self._owner = Itself(owner)
+        self.of_class = type(owner)
+
+    @property
+    def owner(self) -> Any:
+        """None once it is gone."""
+        return self._owner()
+
+    def value(self) -> Any:
+        """As it is now. Of names: those that are there."""
+        owner = self.owner
+        if self.kind in ("attribute", "class"):
+            return vars(owner).get(self.name, ABSENT)
+        if self.kind == "slot":
+            return getattr(owner, self.name, ABSENT)
+        if self.kind == "names":
+            held = vars(owner)
+            return tuple(name for name in self.first.value if name in held)
+        if self.kind == "cell":
+            try:
+                return owner.cell_contents
+            except ValueError:
+                return ABSENT
+        return owner
+
+
+class Reads:
+    """Takes the notes of one trace.
+
+    on_generator, on_python_generator: are told of each random generator of torch, and of Python and numpy, that comes
+    in sight, and where it was.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._labels = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self._inside = frozenset(self._labels)
+        self.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._notes: dict[tuple[int, str], Read | None] = {}  # None: written first
+        self._not_there: dict[int, tuple[Any, dict[str, None]]] = {}
+        self._alive: dict[int, Any] = {}  # so that no other object gets the id of one of these
+        self.python_numbers: Mapping[str, None] = {}
+        """Whose random numbers the trace has drawn besides torch's, and where."""
+        self.on_generator: Callable[[torch.Generator, str], None] = lambda generator, label: None
+        self.on_python_generator: Callable[[Any, str], None] = lambda generator, label: None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take notes of what this thread reads inside."""
+        with taking_notes(self, nn.Module):
+            self.see(self._loss_fn, "loss_fn")
+            for name, module in self._model.named_modules():
+                for kind in HOOKS:
+                    for hook in vars(module).get(kind, {}).values():
+                        self.see(hook, f"a hook of {name or type(module).__name__}")
+            for name, param in self._model.named_parameters():
+                for hook in (param._backward_hooks or {}).values():
+                    self.see(hook, f"a hook of {name}")
+            yield
+
+    def finish(self) -> list[Read]:
+        """Everything that was read, with its value now; what was only there while tracing is left out."""
+        for owner, names in self._not_there.values():
+            for name in names:
+                if name in (_instance_dict(owner) or {}):
+                    self.wrote(owner, name)  # past __setattr__, as functools.cached_property does
+        found = [read for read in self._notes.values() if read is not None]
+        for owner, names in self._not_there.values():
+            absent = tuple(name for name in names if (id(owner), name) not in self._notes)
+            if absent and _instance_dict(owner) is not None:
+                found.append(Read("names", owner, "", self._label(owner), Frozen(tuple, absent)))
+        self._notes.clear()
+        self._not_there.clear()
+        self._alive.clear()
+        found = [read for read in found if read.owner is not None]
+        for read in found:
+            read.last = freeze(read.value(), self.own)
+        return found
+
+    def got(self, owner: Any, name: str, value: Any) -> None:
+        """`owner.name` was read."""
+        if name == "__dict__" and not sys._getframe(2).f_code.co_filename.startswith(_LIBRARIES):
+            for each, held in list(value.items()):
+                self.got(owner, each, held)
+        if name.startswith("__") or (id(owner), name) in self._notes:
+            return
+        inside = id(owner) in self._inside
+        if (name in _OF_MODULES and isinstance(owner, nn.Module)) or (inside and name in _STRUCTURE):
+            return
+        held = _instance_dict(owner)
+        if held is not None and name in held:
+            self._note("attribute", owner, name, value)
+            self.see(value, f"{self._label(owner)}.{name}")
+            return
+        self.missed(owner, name)
+        for cls in type(owner).__mro__:
+            if name not in vars(cls):
+                if cls is not object:
+                    self._not_there.setdefault(id(cls), (cls, {}))[1][name] = None
+                continue
+            found = vars(cls)[name]
+            if isinstance(found, MemberDescriptorType):
+                self._note("slot", owner, name, value)
+                self.see(value, f"{self._label(owner)}.{name}")
+            elif (id(cls), name) not in self._notes:
+                label = f"{cls.__name__}.{name}"
+                self._notes[id(cls), name] = Read("class", cls, name, label, freeze(found, self.own))
+                if isinstance(found, FunctionType):
+                    self._see_globals(found)
+                elif not hasattr(type(found), "__get__"):  # not a property
+                    self.see(found, label)
+            return
+
+    def missed(self, owner: Any, name: str) -> None:
+        """`owner.name` was looked for, and is not an attribute of the instance."""
+        if name.startswith("__"):
+            return
+        self._alive[id(owner)] = owner
+        self._not_there.setdefault(id(owner), (owner, {}))[1][name] = None
+        if isinstance(owner, nn.Module) and id(owner) not in self._inside:
+            for held in sorted(_OF_MODULES):
+                if (id(owner), held) not in self._notes and held in vars(owner):  # not while it is being made
+                    self._note("attribute", owner, held, vars(owner)[held])
+
+    def wrote(self, owner: Any, name: str) -> None:
+        """`owner.name` was set."""
+        if (id(owner), name) in self._notes:
+            return
+        self._alive[id(owner)] = owner
+        was_read = name in self._not_there.get(id(owner), (owner, {}))[1]
+        if was_read:
+            self._note("attribute", owner, name, ABSENT)
+        else:
+            self._notes[id(owner), name] = None
+
+    def see(self, value: Any, label: str) -> None:
+        """An object has come in sight: note what is read of it from now on, or what it holds."""
+        if isinstance(value, (*CONSTANTS, enum.Enum, torch.Tensor, type, ModuleType)) or id(value) in self._alive:
+            return
+        self._alive[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._name_modules(value, label)
+        elif isinstance(value, (*CONTAINERS, set, frozenset)):
+            if len(value) <= MOST_ITEMS:
+                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    self.see(item, f"{label}[{key!r}]")
+        elif isinstance(value, torch.Generator):
+            self.on_generator(value, label)
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            self.on_python_generator(value, label)
+        elif isinstance(value, FunctionType):
+            self._see_function(value, label)
+        elif isinstance(value, MethodType):
+            self.see(value.__self__, f"{label}.__self__")
+            self.see(value.__func__, label)
+        elif isinstance(value, functools.partial):
+            self._content(value.keywords, f"{label}.keywords")
+            self._content(value.args, f"{label}.args")
+            self.see(value.func, label)
+        elif isinstance(value, SimpleNamespace):
+            self._labels[id(value)] = label
+            self._content(vars(value), label)
+        elif can_be_noted(type(value)):
+            self._labels.setdefault(id(value), label)
+            noted(type(value))
+            for cls in type(value).__mro__:
+                if isinstance(vars(cls).get("__call__"), FunctionType):
+                    self._see_function(vars(cls)["__call__"], label)
+                    break
+
+    def _name_modules(self, module: nn.Module, label: str) -> None:
+        if id(module) not in self._labels:
+            self._labels[id(module)] = label
+            for name, part in vars(module)["_modules"].items():
+                if part is not None:
+                    self._name_modules(part, f"{label}.{name}")
+
+    def _see_function(self, function: FunctionType, label: str) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if (id(cell), "") in self._notes:
+                continue
+            read = Read("cell", cell, "", f"{label}: {name}", Frozen(type(None), None))
+            read.first = freeze(read.value(), self.own)
+            self._notes[id(cell), ""] = read
+            self.see(read.value(), f"{label}: {name}")
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.see(default, label)
+        self._see_globals(function)
+
+    def _see_globals(self, function: FunctionType) -> None:
+        """Of globals only generators: any number may be among them."""
+        for name in function.__code__.co_names:
+            if isinstance(function.__globals__.get(name), torch.Generator):
+                self.see(function.__globals__[name], name)
+
+    def _content(self, held: Any, label: str) -> None:
+        self._notes.setdefault((id(held), ""), Read("content", held, "", label, freeze(held, self.own)))
+        self.see(held, label)
+
+    def _note(self, kind: str, owner: Any, name: str, value: Any) -> None:
+        self._alive[id(owner)] = owner
+        label = f"{self._label(owner)}.{name}"
+        self._notes[id(owner), name] = Read(kind, owner, name, label, freeze(value, self.own))
+
+    def _label(self, owner: Any) -> str:
+        return self._labels.get(id(owner)) or (owner if isinstance(owner, type) else type(owner)).__name__
+
+
+def _instance_dict(owner: Any) -> dict[str, Any] | None:
+    try:
+        held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return held
