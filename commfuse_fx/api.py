@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.compile_arguments import check_arguments
 from commfuse_fx.config import CompileConfig, Default
-from commfuse_fx.errors import ConfigTypeError
-from commfuse_fx.optim import check_optimizer
 from commfuse_fx.step import CompiledStep
 from commfuse_fx.tracebacks import user_frames_only
 
@@ -68,13 +67,6 @@ def compile(
     given = dict(locals())
     for name in ("model", "loss_fn", "optimizer"):
         del given[name]
+    check_arguments(model, comm_fusion, loss_fn, optimizer)
     config = CompileConfig.resolve(given)
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model={type(model).__name__} is not a torch.nn.Module: pass the module to train")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigTypeError(
-            f"loss_fn={loss_fn!r} is not callable: pass a function or module of (output, target) -> scalar"
-        )
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
     return CompiledStep(model, loss_fn, optimizer, config)

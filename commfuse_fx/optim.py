@@ -107,9 +107,10 @@ RULES = {rule.name: rule for rule in (ADAM, ADAMW, SGD, ADAGRAD, RMSPROP)}
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
     """Raise unless this is a torch.optim optimizer over parameters of this model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigTypeError(
-            f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer: pass an instance such as "
-            "torch.optim.AdamW(model.parameters())"
+        raise ConfigTypeError(f"optimizer of type {type(optimizer).__name__} is not a torch.optim.Optimizer: pass one")
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ConfigValueError(
+            f"optimizer={type(optimizer).__name__} holds no parameters: build it over model.parameters()"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigValueError(

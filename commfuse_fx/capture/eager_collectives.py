@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.capture.user_files import is_user_file
 from commfuse_fx.errors import CaptureError
 
@@ -52,8 +52,8 @@ def eager_collectives_refused() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("_object_to_tensor", "_tensor_to_object", "_coalescing_manager"):
             if hasattr(c10d, name):
-                stack.enter_context(patch.object(c10d, name, _refuse_call))
-        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _sync_batch_norm))
+                stack.enter_context(patched_here(c10d, name, _refuse_call))
+        stack.enter_context(patched_here(nn.SyncBatchNorm, "forward", _sync_batch_norm))
         yield
 
 

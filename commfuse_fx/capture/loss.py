@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ def name_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Lo
         return {"input": {"args": args, "kwargs": dict(kwargs)}}
     if not args:
         raise ConfigTypeError(
-            "step() needs the target as its last positional argument because compile() was given loss_fn"
+            "the last positional argument is the target, since compile() was given loss_fn, but step() got "
+            f"{f'the keyword arguments {_listed(kwargs)} only, which go to the model' if kwargs else 'none'}: "
+            "call step(*inputs, target)"
         )
     return {"input": {"args": args[:-1], "kwargs": dict(kwargs)}, "target": args[-1]}
 
@@ -35,34 +38,86 @@ def compute_loss(
 ) -> torch.Tensor:
     """Run the model and return its scalar loss. Raises CaptureError for anything that is not one."""
     call = arguments["input"]
-    output = model(*call["args"], **call["kwargs"])
     if loss_fn is None:
-        return _loss_in(output)
+        return _loss_in(model(*call["args"], **call["kwargs"]))
+    try:
+        output = model(*call["args"], **call["kwargs"])
+    except TypeError as error:
+        if _fits(model, call["args"], call["kwargs"]):
+            raise
+        raise _without_target(model, call, arguments["target"]) from error
     with recorder.scope("loss_fn"):
         loss = loss_fn(output, arguments["target"])
     if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"loss_fn returned {type(loss).__name__}, not a tensor: return a scalar tensor")
-    return _check_scalar(loss, "loss_fn returned")
+        raise CaptureError(f"loss_fn returned {_described(loss)}, not a tensor: {_fix_for(loss)}")
+    return _check_scalar(loss, "loss_fn returned", "reduce it with .mean() or .sum(), or with reduction='mean'")
+
+
+def _fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model's forward takes such arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a forward that has no signature
+        pass
+    return True
+
+
+def _without_target(model: nn.Module, call: Mapping[str, Any], target: Any) -> ConfigTypeError:
+    """For a call whose inputs the model does not take: nearly always the target was left out."""
+    given = f"a tensor of shape {tuple(target.shape)}" if isinstance(target, torch.Tensor) else _described(target)
+    names = f" and the keyword arguments {_listed(call['kwargs'])}" if call["kwargs"] else ""
+    return ConfigTypeError(
+        f"the last positional argument is the target, since compile() was given loss_fn: here {given} is the target, "
+        f"which leaves {len(call['args'])} positional argument(s){names} for {type(model).__name__}.forward"
+        f"{_signature(model)}; call step(*inputs, target)"
+    )
+
+
+def _signature(model: nn.Module) -> str:
+    return f"({', '.join(inspect.signature(model.forward).parameters)})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _described(value: Any) -> str:
+    """What it is, in a few words."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return f"{value!r:.60} of type {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with the keys {_listed(map(str, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _fix_for(loss: Any) -> str:
+    if isinstance(loss, (int, float)):
+        return "return the scalar tensor itself, without .item() or float()"
+    if loss is None:
+        return "return the scalar tensor (is there a `return`?)"
+    return "return the loss alone, a scalar tensor"
 
 
 def _loss_in(output: Any) -> torch.Tensor:
+    fix = "pass loss_fn to compile() if this is not a loss, or reduce it with .mean() or .sum()"
     if isinstance(output, torch.Tensor):
-        return _check_scalar(output, "the model returned")
+        return _check_scalar(output, "the model returned", fix)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return _check_scalar(loss, "the model's output carries as .loss")
+        return _check_scalar(loss, "the model's output carries as .loss", "reduce it with .mean() or .sum()")
     raise CaptureError(
-        f"the model returned {type(output).__name__}, which is neither a scalar tensor nor carries one as .loss or "
+        f"the model returned {_described(output)}, which is neither a scalar tensor nor carries one as .loss or "
         '["loss"]: pass loss_fn to compile(), or give the model what it needs to compute its loss (such as labels=)'
     )
 
 
-def _check_scalar(loss: torch.Tensor, what: str) -> torch.Tensor:
+def _check_scalar(loss: torch.Tensor, what: str, fix: str) -> torch.Tensor:
     if loss.numel() != 1 or loss.ndim > 1:
-        raise CaptureError(
-            f"{what} a tensor of shape {tuple(loss.shape)}, not a scalar loss: pass loss_fn to compile() "
-            "if this is not a loss, or reduce it with .mean() or .sum()"
-        )
+        raise CaptureError(f"{what} a tensor of shape {tuple(loss.shape)}, not a scalar loss: {fix}")
     if not loss.is_floating_point():
         raise CaptureError(f"{what} a loss of dtype {loss.dtype}: a loss must be a floating-point tensor")
     return loss

@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.func import functionalize
@@ -27,7 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from commfuse_fx import ops
+from commfuse_fx.capture.anomaly import without_anomaly_detection
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
+from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.provenance import (
@@ -59,6 +60,11 @@ _DATA_DEPENDENT = (
 
 
 # What torch says when somebody reads the values of a traced tensor past its dispatcher.
+_COMPILED = "symbolically trace a dynamo-optimized function"
+_CALLS_COMPILED = (
+    "a function or module compiled with torch.compile is called there, which cannot be traced: call the original, "
+    "which is what was passed to torch.compile (for a module its _orig_mod)"
+)
 _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
 
@@ -127,13 +133,14 @@ def trace_step(
         return [loss, *(param.grad for param in fresh)]
 
     # Without symbolic shapes an op whose result depends on values raises at once, where the user wrote it.
-    fake = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
+    fake = FakeTensors(allow_fallback_kernels=True, allow_non_fake_inputs=True)
     flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
     with (
         ops.tracing_on(mesh),
         marks_traced(model) if marked else nullcontext(),
         traceable_torch(),
         eager_collectives_refused(),
+        without_anomaly_detection(),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
     ):
@@ -150,6 +157,8 @@ def trace_step(
         except CaptureError as error:
             raise _locate(error, recorder).with_traceback(error.__traceback__) from error.__cause__
         except RuntimeError as error:
+            if _COMPILED in str(error):
+                raise _locate(CaptureError(_CALLS_COMPILED).with_traceback(error.__traceback__), recorder) from error
             if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise _not_traceable(error, recorder) from error

@@ -1,0 +1,165 @@
+"""What people pass to compile() and to the step in place of what is meant: errors name the argument, value and fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commfuse_fx as cf
+
+
+class Net(nn.Module):
+    """`run` is called on the output of a linear layer."""
+
+    def __init__(self, run: Callable[[torch.Tensor], Any] = torch.tanh) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self.inner(x))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def within(module: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), module)
+
+
+def empty_groups() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    return optimizer
+
+
+class Sharded(nn.Linear):
+    """Stands for a wrapper of torch.distributed.fsdp, which only real ranks can make."""
+
+
+Sharded.__module__ = "torch.distributed.fsdp._fully_shard"
+
+
+@torch.compile(backend="eager")
+def compiled_function(x: torch.Tensor, target: Any = None) -> torch.Tensor:
+    return x.square().mean()
+
+
+def scheduler(model: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.StepLR(adam(model), 1)
+
+
+GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "second optimizer": (lambda: cf.compile((m := Net()), adam(m)), r"comm_fusion=Adam: .*optimizer=\.\.\."),
+    "second optimizer class": (lambda: cf.compile(Net(), torch.optim.Adam), r"comm_fusion=Adam: .*optimizer=\.\.\."),
+    "second scheduler": (lambda: cf.compile((m := Net()), scheduler(m)), r"comm_fusion=StepLR: .*optimizer=\.\.\."),
+    "second loss": (lambda: cf.compile(Net(), F.mse_loss), r"comm_fusion=mse_loss: .*loss_fn=\.\.\."),
+    "second loss module": (lambda: cf.compile(Net(), nn.MSELoss()), r"comm_fusion=MSELoss: .*loss_fn=\.\.\."),
+    "second loss class": (lambda: cf.compile(Net(), nn.MSELoss), r"comm_fusion=MSELoss: .*loss_fn=\.\.\."),
+    "second string": (lambda: cf.compile(Net(), "auto"), "comm_fusion is 'auto'"),
+    "model class": (lambda: cf.compile(Net), r"model=Net is a class: .*Net\(\.\.\.\)"),
+    "model string": (lambda: cf.compile("resnet"), "model='resnet' of type str.*pass the module"),
+    "model function": (lambda: cf.compile(F.relu), "model=relu of type function.*pass the module"),
+    "loss class": (lambda: cf.compile(Net(), loss_fn=nn.MSELoss), r"loss_fn=MSELoss is a class: .*MSELoss\(\)"),
+    "loss string": (lambda: cf.compile(Net(), loss_fn="mse"), "loss_fn='mse' is not callable"),
+    "loss optimizer": (lambda: cf.compile((m := Net()), loss_fn=adam(m)), "loss_fn=Adam is an optimizer.*optimizer="),
+    "loss compiled": (lambda: cf.compile(Net(), loss_fn=compiled_function), "loss_fn=.*torch.compile.*the original"),
+    "loss module compiled": (lambda: cf.compile(Net(), loss_fn=compiled(nn.MSELoss())), "pass loss_fn._orig_mod"),
+    "optimizer class": (lambda: cf.compile(Net(), optimizer=torch.optim.Adam), r"optimizer=Adam is a class.*Adam\(mod"),
+    "optimizer string": (lambda: cf.compile(Net(), optimizer="adam"), "optimizer='adam' of type str"),
+    "optimizer params": (lambda: cf.compile(Net(), optimizer=Net().parameters()), "generator.*torch.optim.AdamW"),
+    "optimizer scheduler": (lambda: cf.compile((m := Net()), optimizer=scheduler(m)), "optimizer=StepLR is a sched"),
+    "optimizer empty": (lambda: cf.compile(Net(), optimizer=empty_groups()), "SGD holds no parameters"),
+    "compiled": (lambda: cf.compile(compiled(Net())), r"model is compiled with torch\.compile.*pass model\._orig_mod"),
+    "compiled part": (lambda: cf.compile(within(compiled(Net()))), r"set model\.1 = model\.1\._orig_mod"),
+    "in place": (
+        lambda: cf.compile(compiled_in_place(Net())),
+        r"model is compiled in place, by its .* compile\(\)",
+    ),
+    "part in place": (lambda: cf.compile(within(compiled_in_place(Net()))), r"model\.1 is compiled in place"),
+    "traced": (lambda: cf.compile(torch.jit.trace(nn.Linear(8, 4), torch.randn(2, 8))), "model is a .* of TorchScript"),
+    "traced part": (
+        lambda: cf.compile(within(torch.jit.trace(nn.Linear(8, 4), torch.randn(2, 8)))),
+        r"model\.1 is a .* of TorchScript.*use the module it was made from",
+    ),
+    "data parallel": (
+        lambda: cf.compile(nn.DataParallel(Net())),
+        r"model is wrapped by DataParallel: use model\.mod",
+    ),
+    "fsdp": (lambda: cf.compile(within(Sharded(8, 4))), r"model\.1 is wrapped by FSDP"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", GIVEN)
+def test_arguments_of_compile(name: str) -> None:
+    call, wanted = GIVEN[name]
+    with pytest.raises((cf.ConfigTypeError, cf.ConfigValueError)) as raised:
+        call()
+    assert re.search(wanted, str(raised.value)), str(raised.value)
+
+
+def test_a_wrapper_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Net)  # the real one needs a process group
+    with pytest.raises(cf.ConfigTypeError, match=r"wrapped by DistributedDataParallel: use model\.module"):
+        cf.compile(Net())
+
+
+X, Y = torch.randn(3, 8), torch.randn(3, 4)
+AT_A_CALL: dict[str, tuple[Callable[[], Any], str]] = {
+    "no target": (
+        lambda: cf.compile(Net(), loss_fn=F.mse_loss).lower(X),
+        r"the last positional argument is the target.*shape \(3, 8\) is the target, which leaves 0 .*Net\.forward\(x\)",
+    ),
+    "no arguments": (lambda: cf.compile(Net(), loss_fn=F.mse_loss).lower(), "last positional argument is the target"),
+    "names only": (lambda: cf.compile(Net(), loss_fn=F.mse_loss).lower(x=X), "keyword arguments x only, which go to"),
+    "target by name": (
+        lambda: cf.compile(Net(), loss_fn=F.mse_loss).lower(X, target=Y),
+        "last positional argument is the target.*keyword arguments target",
+    ),
+    "unreduced": (
+        lambda: cf.compile(Net(), loss_fn=nn.MSELoss(reduction="none")).lower(X, Y),
+        r"^(?!.*pass loss_fn).*loss_fn returned a tensor of shape \(3, 4\), not a scalar loss: reduce it",
+    ),
+    "tuple": (lambda: cf.compile(Net(), loss_fn=lambda o, t: (o.sum(), o)).lower(X, Y), "returned tuple of 2.*alone"),
+    "dict": (lambda: cf.compile(Net(), loss_fn=lambda o, t: {"l": o.sum()}).lower(X, Y), "dict with the keys l, not"),
+    "number": (lambda: cf.compile(Net(), loss_fn=lambda o, t: 1.5).lower(X, Y), r"1\.5 of type float.*without \.item"),
+    "nothing": (lambda: cf.compile(Net(), loss_fn=lambda o, t: None).lower(X, Y), r"None of type NoneType.*`return`"),
+    "integers": (lambda: cf.compile(Net(), loss_fn=lambda o, t: o.argmax()).lower(X, Y), "dtype torch.int64"),
+    "detached": (lambda: cf.compile(Net(), loss_fn=lambda o, t: o.detach().sum()).lower(X, Y), r"without detach\(\)"),
+    "keys": (lambda: cf.compile(Net(lambda y: {"logits": y})).lower(X), 'keys logits, which is neither.*"loss"'),
+    "compiled function": (
+        lambda: cf.compile(Net(compiled_function)).lower(X),
+        r"cannot trace .* at .*test_compile_arguments\.py:\d+: a function .* torch\.compile",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_A_CALL)
+def test_arguments_and_results_of_a_call(name: str) -> None:
+    call, wanted = AT_A_CALL[name]
+    with pytest.raises((cf.CaptureError, cf.ConfigTypeError)) as raised:
+        call()
+    assert re.search(wanted, str(raised.value)), str(raised.value)
+
+
+def test_a_type_error_of_the_model_itself_is_its_own() -> None:
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        cf.compile(Net(lambda y: y + "one"), loss_fn=F.mse_loss).lower(X, Y)
+    assert not isinstance(raised.value, cf.CommFuseError)
