@@ -22,7 +22,7 @@ from commfuse_fx.cost.cyclic import PIECES, CyclicMember, CyclicPlan, piece_choi
 from commfuse_fx.cost.grouping import busy_beta
 from commfuse_fx.cost.loop import Loop
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_wait, wait_of
+from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
@@ -98,6 +98,8 @@ def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple
             continue
         if node.op == "output" or is_opaque(node):
             return None  # nobody knows what an opaque node changes, nor who reads that first
+        if is_start(node):
+            return None  # a gradient that is sent on, to be gathered say: what follows waits for two collectives
         found[node] = None
         pending.extend(node.users)
         if info(node).phase == "update":
