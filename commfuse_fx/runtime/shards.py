@@ -104,8 +104,8 @@ class Shards:
             if not self._guard.is_closed:
                 return
             self.exchange.meet()
+            # A state that the user has replaced meanwhile is filled as well: it may have become another parameter's.
             with outside_modes():
-                self._take_replaced_states()
                 for group in dict.fromkeys(each.group for each in self._divided):
                     self._gather(group)
             self._kept.clear()

@@ -270,6 +270,22 @@ def test_state_that_was_replaced_unread_is_gone() -> None:
     pair.check()
 
 
+def test_state_that_moves_to_another_parameter_is_gathered() -> None:
+    """As when a parameter is replaced and the new one is given the old one's state, which nobody has read yet."""
+    pair = Pair((2, 2), ONE_AXIS)
+    pair.train()
+    moved = []
+    for model, optimizer in zip(pair.world.models, pair.world.optimizers, strict=True):
+        assert optimizer is not None
+        new = nn.Parameter(torch.ones(8, 6, dtype=torch.float64))
+        optimizer.state[new] = optimizer.state.pop(model.a)
+        moved.append(optimizer.state[new]["exp_avg"])
+    pair.world.models[0].b.sum()
+    assert pair.optimizer is not None
+    for state in moved:
+        assert_close({"": state}, {"": pair.optimizer.state[pair.model.a]["exp_avg"]})
+
+
 def test_other_shapes_and_evaluation_keep_the_parts() -> None:
     pair = Pair((2, 2), ONE_AXIS)
     pair.train()
