@@ -1,0 +1,179 @@
+"""Run a case beside eager training, and say what differs."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import commfuse_fx as cf
+from tests.property.known_refusals import reason_of
+from tests.property.random_cases import Act, Case, Step
+from tests.property.random_models import make_batch
+from tests.property.trainee import Named, make_trainee
+from tests.property.user_actions import ACTIONS
+from tests.property.worlds import Batch, Compiled, Distributed, Eager
+
+SECONDS = 60.0
+"""After which a case counts as hung."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """outcome: "same", "refused" (by a documented refusal, named in `text`), "void" (eager training fails too) or
+    "failed" (`text` says how)."""
+
+    seed: int
+    outcome: str
+    text: str = ""
+
+
+class Differs(AssertionError):
+    """The compiled step has not done what eager training does."""
+
+
+def run_case(case: Case) -> Result:
+    """Never raises but KeyboardInterrupt."""
+    torch.manual_seed(case.seed)
+    try:
+        with _alarm(SECONDS):
+            return _Comparison(case).run()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, Differs):
+            text += "\n" + "".join(traceback.format_exception(error, limit=-12))
+        return Result(case.seed, "failed", text)
+
+
+class _Comparison:
+    """Both sides of one case. `strict`: raise at the first difference; real ranks go on to the end, so that they stay
+    together."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ranks = math.prod(case.mesh)
+        self.is_real = case.kind.endswith("ranks")
+        trainees = 1 if case.marks or self.is_real else self.ranks
+        made = [make_trainee(case.model, case.optimizer, case.groups, "") for _ in range(trainees)]
+        self.eager = Distributed(made[0]) if case.kind == "ranks" else Eager(made)
+        self.compiled = Compiled(case)
+        loose = case.model.dtype == torch.float32 or any(part.kind == "odd_dtypes" for part in case.model.parts)
+        self.tolerance = 0.1 if case.model.dtype == torch.bfloat16 else 2e-4 if loose else 1e-8
+        self.first = ""
+
+    def run(self) -> Result:
+        for number, step in enumerate(self.case.steps):
+            try:
+                self._step(number, step)
+            except _Void as void:
+                return Result(self.case.seed, "void", str(void))
+            except cf.CommFuseError as error:
+                reason = reason_of(error)
+                if reason is None:
+                    raise
+                return Result(self.case.seed, "refused", reason)
+        for trainee in self.compiled.trainees:
+            for copied, values in trainee.copies:
+                self._compare(copied.state_dict(), values, "a deep copy of the model, after later steps", 0.0)
+        self.compiled.step.synchronize()
+        return Result(self.case.seed, "failed" if self.first else "same", self.first)
+
+    def _step(self, number: int, step: Step) -> None:
+        case, eager, compiled = self.case, self.eager, self.compiled
+        for act in step.actions:
+            self._act(act, f"step {number}, {act.kind}")
+        batches = self._batches(number, step)
+        whole, training = not case.accumulate, step.call == "no_grad"
+        with _void_if_it_fails(f"step {number}"):
+            want = eager.train(batches, whole) if step.call == "train" else eager.evaluate(batches, training)
+        if len(batches) < len(compiled.trainees):
+            batches = batches * len(compiled.trainees)
+        have = compiled.train(batches) if step.call == "train" else compiled.evaluate(batches, training)
+        for rank, loss in enumerate(have):
+            self._compare({"loss": loss}, {"loss": want[rank % len(want)]}, f"step {number}, rank {rank}")
+        if case.accumulate and step.call == "train" and step.update:
+            for trainee in (*eager.trainees, *compiled.trainees):
+                trainee.optimizer.step()
+                trainee.optimizer.zero_grad()
+        if step.check:
+            for rank, trainee in enumerate(compiled.trainees):
+                right = eager.trainees[rank % len(eager.trainees)].tensors()
+                self._compare(trainee.tensors(), right, f"step {number}, rank {rank}")
+
+    def _act(self, act: Act, where: str) -> None:
+        with _void_if_it_fails(where):
+            want = [ACTIONS[act.kind](each, random.Random(act.number)) for each in self.eager.trainees]
+        have = [ACTIONS[act.kind](each, random.Random(act.number)) for each in self.compiled.trainees]
+        if act.kind == "change_dtype":
+            self.tolerance = max(self.tolerance, 2e-4)
+        for rank, found in enumerate(have):
+            self._compare(found, want[rank % len(want)], f"{where}, rank {rank}")
+
+    def _batches(self, number: int, step: Step) -> list[Batch]:
+        """One per eager trainee; that of a model to be divided is the whole batch."""
+        rows = step.rows * (self.ranks if self.case.marks else 1)
+        first = 100 * number + (dist.get_rank() if self.case.kind == "ranks" else 0)
+        dtype = self.eager.trainees[0].dtype
+        return [make_batch(self.case.model, rows, first + rank, dtype) for rank in range(len(self.eager.trainees))]
+
+    def _compare(self, have: Named, want: Named, where: str, tolerance: float | None = None) -> None:
+        try:
+            compare(have, want, self.tolerance if tolerance is None else tolerance, where)
+        except Differs as error:
+            if not self.is_real:
+                raise
+            self.first = self.first or f"Differs: {error}"
+
+
+class _Void(Exception):
+    """Eager training cannot do this either."""
+
+
+@contextmanager
+def _void_if_it_fails(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _Void(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def compare(have: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], tolerance: float, where: str) -> None:
+    """Raises Differs. tolerance: relative and absolute; names that end in # are upper limits."""
+    if have.keys() != want.keys():
+        missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
+        raise Differs(f"{where}: lacks {missing}, has besides {extra}")
+    for name, right in want.items():
+        found = have[name]
+        if name.endswith("#"):
+            if int(found) > int(right):
+                raise Differs(f"{where}: {name} is {int(found)}, eager training has {int(right)}")
+            continue
+        if found.shape != right.shape or found.dtype != right.dtype:
+            raise Differs(
+                f"{where}: {name} is {found.dtype}{list(found.shape)}, "
+                f"eager training has {right.dtype}{list(right.shape)}"
+            )
+        if not torch.allclose(found, right, rtol=tolerance, atol=tolerance, equal_nan=True):
+            off = (found.double() - right.double()).abs().max()
+            raise Differs(f"{where}: {name} is off by {off:.2e}: {found.flatten()[:4]} for {right.flatten()[:4]}")
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"a case took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

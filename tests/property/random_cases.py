@@ -1,0 +1,163 @@
+"""A case: a model, an optimizer, the options of the step, and what the user does over some steps, all from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.property.random_models import LOSSES, PARTS, ModelSpec, PartSpec
+from tests.property.trainee import OPTIMIZERS
+from tests.property.user_actions import CHEAP, COSTLY
+
+STEPS = 10
+
+WAITING: tuple[str, ...] = (
+    "change_attribute",
+    "add_hook",
+    "remove_hook",
+    "chunk",
+    "divided:clipped",
+    "divided:teacher",
+    "divided:limited_lookup",
+    "divided:column_major",
+    "divided:odd_shapes",
+    "divided:convolve",
+    "divided:2x2",
+)
+"""Names of parts, actions and calls that are not drawn yet, or not for steps that divide parameters."""
+
+KINDS = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1}
+"""Kind -> how often it is drawn, of all that are asked for.
+
+One device; ranks in this process, data parallel or with a divided model; real ranks beside DistributedDataParallel,
+or with a divided model."""
+
+LOCAL = ("one", "lockstep", "divided")
+"""Kinds that run in one process."""
+
+MESHES = {"2": (2,), "2x2": (2, 2)}
+"""Of divided models."""
+
+FUSIONS = ("default", "size", "index", "off", "optimal", "preset", "across", "apart_across", "ids", "unscheduled")
+
+
+@dataclass(frozen=True)
+class Act:
+    """One action of the user's; `number` decides its details."""
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """actions, then a call. call: "train", "eval" or "no_grad". update: whether the user's own optimizer steps then
+    (without one in the step). check: whether everything is compared afterwards, which reads all parameters."""
+
+    actions: tuple[Act, ...]
+    rows: int
+    call: str
+    update: bool
+    check: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """`accumulate`: the step is compiled without the optimizer. `marks`: what divides parameters, as numbers."""
+
+    seed: int
+    kind: str
+    model: ModelSpec
+    optimizer: str
+    groups: str
+    flags: str
+    accumulate: bool
+    fusion: str
+    mesh: tuple[int, ...]
+    marks: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed}: {self.kind}, mesh {self.mesh}, fusion {self.fusion}, marks {list(self.marks)}",
+            f"  model: {self.model}",
+            f"  optimizer: {self.optimizer} {self.flags}, groups {self.groups}, accumulate {self.accumulate}",
+        ]
+        for number, step in enumerate(self.steps):
+            actions = ", ".join(f"{act.kind}({act.number})" for act in step.actions)
+            then = " update" if self.accumulate and step.update else ""
+            check = "" if step.check else " (not compared)"
+            lines.append(f"  {number}: {actions + '; ' if actions else ''}{step.call} {step.rows} rows{then}{check}")
+        return "\n".join(lines)
+
+
+def draw(seed: int, kinds: Sequence[str] = LOCAL) -> Case:
+    """The case of a seed. kinds: those that it may be of."""
+    rng = random.Random(seed)
+    kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
+    divides = kind.startswith("divided")
+    accumulate = rng.random() < 0.25
+    dtype = rng.choices((torch.float64, torch.float32, torch.bfloat16), (14, 5, 1))[0]
+    optimizer = rng.choice(list(OPTIMIZERS))
+    # torch's own fused kernels go wrong where memory has gaps or strides differ: the step may be asked for them, a
+    # user's own update may not.
+    flags = rng.choice(("", "foreach", "fused"))
+    if flags == "fused" and (accumulate or optimizer in ("rmsprop", "nadam")):
+        flags = ""
+    mesh = (1,) if kind == "one" else (2,)
+    if kind == "lockstep":
+        mesh = rng.choice(((2,), (3,)))
+    elif kind == "divided":
+        mesh = MESHES[rng.choice(allowed(MESHES, divides))]
+    return Case(
+        seed=seed,
+        kind=kind,
+        model=_draw_model(rng, dtype, divides),
+        optimizer=optimizer,
+        groups=rng.choice(("one", "one", "two", "held_back")),
+        flags=flags,
+        accumulate=accumulate,
+        fusion=rng.choice(FUSIONS),
+        mesh=mesh,
+        marks=tuple(rng.randrange(3) for _ in range(12)) if divides else (),
+        steps=_draw_steps(rng, accumulate, divides),
+    )
+
+
+def allowed(names: Iterable[str], divides: bool) -> list[str]:
+    return [name for name in names if name not in WAITING and not (divides and f"divided:{name}" in WAITING)]
+
+
+def _draw_model(rng: random.Random, dtype: torch.dtype, divides: bool) -> ModelSpec:
+    count = rng.choice((1, 1, 1, 2, 2, 3))
+    kinds = allowed(PARTS, divides)
+    parts = tuple(PartSpec(rng.choice(kinds), rng.randrange(1000)) for _ in range(count))
+    ties = ((rng.randrange(count), rng.randrange(count)),) if count > 1 and rng.random() < 0.25 else ()
+    loss = rng.choice(LOSSES)
+    return ModelSpec(rng.randrange(1000), parts, ties, rng.choice((4, 4, 8)), rng.choice((2, 3, 4)), dtype, loss)
+
+
+def _draw_steps(rng: random.Random, accumulate: bool, divides: bool) -> tuple[Step, ...]:
+    """Tracing is nearly all of what a case costs, so few actions and calls that cause it come in one case."""
+    cheap, costly = allowed(CHEAP, divides), allowed((*COSTLY, "rows", "eval", "no_grad"), divides)
+    acts: list[list[Act]] = [[] for _ in range(STEPS)]
+    rows = [rng.choice((4, 6))] * STEPS
+    calls = ["train"] * STEPS
+    for _ in range(rng.choice((0, 1, 2, 3, 4, 5))):
+        acts[rng.randrange(STEPS)].append(Act(rng.choice(cheap), rng.randrange(1000)))
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2))):
+        kind, place = rng.choice(costly), rng.randrange(1, STEPS)
+        if kind == "rows":
+            rows[place:] = [2] * (STEPS - place) if rows[place] != 2 else [4] * (STEPS - place)
+        elif kind in ("eval", "no_grad"):
+            calls[place] = kind
+        else:
+            acts[place].insert(rng.randint(0, len(acts[place])), Act(kind, rng.randrange(1000)))
+    often = rng.choice((0.0, 0.3, 1.0))  # reading ends what communication has left for later
+    return tuple(
+        Step(tuple(acts[n]), rows[n], calls[n], rng.random() < 0.7, n == STEPS - 1 or rng.random() < often)
+        for n in range(STEPS)
+    )

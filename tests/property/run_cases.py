@@ -1,0 +1,135 @@
+"""Run many cases (`python -m tests.property.run_cases --cases 20000 --jobs 2`) or one (`--seed 1234 --shrink`)."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+
+import torch
+
+from tests.distributed.harness import Ranks
+from tests.property.compare_cases import Result, run_case
+from tests.property.random_cases import KINDS, LOCAL, draw
+from tests.property.shrink_cases import shrink
+
+Jobs = Sequence[tuple[int, tuple[str, ...]]]
+
+OF_RANKS = tuple(kind for kind in KINDS if kind not in LOCAL)
+TOGETHER = 20
+"""Cases that real ranks run one after the other in one world."""
+
+
+def run_seed(seed: int, kinds: Sequence[str] = LOCAL) -> Result:
+    return run_case(draw(seed, kinds))
+
+
+def run_seeds(seeds: Sequence[int], kinds: Sequence[str] = OF_RANKS) -> list[tuple[Result, float]]:
+    """What a real rank does; the results of a case may differ between ranks."""
+    results = []
+    for seed in seeds:
+        began = time.process_time()
+        results.append((run_seed(seed, kinds), time.process_time() - began))
+    return results
+
+
+def run_on_ranks(ranks: Ranks, seeds: Sequence[int], kinds: Sequence[str] = OF_RANKS) -> list[tuple[Result, float]]:
+    """The worst result of each case among two ranks, with the seconds of CPU of both."""
+    found: list[tuple[Result, float]] = []
+    pairs = ranks.values(run_seeds, list(seeds), tuple(kinds), timeout=20.0 + 10.0 * len(seeds))
+    for (first, seconds), (second, more) in zip(*pairs, strict=True):
+        found.append((second if first.outcome == "same" else first, seconds + more))
+    return found
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+def _run_one(job: tuple[int, tuple[str, ...]]) -> tuple[Result, float]:
+    began = time.process_time()
+    return run_seed(*job), time.process_time() - began
+
+
+def _in_processes(jobs: Jobs, count: int) -> Iterator[tuple[Result, float]]:
+    with get_context("spawn").Pool(count, initializer=_prepare) as pool:
+        yield from pool.imap_unordered(_run_one, jobs)
+
+
+def _on_ranks(jobs: Jobs) -> Iterator[tuple[Result, float]]:
+    ranks = Ranks()
+    seeds = [seed for seed, _ in jobs]
+    while seeds:
+        try:
+            results = run_on_ranks(ranks, seeds[:TOGETHER], jobs[0][1])
+        except AssertionError as error:
+            results = [(Result(seeds[0], "failed", f"(one of the cases {seeds[:TOGETHER]}) {error}"), 0.0)]
+            seeds[1:TOGETHER] = []
+        for number, (result, _) in enumerate(results, 1):
+            if result.outcome == "failed":  # after which ranks may be at different places
+                results = results[:number]
+                break
+        yield from results
+        seeds[: len(results)] = []
+    ranks.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this case alone, and print it")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: look for the smallest case that fails so")
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=LOCAL)
+    given = parser.parse_args(arguments)
+    kinds = tuple(given.kinds)
+    _prepare()
+    if given.seed is not None:
+        return _show(given.seed, kinds, given.shrink)
+    jobs = [(seed, kinds) for seed in range(given.start, given.start + given.cases)]
+    counts: collections.Counter[str] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
+    began, used = time.monotonic(), 0.0
+    real = any(kind in OF_RANKS for kind in kinds)
+    for number, (result, seconds) in enumerate(_on_ranks(jobs) if real else _in_processes(jobs, given.jobs), 1):
+        kind = draw(result.seed, kinds).kind
+        counts[f"{kind} {result.outcome}"] += 1
+        used += seconds
+        if result.outcome == "failed":
+            print(f"\nseed {result.seed} ({kind}): {result.text}", flush=True)
+        elif result.outcome != "same":
+            reasons[f"{result.outcome}: {result.text[:150]}"] += 1
+        if number % 100 == 0 or number == len(jobs):
+            print(
+                f"{number} of {len(jobs)} in {time.monotonic() - began:.0f} s, {used / number:.3f} s of CPU each: "
+                f"{dict(sorted(counts.items()))}",
+                flush=True,
+            )
+    for reason, count in reasons.most_common():
+        print(f"{count:6} {reason}")
+    return 1 if any("failed" in key for key in counts) else 0
+
+
+def _show(seed: int, kinds: tuple[str, ...], smaller: bool) -> int:
+    case = draw(seed, kinds)
+    print(case)
+    if case.kind in OF_RANKS:
+        ((result, _),) = run_on_ranks(Ranks(), [seed], kinds)
+    else:
+        result = run_case(case)
+    print(f"{result.outcome} {result.text}")
+    if result.outcome == "failed" and smaller and case.kind in LOCAL:
+        case, result = shrink(case, result)
+        print(f"\nsmallest found:\n{case}\n{result.outcome} {result.text}")
+    return 1 if result.outcome == "failed" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
