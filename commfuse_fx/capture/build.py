@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
+from commfuse_fx.capture.canonical_trace import canonicalize
 from commfuse_fx.capture.loss import LossFn, compute_loss
 from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
 from commfuse_fx.capture.reads import Reads
@@ -43,6 +44,15 @@ def capture(
     inputs = [tensor for _, tensor in leaves]
     traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs, reads=reads)
     params = describe_parameters(model)
+    sources = canonicalize(
+        traced,
+        [
+            *(Source("parameter", name) for name in params),
+            *(Source("buffer", name) for name, _ in model.named_buffers()),
+            *(Source("input", path) for path, _ in leaves),
+        ],
+        model,
+    )
     program = Program(
         graph=traced.graph,
         mesh=mesh,
@@ -54,11 +64,6 @@ def capture(
         constants=traced.constants,
         optimizer=optimizer if training else None,
     )
-    sources = [
-        *(Source("parameter", name) for name in params),
-        *(Source("buffer", name) for name, _ in model.named_buffers()),
-        *(Source("input", path) for path, _ in leaves),
-    ]
     for node, source in zip(traced.placeholders, sources, strict=True):
         program.add_source(node, source)
     _annotate(program)

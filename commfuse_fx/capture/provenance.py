@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_fx.capture.call_paths import CallPaths
 from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_eager_collective
 from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.python_numbers import PythonNumbers
@@ -76,20 +77,26 @@ def _line_of_forward(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Origin:
+    """`event`: the number of the traced op in `CallPaths`, or -1."""
+
     phase: str
     module: str
     source: str
+    event: int = -1
 
 
-_ORIGIN = "commfuse_origin"
+ORIGIN = "commfuse_origin"
 
 
 def origin_of(node: fx.Node) -> Origin:
-    found: Origin = node.meta.get(_ORIGIN, _NOWHERE)
+    found: Origin = node.meta.get(ORIGIN, _NOWHERE)
     return found
 
 
 _NOWHERE = Origin("forward", "", "")
+
+_NO_FORWARD_OP = 1 << 63
+"""Autograd nodes that accumulate into a leaf have sequence numbers from here on."""
 
 
 def traced_graph() -> fx.Graph:
@@ -104,7 +111,7 @@ def annotate_after(graph: fx.Graph, last: fx.Node, origin: Origin) -> None:
     """Give `origin` to all nodes that were added after `last`."""
     node = graph._root.prev
     while node is not last and node.op != "root":
-        node.meta.setdefault(_ORIGIN, origin)
+        node.meta.setdefault(ORIGIN, origin)
         node = node.prev
 
 
@@ -118,6 +125,7 @@ class OriginRecorder(TorchDispatchMode):
         self._by_sequence: dict[int, Origin] = {}
         self._in_backward = False
         self._thread = threading.get_ident()
+        self.calls = CallPaths()
         self.random = Randomness()
         self.numbers = PythonNumbers(lambda: self._place(user_line(sys._getframe(2))))
         self.attributes = Attributes(model)
@@ -147,15 +155,22 @@ class OriginRecorder(TorchDispatchMode):
 
     def _origin(self) -> Origin:
         if self._in_backward:
-            current = torch._C._current_autograd_node()
-            forward = self._by_sequence.get(current._sequence_nr()) if current is not None else None
-            if forward is None:
-                return Origin("backward", "", "")
-            return Origin("backward", forward.module, forward.source)
-        origin = Origin("forward", self._stack[-1], user_line(sys._getframe(2)))
+            return self._backward_origin()
+        sequence = torch.autograd._get_sequence_nr() - 1
+        event = self.calls.forward(sys._getframe(2), sequence)
+        origin = Origin("forward", self._stack[-1], user_line(sys._getframe(2)), event)
         # An op that makes no autograd node finds the number of the op before it taken.
-        self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        self._by_sequence.setdefault(sequence, origin)
         return origin
+
+    def _backward_origin(self) -> Origin:
+        current = torch._C._current_autograd_node()
+        sequence = current._sequence_nr() if current is not None else _NO_FORWARD_OP
+        if sequence >= _NO_FORWARD_OP:
+            return Origin("backward", "", "", self.calls.backward(None, ""))
+        event = self.calls.backward(sequence, current.name())
+        forward = self._by_sequence.get(sequence)
+        return Origin("backward", forward.module if forward else "", forward.source if forward else "", event)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -167,6 +182,7 @@ class OriginRecorder(TorchDispatchMode):
                 yield
                 self.random.generators.check()
         finally:
+            self.calls.release()
             before.remove()
             after.remove()
 

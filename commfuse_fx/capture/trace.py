@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from commfuse_fx import ops
 from commfuse_fx.capture.anomaly import without_anomaly_detection
+from commfuse_fx.capture.call_paths import CallPaths
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
@@ -78,6 +79,7 @@ class Traced:
     loss: fx.Node
     grads: list[fx.Node | None]
     mutations: list[tuple[fx.Node, fx.Node]]
+    calls: CallPaths
 
 
 def trace_step(
@@ -174,7 +176,7 @@ def trace_step(
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
             )(*flat)
-    return _read(functional, len(params))
+    return _read(functional, len(params), recorder.calls)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
@@ -251,7 +253,7 @@ def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
     return CaptureError(f"cannot trace {recorder.module or 'the top-level module'} at {where}: {error}")
 
 
-def _read(module: fx.GraphModule, num_params: int) -> Traced:
+def _read(module: fx.GraphModule, num_params: int, calls: CallPaths) -> Traced:
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutations: dict[fx.Node, fx.Node] = {}
@@ -273,7 +275,7 @@ def _read(module: fx.GraphModule, num_params: int) -> Traced:
     loss, *grads = results
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     assert isinstance(loss, fx.Node) and len(grads) == num_params
-    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()))
+    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()), calls)
 
 
 def _batch_norm(

@@ -6,7 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from commfuse_fx.cost.files import Document, check_keys, check_number, check_object, check_text, made_of
+from commfuse_fx.cost.bounds import (
+    BYTES,
+    FLOPS,
+    MOST_BYTES,
+    MOST_RANKS,
+    SECONDS,
+    SECONDS_PER_BYTE,
+    SPEED,
+    SPEED_OR_NONE,
+)
+from commfuse_fx.cost.files import Document, check_keys, check_object, check_text, made_of
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.options import check_int, is_int, show
 
@@ -94,7 +104,7 @@ class ClusterSpec(Document, kind="cluster"):
     notes: free remarks, by topic.
 
     Numbers come out as floats, lists as tuples. Raises ConfigTypeError or ConfigValueError, naming the field, for
-    figures that are no costs (a bandwidth must be finite and positive, an alpha must not be negative) and for levels
+    figures that no machine has (`cost/bounds.py`: a bandwidth of 0, an alpha of more than 1000 seconds) and for levels
     that do not form a network: each level has every rank once, each domain lies inside one domain of the next level,
     and the last level joins all ranks.
     """
@@ -110,7 +120,7 @@ class ClusterSpec(Document, kind="cluster"):
     def __post_init__(self) -> None:
         check_text(self.name, "name")
         if self.ranks is not None:
-            check_int(self.ranks, "ranks", 1)
+            check_int(self.ranks, "ranks", 1, MOST_RANKS)
         levels = _checked_levels(self.levels, self.ranks)
         object.__setattr__(self, "levels", levels)
         object.__setattr__(self, "device", _checked_device(self.device))
@@ -223,10 +233,10 @@ def _checked_level(level: object, where: str, ranks: int | None) -> Level:
     return replace(
         level,
         domains=_checked_domains(level.domains, f"{where}.domains", ranks),
-        alpha=check_number(level.alpha, f"{where}.alpha"),
-        bandwidth=check_number(level.bandwidth, f"{where}.bandwidth", positive=True),
-        host_seconds_per_byte=check_number(level.host_seconds_per_byte, f"{where}.host_seconds_per_byte"),
-        burst_bytes=check_number(level.burst_bytes, f"{where}.burst_bytes"),
+        alpha=SECONDS.check(level.alpha, f"{where}.alpha"),
+        bandwidth=SPEED.check(level.bandwidth, f"{where}.bandwidth"),
+        host_seconds_per_byte=SECONDS_PER_BYTE.check(level.host_seconds_per_byte, f"{where}.host_seconds_per_byte"),
+        burst_bytes=BYTES.check(level.burst_bytes, f"{where}.burst_bytes"),
         burst_bandwidth=_checked_burst(level, where),
         alpha_busy=_checked_alpha_busy(level, where),
         bandwidth_busy=_checked_bandwidth_busy(level, where),
@@ -235,7 +245,7 @@ def _checked_level(level: object, where: str, ranks: int | None) -> Level:
 
 
 def _checked_burst(level: Level, where: str) -> float:
-    speed = check_number(level.burst_bandwidth, f"{where}.burst_bandwidth")
+    speed = SPEED_OR_NONE.check(level.burst_bandwidth, f"{where}.burst_bandwidth")
     if (speed > 0) != (level.burst_bytes > 0) or (speed and speed < level.bandwidth):
         raise ConfigValueError(
             f"{where}.burst_bandwidth is {show(speed)} with burst_bytes {show(level.burst_bytes)} and bandwidth "
@@ -245,7 +255,7 @@ def _checked_burst(level: Level, where: str) -> float:
 
 
 def _checked_alpha_busy(level: Level, where: str) -> float:
-    busy = check_number(level.alpha_busy, f"{where}.alpha_busy")
+    busy = SECONDS.check(level.alpha_busy, f"{where}.alpha_busy")
     if busy and not level.alpha:
         raise ConfigValueError(
             f"{where}.alpha_busy is {show(busy)} with alpha 0; give alpha too: what a message takes while the rank "
@@ -260,7 +270,7 @@ def _checked_alpha_busy(level: Level, where: str) -> float:
 
 
 def _checked_bandwidth_busy(level: Level, where: str) -> float:
-    busy = check_number(level.bandwidth_busy, f"{where}.bandwidth_busy")
+    busy = SPEED_OR_NONE.check(level.bandwidth_busy, f"{where}.bandwidth_busy")
     if busy > level.bandwidth:
         raise ConfigValueError(
             f"{where}.bandwidth_busy is {show(busy)}, above bandwidth {show(level.bandwidth)}; give 0 where computing "
@@ -282,7 +292,7 @@ def _checked_domains(domains: object, where: str, ranks: int | None) -> int | tu
     if domains is None:
         return None
     if is_int(domains):
-        check_int(domains, where, 1)
+        check_int(domains, where, 1, MOST_RANKS)
         if ranks is not None and ranks % domains and domains < ranks:
             raise ConfigValueError(
                 f"{where} is {domains}, which does not divide the {ranks} ranks; give a divisor, or list the domains"
@@ -320,16 +330,16 @@ def _checked_device(device: object) -> Device:
     if not device.flops:
         raise ConfigValueError('device.flops is empty; give FLOP/s by dtype, such as {"f32": 1e12}')
     flops = {
-        check_text(dtype, "a key of device.flops"): check_number(speed, f"device.flops[{show(dtype)}]", positive=True)
+        check_text(dtype, "a key of device.flops"): FLOPS.check(speed, f"device.flops[{show(dtype)}]")
         for dtype, speed in device.flops.items()
     }
     return replace(
         device,
         flops=flops,
-        memory_bandwidth=check_number(device.memory_bandwidth, "device.memory_bandwidth", positive=True),
-        memory_bytes=check_int(device.memory_bytes, "device.memory_bytes", 1),
-        op_overhead=check_number(device.op_overhead, "device.op_overhead"),
-        collective_overhead=check_number(device.collective_overhead, "device.collective_overhead"),
+        memory_bandwidth=SPEED.check(device.memory_bandwidth, "device.memory_bandwidth"),
+        memory_bytes=check_int(device.memory_bytes, "device.memory_bytes", 1, MOST_BYTES),
+        op_overhead=SECONDS.check(device.op_overhead, "device.op_overhead"),
+        collective_overhead=SECONDS.check(device.collective_overhead, "device.collective_overhead"),
         source=check_text(device.source, "device.source", empty=True),
     )
 

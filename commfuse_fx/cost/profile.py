@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from commfuse_fx.cost import files
+from commfuse_fx.cost.bounds import MOST_RANKS, NODE_SECONDS
 from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.files import Document, check_keys, check_number, check_object, check_text, made_of
+from commfuse_fx.cost.files import Document, check_keys, check_object, check_text, made_of
 from commfuse_fx.cost.presets import resolve_cluster
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.meta import TensorSpec, dtype_name
@@ -46,7 +47,7 @@ class StepProfile(Document, kind="profile"):
     def __post_init__(self) -> None:
         if not isinstance(self.cluster, ClusterSpec):
             raise ConfigTypeError(f"cluster is {show(self.cluster)}; give a ClusterSpec")
-        check_int(self.world, "world", 1)
+        check_int(self.world, "world", 1, MOST_RANKS)
         if not re.fullmatch("[0-9a-f]{64}", check_text(self.model, "model")):
             raise ConfigValueError(f"model is {show(self.model)}; give the 64 hex digits of model_fingerprint()")
         if not isinstance(self.node_seconds, Mapping):
@@ -54,7 +55,7 @@ class StepProfile(Document, kind="profile"):
         if not self.node_seconds:
             raise ConfigValueError("node_seconds is empty; measure at least one step")
         checked = {
-            check_text(key, "a key of node_seconds"): check_number(value, f"node_seconds[{show(key)}]")
+            check_text(key, "a key of node_seconds"): NODE_SECONDS.check(value, f"node_seconds[{show(key)}]")
             for key, value in self.node_seconds.items()
         }
         object.__setattr__(self, "node_seconds", checked)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
 from commfuse_fx.runtime.ballot_box import ballot_box
+from commfuse_fx.runtime.ballot_order import same_but_for_order
 from commfuse_fx.runtime.callers import OutOfTurn
 from commfuse_fx.runtime.distress import keep_forever
 from commfuse_fx.runtime.timeline import Timeline
@@ -233,6 +234,12 @@ class Agreement:
                 advice = "the same model, configuration and optimizer, and batches of the same structure"
                 if ballot.captured == first.captured:
                     advice = "the same optimizer state and, with a memory_limit, batches of the same size"
+                elif same_but_for_order(ballot.captured, first.captured):
+                    advice = (
+                        "the same order: their models compute the same, in another order or with other terms of a sum "
+                        "first. A set of strings, say, is iterated in another order in every process. Iterate over "
+                        "sorted(...) there, or start all ranks with the same hash seed: PYTHONHASHSEED=0 torchrun ..."
+                    )
                 return (
                     f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
                     f"  rank 0: {one}\n  rank {other}: {two}\nGive every rank {advice}."

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commfuse_fx as cf
+from tests.capture.test_hash_order import NAMES, Branches, Sum
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models import OFF, adamw, assert_same, compiled, digest, mlp, momentum, snapshot, xy
 
@@ -190,3 +191,23 @@ def threads_of_steps() -> list[int]:
 def test_a_further_step_takes_no_threads(ranks: Ranks) -> None:
     for outcome in run_soon(ranks, threads_of_steps):
         assert outcome.value[1:] == outcome.value[:-1]
+
+
+def orders_differ(kind: str) -> float:
+    """Rank 1 iterates the other way round."""
+    torch.manual_seed(0)
+    order = NAMES if dist.get_rank() == 0 else NAMES[::-1]
+    model = (Sum if kind == "sum" else Branches)(order)
+    step = cf.compile(model, optimizer=momentum(model))
+    batch = torch.randn(2, 3, 8)
+    step(batch)
+    return float(step(batch))
+
+
+def test_ranks_that_iterate_in_other_orders(ranks: Ranks) -> None:
+    first, second = run_soon(ranks, orders_differ, "branches")
+    assert first.ok and second.ok, first.details + second.details
+    assert first.value == second.value
+    for outcome in run_soon(ranks, orders_differ, "sum"):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        assert "PYTHONHASHSEED=0" in outcome.error

@@ -1,0 +1,60 @@
+"""The order in which autograd's engine runs a backward, after a forward in another order than the traced one."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from commfuse_fx.capture.call_paths import CallPaths
+
+
+class BackwardOrder:
+    """Events of the backward pass, as autograd's engine orders them: of the nodes that are ready, the one whose forward
+    op came last; what autograd does by itself, such as adding up gradients, at once."""
+
+    def __init__(
+        self, calls: CallPaths, needs: Mapping[int, Sequence[int]], forward: Sequence[int], added: Mapping[int, fx.Node]
+    ) -> None:
+        self.calls = calls
+        self.added = added
+        self.needs = needs
+        rank = {number: i for i, number in enumerate(forward)}
+        known = sorted((sequence, rank[number]) for sequence, number in calls.by_sequence.items() if number in rank)
+        self.sequences = [sequence for sequence, _ in known]
+        self.ranks = [found for _, found in known]
+
+    def arranged(self, runs: Sequence[Sequence[int]]) -> list[int]:
+        """The events of these runs."""
+        owner = {number: i for i, part in enumerate(runs) for number in part}
+        users: dict[int, list[int]] = {}
+        missing = [0] * len(runs)
+        for i, part in enumerate(runs):
+            needed = dict.fromkeys(owner[other] for number in part for other in self.needs[number] if other in owner)
+            needed.pop(i, None)
+            missing[i] = len(needed)
+            for other in needed:
+                users.setdefault(other, []).append(i)
+        ready = [(self._urgency(part), i) for i, part in enumerate(runs) if not missing[i]]
+        heapq.heapify(ready)
+        order: list[int] = []
+        while ready:
+            _, i = heapq.heappop(ready)
+            order += runs[i]
+            for user in users.get(i, ()):
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, (self._urgency(runs[user]), user))
+        assert len(order) == sum(map(len, runs)), "what one autograd node does stands together"
+        return order
+
+    def _urgency(self, run: Sequence[int]) -> tuple[int, int]:
+        """Low values first."""
+        sequence = self.calls.events[run[0]].sequence
+        if sequence is None or run[0] in self.added:
+            return (0, 0)
+        # A node that no op is known of belongs to the op before it.
+        place = bisect_right(self.sequences, sequence) - 1
+        return (1, -self.ranks[place] if place >= 0 else 1)

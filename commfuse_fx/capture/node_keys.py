@@ -1,0 +1,92 @@
+"""What a traced node computes, as keys that any process finds for it: to sort by, and to tell nodes apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+_DEPTH = 3
+"""How far up `natural` keys look: enough to tell parts of one tensor apart by their numbers."""
+
+
+def natural_text(text: str) -> tuple[Any, ...]:
+    """Sorts as people do: "layer.2" before "layer.10"."""
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text)))
+
+
+class NodeKeys:
+    """`names`: of the inputs. `modules`: the path of the module that each op of the forward belongs to. `constants`: by
+    target."""
+
+    def __init__(
+        self, names: Mapping[fx.Node, str], modules: Mapping[fx.Node, str], constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._names = names
+        self._modules = modules
+        self._constants = constants
+        self._digests: dict[fx.Node, str] = {}
+        self._uses: dict[fx.Node, str] = {}
+        self._naturals: dict[tuple[fx.Node, int], tuple[Any, ...]] = {}
+
+    def digest(self, node: fx.Node) -> str:
+        """Equal for nodes that compute the same from the same, whenever and in which order they were traced."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [value for value in current.all_input_nodes if value not in self._digests]
+            if missing and current not in self._digests:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            if current not in self._digests:
+                text = repr(self._key(current, self._digests.__getitem__))
+                self._digests[current] = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return self._digests[node]
+
+    def uses(self, node: fx.Node) -> str:
+        """Equal for nodes from which the forward computes the same."""
+        if not self._uses:
+            for each in reversed(node.graph.nodes):
+                users = sorted((self.digest(user), self._uses[user]) for user in each.users if user in self._modules)
+                self._uses[each] = hashlib.sha256(repr(users).encode()).hexdigest()[:24]
+        return self._uses[node]
+
+    def natural(self, node: fx.Node, depth: int = _DEPTH) -> tuple[Any, ...]:
+        """A key to sort by, of the node and what is just above it."""
+        if (node, depth) not in self._naturals:
+            above = (lambda value: self.natural(value, depth - 1)) if depth else (lambda value: ())
+            self._naturals[node, depth] = self._key(node, above)
+        return self._naturals[node, depth]
+
+    def _key(self, node: fx.Node, above: Any) -> tuple[Any, ...]:
+        if node.op == "placeholder":
+            return (0, natural_text(self._names.get(node, "")))
+        if node.op == "get_attr":
+            return (1, _content(self._constants[str(node.target)]))
+        arguments = tuple(_value(value, above) for value in (*node.args, *node.kwargs.values()))
+        return (2, natural_text(self._modules.get(node, "")), str(node.target), tuple(node.kwargs), arguments)
+
+
+def _value(value: Any, above: Any) -> tuple[Any, ...]:
+    """Sortable among all values: first by kind."""
+    if isinstance(value, fx.Node):
+        return (5, above(value))
+    if isinstance(value, (list, tuple)):
+        return (4, tuple(_value(item, above) for item in value))
+    if value is None:
+        return (0,)
+    if isinstance(value, (bool, int)) or (isinstance(value, float) and value == value):
+        return (1, value, type(value).__name__)
+    return (2, str(value))
+
+
+def _content(constant: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{constant.dtype} {tuple(constant.shape)} {constant.device}".encode())
+    if constant.numel() and constant.layout == torch.strided and constant.device.type != "meta":
+        digest.update(constant.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:24]
