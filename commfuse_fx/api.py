@@ -34,6 +34,7 @@ def compile(
     strategy_ckpt_save_file: Any = Default(None),
     full_batch: Any = Default(False),
     parameter_broadcast: Any = Default(False),
+    broadcast_buffers: Any = Default(False),
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),
@@ -58,6 +59,8 @@ def compile(
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a file.
         Where something is planned by cost (mode "optimal", a ScheduleConfig) and None is given: 10 Gbit/s between
         CPU ranks, nodes of 8 H100 for a model on CUDA.
+    broadcast_buffers: whether every training step begins with rank 0's buffers (BatchNorm statistics), sent in one
+        collective of the graph per dtype. False, and None: each rank keeps its own.
     mesh: a DeviceMesh or a tuple of sizes; None is one axis over the world.
     device_num, global_rank: compile for this rank of a virtual world; `lower` works, calls do not.
 

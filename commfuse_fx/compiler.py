@@ -31,6 +31,7 @@ from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.lowered import Snapshot
+from commfuse_fx.passes.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide, Layouts
@@ -238,6 +239,7 @@ def _data_parallel(config: CompileConfig, mesh: Mesh, sliced_inputs: Sequence[st
     return [
         SliceFullBatch(tuple(sliced_inputs), mesh.all_axes),
         LowerUserCollectives(),
+        BroadcastBuffers(group if config.broadcast_buffers else None),
         *convolutions,
         # A rank that is alone draws what eager execution draws.
         *([DrawMasks()] if group is not None and mesh.world > 1 else []),

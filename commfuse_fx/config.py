@@ -63,6 +63,7 @@ class CompileConfig:
     strategy_ckpt_save_file: str | os.PathLike[str] | None
     full_batch: bool
     parameter_broadcast: bool
+    broadcast_buffers: bool
     pipeline_stages: int
     schedule: str | ScheduleConfig
     """One of "overlap" and "none", or a ScheduleConfig."""
@@ -130,6 +131,7 @@ class CompileConfig:
             ("comm_fusion.openstate", str(self.comm_fusion.openstate)),
             *fusion,
             *((name, str(getattr(self, name))) for name in names),
+            *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
             ("schedule", schedule),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]

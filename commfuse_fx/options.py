@@ -40,6 +40,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "strategy_ckpt_save_file": None,
         "full_batch": False,
         "parameter_broadcast": False,
+        "broadcast_buffers": False,
         "pipeline_stages": 1,
         "schedule": "overlap",
         "backend": "eager",
@@ -134,6 +135,11 @@ def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             limit = f" (device_num is {device_num})"
             check_int(global_rank, "global_rank", 0, device_num - 1, limit)
+    if checked.get("broadcast_buffers") and checked.get("parallel_mode") in ("semi_auto", "semi_auto_parallel"):
+        raise ConfigValueError(
+            'broadcast_buffers=True with parallel_mode="semi_auto": there the ranks run one device\'s graph together, '
+            "whose buffers are the same on all of them; leave broadcast_buffers out"
+        )
     if device_num is not None and isinstance(mesh, tuple) and math.prod(mesh) != device_num:
         raise ConfigValueError(
             f"mesh is {mesh}, which holds {math.prod(mesh)} devices, but device_num is {device_num}; "
@@ -160,6 +166,11 @@ def _check_mesh(value: object, where: str) -> object:
     if value is None or hasattr(value, "mesh_dim_names"):
         return value
     raise ConfigTypeError(f"{where} is {show(value)}; give a DeviceMesh, a tuple of sizes such as (2, 4), or None")
+
+
+def _check_bool_or_default(value: object, where: str) -> bool:
+    """None stands for the default, False: it is the default of every step."""
+    return False if value is None else check_bool(value, where)
 
 
 def _check_schedule(value: object, where: str) -> str | ScheduleConfig:
@@ -208,6 +219,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "strategy_ckpt_save_file": _check_path,
         "full_batch": check_bool,
         "parameter_broadcast": check_bool,
+        "broadcast_buffers": _check_bool_or_default,
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),

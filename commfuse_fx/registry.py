@@ -11,6 +11,7 @@ from typing import Any
 from commfuse_fx.errors import ConfigKeyError
 from commfuse_fx.options import show
 from commfuse_fx.passes.across_steps import AcrossSteps
+from commfuse_fx.passes.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.channels_last import ChannelsLast
 from commfuse_fx.passes.counter_random import CounterRandom
 from commfuse_fx.passes.divide import Divide
@@ -44,6 +45,7 @@ _CLASSES: tuple[type[Any], ...] = (
     Simplify,
     SliceFullBatch,
     LowerUserCollectives,
+    BroadcastBuffers,
     ChannelsLast,
     WeightGradients,
     DrawMasks,

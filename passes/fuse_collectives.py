@@ -95,7 +95,9 @@ class FuseCollectives:
         assert self.costs is not None, 'mode "optimal" needs a cost model'
         by_key: dict[Hashable, list[fx.Node]] = {}
         for start in starts:
-            if self.fusion.for_kind(kind_of(start)).mode == "optimal" and _details(start).fusion_id is None:
+            if _details(start).role == "buffer" or _details(start).fusion_id is not None:
+                continue
+            if self.fusion.for_kind(kind_of(start)).mode == "optimal":
                 by_key.setdefault(_key(start), []).append(start)
         searched = dict.fromkeys(start for each in by_key.values() for start in each)
         others = [i for i, start in enumerate(starts) if start not in searched]
@@ -113,6 +115,8 @@ class FuseCollectives:
 
     def _policy_of(self, member: Member, group: int | None) -> Policy:
         assert isinstance(member.key, tuple)
+        if member.key[0] == "broadcast":  # of buffers: they are ready together, and no kind of comm_fusion is theirs
+            return Policy(self.fusion.openstate, None, None, group=0)
         kind = self.fusion.for_kind(member.key[0])
         return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts, group)
 
@@ -140,7 +144,7 @@ def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
 
 
 def _fusible(program: Program) -> list[fx.Node]:
-    return [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS]
+    return [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS or _details(node).role == "buffer"]
 
 
 def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:

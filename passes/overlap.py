@@ -122,6 +122,7 @@ class _Order:
     def build(self) -> list[fx.Node]:
         late: list[fx.Node] = []
         output = self.nodes[-1]
+        self._emit_inputs()
         for node in self.nodes[:-1]:
             if info(node).phase == "update" and node.op == "call_function":
                 late.append(node)
@@ -135,6 +136,18 @@ class _Order:
         for node in self.nodes[:-1]:
             self._emit(node)
         return [*self.emitted, output]
+
+    def _emit_inputs(self) -> None:
+        """All of them, and then the starts that need nothing else."""
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.emitted.update(dict.fromkeys(inputs))
+        ready: list[fx.Node] = []
+        for start in (start for node in inputs for start in self.starts_after.get(node, ())):
+            self.missing[start] -= 1
+            if self.missing[start] == 0:
+                ready.append(start)
+        for start in ready:
+            self._emit(start)
 
     def _emit_ready_users(self, node: fx.Node) -> None:
         """What else follows from a result, but for updates: it runs while the next result is on the wire."""

@@ -87,6 +87,8 @@ def test_default_prints_as_its_value():
         ("gradient_fp32_sync", False, False),
         ("full_batch", True, True),
         ("parameter_broadcast", True, True),
+        ("broadcast_buffers", True, True),
+        ("broadcast_buffers", None, False),
         ("pipeline_stages", 1, 1),
         ("schedule", "none", "none"),
         ("schedule", ScheduleConfig(), ScheduleConfig()),

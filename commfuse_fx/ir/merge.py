@@ -2,7 +2,7 @@
 
 The layout of each kind (W ranks, members with n_i elements, N = sum n_i):
 
-- all_reduce: [n_1 | n_2 | ...], the same on input and output.
+- all_reduce, broadcast: [n_1 | n_2 | ...], the same on input and output.
 - all_gather: input [n_1 | n_2 | ...], output rank-major [W, N], so each member is column slice
   [W, n_i] made contiguous.
 - reduce_scatter: input interleaved by rank: row r holds every member's slice r, [W, N/W]; output
@@ -136,7 +136,7 @@ def _dense(spec: TensorSpec) -> TensorSpec:
     return spec if spec.is_dense else spec.with_shape(spec.shape)
 
 
-def _all_reduce(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
+def _in_one_row(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     specs = [_dense(tensor_spec(value)) for value in merge.inputs]
     sizes = [spec.numel for spec in specs]
     total = TensorSpec.flat(sum(sizes), specs[0])
@@ -193,7 +193,8 @@ def _contiguous(merge: Merge, value: fx.Node, number: int) -> fx.Node:
 
 
 _LAYOUTS: dict[str, Callable[[Merge], tuple[fx.Node, list[fx.Node]]]] = {
-    "all_reduce": _all_reduce,
+    "all_reduce": _in_one_row,
+    "broadcast": _in_one_row,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
 }

@@ -142,7 +142,7 @@ class CollectiveInfo:
     sequence: int
     reduce_op: str | None = None
     fusion_id: int | None = None
-    role: str = "user"  # "gradient" | "rows" (numbers of rows) | "redistribution" | "user"
+    role: str = "user"  # "gradient" | "rows" (numbers of rows) | "buffer" | "redistribution" | "user"
 
 
 @dataclass(frozen=True)
