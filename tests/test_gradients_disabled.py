@@ -65,15 +65,17 @@ def train_eagerly(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
     optimizer.step()
 
 
-@each_way
-@pytest.mark.parametrize("whole_step", [True, False])
-def test_a_call_evaluates_as_eager_does(disabled: Any, whole_step: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("way", "whole_step"), [("no_grad", True), ("inference_mode", True), ("set_grad_enabled", False)]
+)
+def test_a_call_evaluates_as_eager_does(way: str, whole_step: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Before the first training step and after it; then training goes on as if nothing had been."""
+    disabled = DISABLED[way]
     model = Net(dropout=0.5)
     reference = copy.deepcopy(model)
     optimizer, plain = adamw(model), adamw(reference)
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer if whole_step else None)
-    for number in range(4):
+    for number in range(2):
         x, y = batch(number)
         with disabled():
             torch.manual_seed(number)
@@ -138,11 +140,10 @@ def test_a_model_in_eval_mode_has_one_graph_and_no_warning(caplog: pytest.LogCap
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@each_way
-def test_lower_shows_what_a_call_would_run(disabled: Any) -> None:
+def test_lower_shows_what_a_call_would_run() -> None:
     model = Net()
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=adamw(model), device_num=2)
-    with disabled():
+    with torch.inference_mode():
         assert not step.lower(*batch(0)).collectives
     assert step.lower(*batch(0)).collectives
 
@@ -155,10 +156,13 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@each_way
-@pytest.mark.parametrize("plan", PLANS)
-def test_all_ranks_of_a_plan(disabled: Any, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "plan"),
+    [*(("inference_mode", plan) for plan in PLANS), ("no_grad", "data_parallel"), ("no_grad", "divided")],
+)
+def test_all_ranks_of_a_plan(way: str, plan: str) -> None:
     """Also eager reads with gradients disabled, which finish updates and gather divided parameters."""
+    disabled = DISABLED[way]
     model = Net()
     if plan == "divided":
         cf.shard(model.first, weight=("tp", None))

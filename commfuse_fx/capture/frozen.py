@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 MOST_ITEMS = 1_000
 """Of larger containers and arrays only identity and length count: looking through them would slow every step down."""
@@ -79,8 +80,18 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(kind, (value.shape, value.dtype.str, value.tobytes()))
     if isinstance(value, torch.Tensor) and id(value) in own:
         return Frozen(torch.Tensor, None)
+    if isinstance(value, weakref.ref):  # modules make new ones; what they refer to is looked at where it is read
+        return Frozen(weakref.ref, None)
     size = len(value) if isinstance(value, (*CONTAINERS, set, frozenset)) else None
     return Frozen(kind, (Itself(value), size))
+
+
+def freeze_values(tensor: torch.Tensor) -> Frozen:
+    """A tensor whose values count."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if tensor.numel() > MOST_ITEMS:
+            return Frozen(torch.Tensor, tensor._version)
+        return Frozen(float, str(tensor.tolist()))
 
 
 class Itself:

@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from commfuse_fx.capture.frozen import CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, first_difference, freeze
 from commfuse_fx.capture.reads import Read
+
+_WHAT = {"class": "class attribute ", "cell": "variable ", "content": "", "values": "values of "}
 
 OwnValues = dict[str, list[Frozen]]
 """By the label of a read: the values that forwards themselves have found and left there, in any trace of a step."""
@@ -95,14 +98,14 @@ class Guards:
             if type(read.owner) is not read.of_class:
                 label = read.label.removesuffix(f".{read.name}")
                 return f"class of {label}: {read.of_class.__qualname__} -> {type(read.owner).__qualname__}"
-            now = freeze(read.value(), own)
+            now = read.now(own)
             if now == read.last or now in self._own_values.get(read.label, ()):
                 continue
             if read.kind == "names":
                 return f"attribute {read.label}.{read.value()[0]} was added"
             found = first_difference(read.last, now, read.label)
             if found is not None:
-                what = {"class": "class attribute ", "cell": "variable ", "content": ""}.get(read.kind, "attribute ")
+                what = _WHAT.get(read.kind, "attribute ")
                 return f"{what}{found[0]}: {found[1]} -> {found[2]}"
         return ""
 
@@ -111,10 +114,10 @@ class Guards:
         self._flat = None
 
     def _now(self, read: Read) -> Frozen:
-        return freeze(read.value(), self._own_tensors())
+        return read.now(self._own_tensors())
 
     def _own_change(self, read: Read) -> tuple[str, tuple[str, str]] | None:
-        if read.kind in ("names", "class") or read.first == read.last:
+        if read.kind in ("names", "class", "values") or read.first == read.last:
             return None
         found = first_difference(read.first, read.last, read.label, constants_only=True)
         if found is None:
@@ -132,13 +135,15 @@ class Guards:
             if owner is None:
                 continue
             value = read.value()
+            if read.kind == "values":
+                flat.probes.append((partial(_version, owner), _version(owner)))
+                continue
             if read.kind == "slot":
                 flat.owners.append(owner)
                 flat.slots.append(read.name)
                 flat.slot_values.append(value)
             elif read.kind == "cell":
-                frozen = freeze(value, self._own_tensors())
-                flat.probes.append((partial(self._now, read), frozen))
+                flat.probes.append((partial(self._now, read), self._now(read)))
             elif read.kind in ("attribute", "class", "names"):
                 held = vars(owner)
                 if read.kind != "class" and id(owner) not in seen:
@@ -151,6 +156,10 @@ class Guards:
                     _hold(flat, held, read.name, value)
             _look_inside(flat, value, seen, read.kind == "names")
         return flat
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
 
 
 def _hold(flat: _Flat, held: Any, key: Any, value: Any) -> None:

@@ -11,7 +11,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze
+from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze, freeze_values
 from commfuse_fx.capture.model_structure import HOOKS
 from commfuse_fx.capture.noted_classes import can_be_noted, noted, taking_notes
 
@@ -41,9 +41,12 @@ _STRUCTURE = frozenset(
 
 
 class Read:
-    """One thing that was read. kind: "attribute" of an instance, "class" attribute, "slot", "cell" of a closure,
-    "content" of a container, or "names" that an instance has no attributes of. first: the value that was read; last:
-    the value when the trace was over."""
+    """One thing that was read.
+
+    kind: "attribute" of an instance, "class" attribute, "slot", "cell" of a closure, "content" of a container, "values"
+    of a tensor, or "names" that an instance has no attributes of. first: the value that was read; last: the value when
+    the trace was over.
+    """
 
     __slots__ = ("_owner", "first", "kind", "label", "last", "name", "of_class")
 
@@ -73,6 +76,10 @@ class Read:
             except ValueError:
                 return ABSENT
         return owner
+
+    def now(self, own: Container[int]) -> Frozen:
+        """The same, to compare. own: as for `freeze`."""
+        return freeze_values(self.owner) if self.kind == "values" else freeze(self.value(), own)
 
 
 class Reads:
@@ -125,7 +132,7 @@ class Reads:
         self._alive.clear()
         found = [read for read in found if read.owner is not None]
         for read in found:
-            read.last = freeze(read.value(), self.own)
+            read.last = read.now(self.own)
         return found
 
     def got(self, owner: Any, name: str, value: Any) -> None:
@@ -183,6 +190,13 @@ class Reads:
             self._note("attribute", owner, name, ABSENT)
         else:
             self._notes[id(owner), name] = None
+
+    def values(self, tensor: torch.Tensor) -> None:
+        """Python was given the values of a tensor that is not traced."""
+        named = (read.label for read in self._notes.values() if read is not None and read.value() is tensor)
+        read = Read("values", tensor, "", next(named, "a tensor"), freeze_values(tensor))
+        self._notes.setdefault((id(tensor), "values"), read)
+        self._alive[id(tensor)] = tensor
 
     def see(self, value: Any, label: str) -> None:
         """An object has come in sight: note what is read of it from now on, or what it holds."""

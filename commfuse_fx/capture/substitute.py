@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,24 @@ log = logging.getLogger("commfuse_fx.trace")
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
+_VALUES_IN_PYTHON = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__")
+)
+"""What gives Python the values of a tensor; only one that is not traced has any."""
+
 
 @contextmanager
-def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+def substituted(
+    model: nn.Module,
+    stand_ins: Mapping[torch.Tensor, torch.Tensor],
+    on_values: Callable[[torch.Tensor], None] = lambda tensor: None,
+) -> Iterator[None]:
     """Give the model other parameters and buffers.
 
     Works by identity, so that tied tensors stay tied, modules that occur twice are handled once, and
     references taken earlier (by a regulariser, a hook, the list of weights of an LSTM) mean the stand-in too.
+    on_values: is told of other tensors whose values are read in Python.
     """
     slots = [
         (module, owned, name, value)
@@ -35,7 +46,7 @@ def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]
         for module, _, name, value in slots:
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])  # not through the slots: modules such as LSTM listen
-        with _References(by_id):
+        with _References(by_id, on_values):
             yield
     finally:
         for module, owned, name, value in slots:
@@ -46,14 +57,17 @@ def substituted(model: nn.Module, stand_ins: Mapping[torch.Tensor, torch.Tensor]
 class _References(TorchFunctionMode):
     """Replaces the tensors in the arguments of every torch function."""
 
-    def __init__(self, by_id: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, by_id: Mapping[int, torch.Tensor], on_values: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._by_id = by_id
+        self._on_values = on_values
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
+        if func in _VALUES_IN_PYTHON and type(args[0]) is torch.Tensor and id(args[0]) not in self._by_id:
+            self._on_values(args[0])
         return func(*map(self._other, args), **{name: self._other(value) for name, value in given.items()})
 
     def _other(self, value: Any) -> Any:

@@ -118,7 +118,7 @@ def trace_step(
         stand_ins = dict(zip((*params.values(), *buffers.values()), (*fresh, *held.values()), strict=True))
         # backward() stays inside: activation checkpointing runs the module again there.
         with (
-            substituted(model, stand_ins),
+            substituted(model, stand_ins, *(() if reads is None else (reads.values,))),
             recorder.recording(),
             torch.set_grad_enabled(training),
             nullcontext() if reads is None else reads.recording(),
