@@ -12,6 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from commfuse_fx.errors import CaptureError
+
 log = logging.getLogger("commfuse_fx.trace")
 
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -27,9 +29,12 @@ _VALUES_IN_PYTHON = frozenset(
 def substituted(
     model: nn.Module,
     stand_ins: Mapping[torch.Tensor, torch.Tensor],
+    set_data: Callable[[torch.Tensor, torch.Tensor], None],
     on_values: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> Iterator[None]:
-    """Give the model other parameters and buffers.
+    """Give the model other parameters and buffers; afterwards it has the same ones as before, and no others.
+
+    set_data(target, value): called for `target.data = value` on a traced tensor.
 
     Works by identity, so that tied tensors stay tied, modules that occur twice are handled once, and
     references taken earlier (by a regulariser, a hook, the list of weights of an LSTM) mean the stand-in too.
@@ -41,25 +46,40 @@ def substituted(
         for owned in (module._parameters, module._buffers)
         for name, value in owned.items()
     ]
+    held = [(own, dict(own)) for module in model.modules() for own in map(vars(module).__getitem__, _OWN)]
     by_id = {id(tensor): stand_in for tensor, stand_in in stand_ins.items()}
     try:
         for module, _, name, value in slots:
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])  # not through the slots: modules such as LSTM listen
-        with _References(by_id, on_values):
+        with _References(by_id, set_data, on_values):
             yield
     finally:
         for module, owned, name, value in slots:
             if owned.get(name) is not value:
                 setattr(module, name, value)
+        for own, before in held:
+            if list(own) != list(before) or any(own[name] is not value for name, value in before.items()):
+                own.clear()
+                own.update(before)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET = tuple(getattr(torch.ops.aten.set_, overload) for overload in torch.ops.aten.set_.overloads())
 
 
 class _References(TorchFunctionMode):
     """Replaces the tensors in the arguments of every torch function."""
 
-    def __init__(self, by_id: Mapping[int, torch.Tensor], on_values: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        by_id: Mapping[int, torch.Tensor],
+        set_data: Callable[[torch.Tensor, torch.Tensor], None],
+        on_values: Callable[[torch.Tensor], None],
+    ) -> None:
         super().__init__()
         self._by_id = by_id
+        self._set_data = set_data
         self._on_values = on_values
 
     def __torch_function__(
@@ -68,6 +88,11 @@ class _References(TorchFunctionMode):
         given = kwargs or {}
         if func in _VALUES_IN_PYTHON and type(args[0]) is torch.Tensor and id(args[0]) not in self._by_id:
             self._on_values(args[0])
+        if func == _SET_DATA and _is_traced(target := self._other(args[0])):
+            self._set_data(target, self._other(args[1]))
+            return None
+        if func in _SET and any(args[0] is stand_in for stand_in in self._by_id.values()):
+            raise CaptureError("the model gives a parameter or buffer other memory with set_(): write it with copy_()")
         return func(*map(self._other, args), **{name: self._other(value) for name, value in given.items()})
 
     def _other(self, value: Any) -> Any:

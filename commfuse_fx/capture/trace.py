@@ -40,6 +40,7 @@ from commfuse_fx.capture.provenance import (
     user_line_of,
 )
 from commfuse_fx.capture.reads import Reads
+from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
@@ -117,17 +118,16 @@ def trace_step(
         ]
         stand_ins = dict(zip((*params.values(), *buffers.values()), (*fresh, *held.values()), strict=True))
         # backward() stays inside: activation checkpointing runs the module again there.
+        tensors = ReplacedTensors(model, dict(zip(params, fresh, strict=True)), held)
         with (
-            substituted(model, stand_ins, *(() if reads is None else (reads.values,))),
+            substituted(model, stand_ins, tensors.set_data, *(() if reads is None else (reads.values,))),
+            tensors.watched(),
             recorder.recording(),
             torch.set_grad_enabled(training),
             nullcontext() if reads is None else reads.recording(),
         ):
             loss = loss_of(model, leaves, recorder)
-            for name, value in model.named_buffers():
-                if name in held and value is not held[name]:  # the model assigned a new tensor to its buffer
-                    _check_same_layout(name, held[name], value)
-                    held[name].copy_(value.detach())
+            tensors.settle()
             if training:
                 _check_differentiable(loss)
                 with recorder.backward():
@@ -159,6 +159,8 @@ def trace_step(
         except CaptureError as error:
             raise _locate(error, recorder).with_traceback(error.__traceback__) from error.__cause__
         except RuntimeError as error:
+            if isinstance(error.__cause__, CaptureError):  # torch has wrapped it on its way
+                raise _locate(error.__cause__.with_traceback(error.__traceback__), recorder) from None
             if _COMPILED in str(error):
                 raise _locate(CaptureError(_CALLS_COMPILED).with_traceback(error.__traceback__), recorder) from error
             if not any(text in str(error) for text in _NO_DATA):
@@ -196,14 +198,6 @@ def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> nn.Pa
                 "on traced gradients, so remove it, or run its code after the step"
             )
     return made
-
-
-def _check_same_layout(name: str, old: torch.Tensor, new: torch.Tensor) -> None:
-    if old.shape != new.shape or old.dtype != new.dtype:
-        raise CaptureError(
-            f"the model replaces its buffer {name} ({old.dtype}{list(old.shape)}) by {new.dtype}{list(new.shape)}: "
-            "a buffer of a compiled step keeps its shape and dtype"
-        )
 
 
 def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: Sequence[torch.Tensor]) -> None:
