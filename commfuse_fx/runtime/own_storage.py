@@ -29,6 +29,7 @@ def separated(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a storage of its own; `tensor` itself if it is alone in its storage, or has gaps."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
         return tensor
-    if tensor.is_conj() or tensor.is_neg() or not TensorSpec.of(tensor).is_dense:
+    if tensor.is_conj() or tensor.is_neg():
         return tensor
-    return with_own_storage(tensor)
+    # The first question is the cheap one: this runs for every gradient of a step that leaves them in `.grad`.
+    return with_own_storage(tensor) if tensor.is_contiguous() or TensorSpec.of(tensor).is_dense else tensor
