@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.dependence import written_nodes
+from commfuse_fx.ir.known_shapes import known_shapes
 from commfuse_fx.ir.meta import Spec, TensorSpec, contiguous_stride, info, same_layout, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.simplify import erase_upwards
@@ -236,7 +237,7 @@ class _Plan:
                 spec = _laid_out(spec, taken[operand])
             return _empty(spec)
 
-        with self._mode, torch.no_grad():
+        with known_shapes(), self._mode, torch.no_grad():
             args = fx.node.map_arg(node.args, empty)
             kwargs = fx.node.map_arg(node.kwargs, empty)
             return spec_of(node.target(*args, **kwargs))  # type: ignore[operator]
@@ -248,7 +249,7 @@ class _Plan:
         small, name = expansion.args[0], info(value).name
         assert isinstance(small, fx.Node)
         assert callable(value.target)
-        with self._mode:
+        with known_shapes(), self._mode:
             spec = spec_of(value.target(_empty(tensor_spec(small)), *value.args[1:]))
         args = (small, *value.args[1:])
         scaled = build.call(value.target, args, spec=spec, like=info(value), name=f"{name}/scaled")

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map_only
 
 from commfuse_fx.capture.generators import SEEDED, Generators
 from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.known_shapes import known_shapes
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ def traceable_torch() -> Iterator[None]:
         patch.object(distribution, "_validate_args", ValueHere(False, distribution._validate_args)),
         patched_here(nn.modules.transformer, "_detect_is_causal_mask", _is_declared_causal),
         patched_here(nn.modules.batchnorm._BatchNorm, "forward", _batch_norm_forward),
-        patch.dict(fake_impls.op_implementations_dict, _SHAPES),
+        known_shapes(),
         patched_here(torch, "ctc_loss", _ctc_loss),
         patched_here(torch._VF, "_pack_padded_sequence", _refuse_packing),
     ):
@@ -116,26 +116,6 @@ def _batch_norm_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         self.running_var.mul_(1 - share).add_(var * share)
     return out
 
-
-def _ctc_loss_shapes(
-    mode: Any, func: Any, log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: list[int], *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of aten::_ctc_loss, which torch calls dynamic although lists of lengths decide them."""
-    time, batch = log_probs.shape[:2]
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * max(lengths, default=0) + 1)
-
-
-def _grouped_mm_shape(
-    mode: Any, func: Any, a: torch.Tensor, b: torch.Tensor, offsets: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Any:
-    """Of aten::_grouped_mm on a CPU, which takes more dtypes there than torch's own rule allows."""
-    if a.device.type != "cpu":
-        return NotImplemented
-    groups = [offsets.shape[0]] if a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim == 3 else []
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype)
-
-
-_SHAPES = {aten._ctc_loss.default: _ctc_loss_shapes, aten._grouped_mm.default: _grouped_mm_shape}
 
 _torch_ctc_loss = torch.ctc_loss
 

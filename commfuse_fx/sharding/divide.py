@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.errors import CaptureError, CommFuseError
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
@@ -63,8 +64,22 @@ class Division:
             if node.op == "get_attr":
                 self.values[node] = Value(info(node).spec, {R: self.local.copy(node)})
             elif node.op == "call_function":
-                self._call(node)
+                try:
+                    self._call(node)
+                except CommFuseError:
+                    raise
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    raise self._cannot_divide(node, error) from error
         self._finish()
+
+    def _cannot_divide(self, node: fx.Node, error: Exception) -> CaptureError:
+        """Of an error of torch, which knows no modules."""
+        first = next(iter(str(error).splitlines()), "")
+        return CaptureError(
+            f"cannot divide {_where(node)} over {self.axis.group}: {node.target} does not run on the ranks' parts. "
+            'Compute it another way, or use parallel_mode="data_parallel". '
+            f"[{type(error).__name__}: {first}]"
+        )
 
     # Inputs
 
@@ -196,7 +211,7 @@ class Division:
             f"{node.target} has no sharding rule: its inputs are gathered over {self.axis.group}, and every rank "
             "computes the whole (cf.register_rule adds one)"
         )
-        where = f"{details.module or 'the step'}{f' at {details.source}' if details.source else ''}"
+        where = _where(node)
         self.program.note("replicated", where, text)
         log.warning("%s: %s", where, text)
 
@@ -331,3 +346,9 @@ class Division:
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)
+
+
+def _where(node: fx.Node) -> str:
+    """Module and source line."""
+    details = info(node)
+    return f"{details.module or 'the step'}{f' at {details.source}' if details.source else ''}"

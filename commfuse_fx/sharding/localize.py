@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from commfuse_fx.ir.known_shapes import known_shapes
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
 from commfuse_fx.ir.redistribution import COLLECTIVES, meta_shape, sum_partial
 
@@ -43,7 +44,7 @@ class LocalSpecs:
             given = tensor_spec(args[0])
             ways = 1 if target is sum_partial else args[2]
             return target, given.with_shape(meta_shape(target, given.shape, ways, tuple(args[2:])))
-        with self._mode, torch.no_grad():
+        with known_shapes(), self._mode, torch.no_grad():
             taken = fx.node.map_arg(tuple(args), lambda node: _empty(info(node).spec))
             named = fx.node.map_arg(dict(kwargs), lambda node: _empty(info(node).spec))
             try:
