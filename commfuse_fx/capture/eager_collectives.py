@@ -12,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.capture.user_files import is_user_file
@@ -53,26 +51,11 @@ def eager_collectives_refused() -> Iterator[None]:
         for name in ("_object_to_tensor", "_tensor_to_object", "_coalescing_manager"):
             if hasattr(c10d, name):
                 stack.enter_context(patched_here(c10d, name, _refuse_call))
-        stack.enter_context(patched_here(nn.SyncBatchNorm, "forward", _sync_batch_norm))
         yield
 
 
 def _refuse_call(*args: Any, **kwargs: Any) -> Any:
     raise CaptureError(_refusal(_called() or "a collective"))
-
-
-_sync_batch_norm_forward = nn.SyncBatchNorm.forward
-
-
-def _sync_batch_norm(self: nn.SyncBatchNorm, given: torch.Tensor) -> torch.Tensor:
-    uses_batch = self.training or self.running_mean is None
-    if uses_batch and dist.is_initialized() and dist.get_world_size(self.process_group or dist.group.WORLD) > 1:
-        raise CaptureError(
-            "SyncBatchNorm talks to the other ranks by itself, which a traced step cannot: use a plain BatchNorm with "
-            'parallel_mode="semi_auto", where its statistics are those of the whole batch, or keep BatchNorm\'s '
-            "statistics per rank"
-        )
-    return _sync_batch_norm_forward(self, given)
 
 
 def _called() -> str:

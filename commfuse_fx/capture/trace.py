@@ -42,6 +42,8 @@ from commfuse_fx.capture.provenance import (
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.substitute import Attributes, substituted
+from commfuse_fx.capture.sync_batch_norm import sync_batch_norm
+from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
@@ -142,6 +144,7 @@ def trace_step(
         marks_traced(model) if marked else nullcontext(),
         traceable_torch(),
         eager_collectives_refused(),
+        patched_here(nn.SyncBatchNorm, "forward", sync_batch_norm(mesh, marked)),
         without_anomaly_detection(),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time

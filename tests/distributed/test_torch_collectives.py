@@ -87,7 +87,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "group": (lambda x: dist.distributed_c10d._get_default_group().allreduce([x.detach()]), "cf.ops.all_reduce"),
     "part": (lambda x: fc.all_reduce(x, "sum", _alone()), r"group of rank\(s\) \d: .*cf.ops.all_reduce\(x, group"),
     "uneven": (lambda x: fc.all_to_all_single(x, [4, 2], [4, 2], dist.group.WORLD), "pad them"),
-    "sync batch norm": (nn.SyncBatchNorm(4).double(), 'BatchNorm.*"semi_auto"'),
+    "sync batch norm": (
+        lambda x: _part_of_the_ranks()(x),
+        r"SyncBatchNorm over.*rank\(s\) \[\d\].*leave process_group",
+    ),
 }
 
 _groups: list[Any] = []
@@ -96,6 +99,10 @@ _meshes: list[Any] = []
 
 def _alone() -> Any:
     return _groups[dist.get_rank()]
+
+
+def _part_of_the_ranks() -> nn.Module:
+    return nn.SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=_alone())
 
 
 def refusals() -> dict[str, str]:
