@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import commfuse_fx as cf
 from tests.property.known_refusals import reason_of
-from tests.property.random_cases import Act, Case, Step
+from tests.property.random_cases import OF_THE_STEP, Act, Case, Step
 from tests.property.random_models import make_batch
 from tests.property.trainee import Named, make_trainee
 from tests.property.user_actions import ACTIONS
@@ -108,6 +108,9 @@ class _Comparison:
                 self._compare(trainee.tensors(), right, f"step {number}, rank {rank}")
 
     def _act(self, act: Act, where: str) -> None:
+        if act.kind in OF_THE_STEP:
+            self.compiled.act(act.kind, act.number)
+            return
         with _void_if_it_fails(where):
             want = [ACTIONS[act.kind](each, random.Random(act.number)) for each in self.eager.trainees]
         have = [ACTIONS[act.kind](each, random.Random(act.number)) for each in self.compiled.trainees]

@@ -15,13 +15,7 @@ from tests.property.user_actions import CHEAP, COSTLY
 STEPS = 10
 
 WAITING: tuple[str, ...] = (
-    "change_attribute",
-    "add_hook",
-    "remove_hook",
     "chunk",
-    "divided:clipped",
-    "divided:teacher",
-    "divided:limited_lookup",
     "divided:column_major",
     "divided:odd_shapes",
     "divided:convolve",
@@ -37,6 +31,9 @@ or with a divided model."""
 
 LOCAL = ("one", "lockstep", "divided")
 """Kinds that run in one process."""
+
+OF_THE_STEP = ("retrace", "lower")
+"""Actions on the compiled step itself."""
 
 MESHES = {"2": (2,), "2x2": (2, 2)}
 """Of divided models."""
@@ -142,7 +139,7 @@ def _draw_model(rng: random.Random, dtype: torch.dtype, divides: bool) -> ModelS
 
 def _draw_steps(rng: random.Random, accumulate: bool, divides: bool) -> tuple[Step, ...]:
     """Tracing is nearly all of what a case costs, so few actions and calls that cause it come in one case."""
-    cheap, costly = allowed(CHEAP, divides), allowed((*COSTLY, "rows", "eval", "no_grad"), divides)
+    cheap, costly = allowed(CHEAP, divides), allowed((*COSTLY, *OF_THE_STEP, "rows", "eval", "no_grad"), divides)
     acts: list[list[Act]] = [[] for _ in range(STEPS)]
     rows = [rng.choice((4, 6))] * STEPS
     calls = ["train"] * STEPS

@@ -15,7 +15,7 @@ import commfuse_fx as cf
 from commfuse_fx.lockstep import LockstepWorld
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW
 from tests.property.random_cases import Case
-from tests.property.random_models import eager_loss
+from tests.property.random_models import eager_loss, make_batch
 from tests.property.trainee import Trainee, make_trainee
 
 Batch = tuple[torch.Tensor, ...]
@@ -153,6 +153,13 @@ class Compiled:
             (batch,) = batches
             return [self.step(*batch)]
         return [result.loss for result in self.world(batches)]
+
+    def act(self, kind: str, seed: int) -> None:
+        """Change nothing that anybody can see."""
+        if kind == "retrace":
+            self.step.retrace()
+        else:
+            assert self.step.lower(*make_batch(self.case.model, 4, seed, self.trainees[0].dtype)).text()
 
     def evaluate(self, batches: Sequence[Batch], training: bool) -> list[torch.Tensor]:
         entered = [in_mode(trainee.model, training) for trainee in self.trainees]
