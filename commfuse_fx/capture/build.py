@@ -10,6 +10,7 @@ from torch import fx, nn
 from commfuse_fx.capture.canonical_trace import canonicalize
 from commfuse_fx.capture.loss import LossFn, compute_loss
 from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
+from commfuse_fx.capture.rank_writes import warn_of_rank_writes
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, unflatten
@@ -68,6 +69,7 @@ def capture(
         program.add_source(node, source)
     _annotate(program)
     _set_outputs(program, traced)
+    warn_of_rank_writes(program, traced.mutations)
     return program
 
 
