@@ -8,9 +8,10 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from commfuse_fx.capture.numpy_types import ARRAYS, SCALARS
 
 MOST_ITEMS = 1_000
 """Of larger containers and arrays only identity and length count: looking through them would slow every step down."""
@@ -34,10 +35,11 @@ CONSTANTS = (
     torch.device,
     torch.layout,
     torch.memory_format,
-    np.generic,
+    *SCALARS,
     type(ABSENT),
 )
 CONTAINERS = (dict, list, tuple, deque)
+_PRINTED = (float, complex, slice, *SCALARS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Frozen:
 
     def __str__(self) -> str:
         if issubclass(self.kind, CONSTANTS):
-            text = self.value if issubclass(self.kind, (float, complex, slice, np.generic)) else repr(self.value)
+            text = self.value if issubclass(self.kind, _PRINTED) else repr(self.value)
             return str(text) if len(text) <= 60 else f"{text[:57]}..."
         if issubclass(self.kind, CONTAINERS) and all(item.is_constant for item in self.items) and len(self.items) <= 8:
             if issubclass(self.kind, dict):
@@ -68,7 +70,7 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
     kind = type(value)
     if isinstance(value, CONSTANTS):
         # Numbers are told apart as they print: 1.0 and -0.0 are other constants than 1 and 0.0, and NaN is itself.
-        exact = issubclass(kind, (float, complex, slice, np.generic))
+        exact = issubclass(kind, _PRINTED)
         return Frozen(kind, repr(value) if exact else value)
     if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS and depth < _DEEPEST:
         if isinstance(value, dict):
@@ -76,7 +78,7 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(kind, len(value), tuple([freeze(each, own, depth + 1) for each in value]))
     if isinstance(value, (set, frozenset)) and len(value) <= MOST_ITEMS:
         return Frozen(kind, frozenset(value))
-    if isinstance(value, np.ndarray) and value.size <= MOST_ITEMS and value.dtype != object:
+    if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS and value.dtype != object:
         return Frozen(kind, (value.shape, value.dtype.str, value.tobytes()))
     if isinstance(value, torch.Tensor) and id(value) in own:
         return Frozen(torch.Tensor, None)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from commfuse_fx.capture.frozen import CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, first_difference, freeze
+from commfuse_fx.capture.numpy_types import ARRAYS
 from commfuse_fx.capture.reads import Read
 
 _WHAT = {"class": "class attribute ", "cell": "variable ", "content": "", "values": "values of "}
@@ -182,6 +182,6 @@ def _look_inside(flat: _Flat, value: Any, seen: set[int], skipped: bool) -> None
             if not isinstance(value, tuple):
                 _hold(flat, value, key, item)
             _look_inside(flat, item, seen, False)
-    elif isinstance(value, (set, np.ndarray)):
+    elif isinstance(value, (set, *ARRAYS)):
         seen.add(id(value))
         flat.probes.append((lambda: freeze(value), freeze(value)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
-import numpy as np
-
+from commfuse_fx.capture.numpy_types import GLOBAL_GENERATOR
 from commfuse_fx.capture.this_thread import patched_here
 
 _READING = ("getstate", "get_state")
@@ -29,14 +29,12 @@ class PythonNumbers:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Look while the model runs inside."""
-        legacy = np.random.mtrand._rand
-        self.watch(random._inst, "Python's random")
-        self.watch(legacy, "numpy.random")
+        known: list[tuple[ModuleType, Any, str]] = [(random, random._inst, "Python's random")]
+        if GLOBAL_GENERATOR is not None:
+            known.append((*GLOBAL_GENERATOR, "numpy.random"))
         with ExitStack() as stack:
-            for module, owner, what in (
-                (random, random._inst, "Python's random"),
-                (np.random, legacy, "numpy.random"),
-            ):
+            for module, owner, what in known:
+                self.watch(owner, what)
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is owner and name not in _READING:
                         stack.enter_context(patched_here(module, name, self._telling(function, what)))
@@ -74,6 +72,6 @@ class PythonNumbers:
 def _state_of(generator: Any) -> Callable[[], str]:
     if isinstance(generator, random.Random):
         return lambda: str(hash(generator.getstate()))
-    if isinstance(generator, np.random.Generator):
+    if hasattr(generator, "bit_generator"):  # numpy's newer kind
         return lambda: str(generator.bit_generator.state)
-    return lambda: str([np.asarray(part).tobytes() for part in generator.get_state()])
+    return lambda: str([part.tobytes() if hasattr(part, "tobytes") else part for part in generator.get_state()])

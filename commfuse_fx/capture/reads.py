@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze, freeze_values
 from commfuse_fx.capture.model_structure import HOOKS
 from commfuse_fx.capture.noted_classes import can_be_noted, noted, taking_notes
+from commfuse_fx.capture.numpy_types import GENERATORS
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
@@ -211,7 +211,7 @@ class Reads:
                     self.see(item, f"{label}[{key!r}]")
         elif isinstance(value, torch.Generator):
             self.on_generator(value, label)
-        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+        elif isinstance(value, (random.Random, *GENERATORS)):
             self.on_python_generator(value, label)
         elif isinstance(value, FunctionType):
             self._see_function(value, label)
