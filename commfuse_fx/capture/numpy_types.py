@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-SCALARS: tuple[type, ...] = ()
-ARRAYS: tuple[type, ...] = ()
-GENERATORS: tuple[type, ...] = ()
+SCALARS: tuple[Any, ...] = ()
+ARRAYS: tuple[Any, ...] = ()
+GENERATORS: tuple[Any, ...] = ()
 """Those of numpy's random numbers."""
 GLOBAL_GENERATOR: tuple[ModuleType, Any] | None = None
 """The module `numpy.random` and the generator that its functions draw from."""
