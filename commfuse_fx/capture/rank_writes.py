@@ -39,8 +39,8 @@ def warn_of_rank_writes(program: Program, mutations: Sequence[tuple[fx.Node, fx.
             source = info(value).source
             why = (
                 f"the forward writes to it{f' at {source}' if source else ''} what follows from the batch or from "
-                "random numbers of each rank, so ranks hold different values from then on: reduce what is written, with "
-                'cf.ops.all_reduce(value, op="avg")'
+                "random numbers of each rank, so ranks hold different values from then on: reduce what is written, "
+                'with cf.ops.all_reduce(value, op="avg")'
             )
             program.note("differs between ranks", param.name, why)
             log.warning("parameter %s: %s", param.name, why)
