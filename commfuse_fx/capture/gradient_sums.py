@@ -83,9 +83,9 @@ def gather(sums: Sequence[fx.Node]) -> list[GradientSum]:
 
 def spread(sums: Sequence[GradientSum], run_of: Mapping[fx.Node, int]) -> None:
     """Add term by term, in the order in which they stand in the graph, each behind the run that yields it."""
+    place = {node: i for i, node in enumerate(sums[0].total.graph.nodes)} if sums else {}
     for each in sums:
         graph = each.total.graph
-        place = {node: i for i, node in enumerate(graph.nodes)}
         first, *others = sorted(each.terms, key=place.__getitem__)
         value = first
         for term in others[:-1]:
