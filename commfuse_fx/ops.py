@@ -140,7 +140,7 @@ def _fusion(fusion: Any) -> int:
 
 @torch.library.register_fake("commfuse::all_reduce", lib=_library)
 def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("commfuse::all_gather", lib=_library)
@@ -155,7 +155,7 @@ def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> tor
 
 @torch.library.register_fake("commfuse::broadcast", lib=_library)
 def _(x: torch.Tensor, src: int, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("commfuse::all_to_all", lib=_library)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
+
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.shared_memory import overlaps
 
 
 def copy_for_rank(
@@ -13,10 +17,20 @@ def copy_for_rank(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """A deep copy. Tensors that modules keep from an earlier forward (the weight that `weight_norm` computes) come
     without their history, which torch refuses to copy."""
-    memo: dict[int, object] = {
+    memo: dict[int, Any] = {
         id(value): value.detach().clone()
         for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     }
+    _copy_in_place(model, memo)
     return copy.deepcopy((model, optimizer), memo)
+
+
+def _copy_in_place(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Copies of parameters that have gaps or share memory lie as they do; torch would make them dense, and separate."""
+    shared = overlaps(dict([*model.named_parameters(), *model.named_buffers()]))
+    for name, param in model.named_parameters():
+        if type(param) is nn.Parameter and param.layout == torch.strided:
+            if name in shared or not TensorSpec.of(param).is_dense:
+                memo[id(param)] = nn.Parameter(copy.deepcopy(param.data, memo), param.requires_grad)

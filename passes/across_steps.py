@@ -82,9 +82,17 @@ def _units(program: Program) -> list[_Unit]:
         seen.update(dict.fromkeys(starts))
         changed = dict.fromkeys(roots[value] for node in nodes for value in written_nodes(node))
         reader = min((readers[root] for root in changed if root in readers), default=None)
+        if any(_is_shared(program, root) for root in changed):
+            continue  # updates of such parameters keep their order
         if reader is not None and info(reader).phase in ("forward", "backward"):
             found.append(_Unit(starts, nodes, reader))
     return found
+
+
+def _is_shared(program: Program, root: fx.Node) -> bool:
+    """Whether other parameters or buffers lie in this memory."""
+    source = program.sources.get(root)
+    return source is not None and source.kind == "parameter" and bool(program.params[source.name].shares)
 
 
 def _descendants(start: fx.Node, owner_nodes: dict[str, list[fx.Node]]) -> tuple[fx.Node, ...] | None:

@@ -156,7 +156,12 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
         for position, segment in enumerate(update.segments):
             name = segment.members[0][0]
             if not program.params[name].movable:
-                program.note("not flat", name, "it shares memory with another tensor or has gaps between its elements")
+                program.note(
+                    "not flat",
+                    name,
+                    "it shares memory with another tensor or has gaps between its elements: it is updated by itself, "
+                    "as torch.optim does without fused=True",
+                )
                 continue
             grad = grads[position]
             places[grad] = (owner, position)
@@ -296,7 +301,7 @@ def _writes_into(source: fx.Node, member: _Member) -> bool:
 
 
 def _source(member: _Member) -> fx.Node:
-    """What to write into the bucket: the gradient before casts and reshapes that serve only the bucket."""
+    """What to write into the bucket: the gradient before casts, copies and reshapes that serve only the bucket."""
     value = member.value
     while len(value.users) == 1:
         inner = value.args[0] if value.args else None
@@ -308,7 +313,7 @@ def _source(member: _Member) -> fx.Node:
             and tensor_spec(inner).is_contiguous
             and member.spec.is_contiguous
         )
-        if not is_reshape and value.target is not aten._to_copy.default:
+        if not is_reshape and value.target not in (aten._to_copy.default, aten.clone.default):
             break
         if len(inner.users) != 1:
             # Others use it too: it can still be copied from.

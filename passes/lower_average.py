@@ -24,6 +24,9 @@ _SCALES = (
     aten._fused_adagrad_.default,
 )
 
+# What updates may read sums through, besides views: rows sent again, and copies with the strides of the parameter.
+_PASS_ON = (put_rows_, aten.clone.default)
+
 
 @dataclass(frozen=True)
 class LowerAverage:
@@ -95,7 +98,7 @@ def _waits_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> list[fx.Node]:
             whole, _, rows = grad.all_input_nodes
             parts = _waits_behind(whole, waits), _waits_behind(rows, waits)
             return [*parts[0], *parts[1]] if all(parts) else []
-        if not is_view(grad):
+        if not is_view(grad) and grad.target is not aten.clone.default:
             return []
         grad = grad.all_input_nodes[0]
     return [grad]
@@ -104,6 +107,6 @@ def _waits_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> list[fx.Node]:
 def _only_serves(node: fx.Node, updates: Collection[fx.Node]) -> bool:
     """True when all that is ever done with this value, or views of it, is these updates."""
     return all(
-        user in updates or ((is_view(user) or user.target is put_rows_) and _only_serves(user, updates))
+        user in updates or ((is_view(user) or user.target in _PASS_ON) and _only_serves(user, updates))
         for user in node.users
     )

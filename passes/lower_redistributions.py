@@ -168,7 +168,7 @@ class _Lowering:
 def _sum(low: _Lowering) -> fx.Node:
     x, group, op = low.node.args
     assert isinstance(x, fx.Node) and isinstance(group, str) and isinstance(op, str)
-    x = low.contiguous(x) if not low.serves else x
+    x = low.contiguous(x)
     spec = tensor_spec(x)
     if spec.numel == 0:
         return x

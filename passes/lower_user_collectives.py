@@ -36,11 +36,28 @@ class LowerUserCollectives:
             if lower is None:
                 continue
             modified = True
-            result = lower(Builder(program), node, sequence)
+            build = Builder(program)
+            _lay_out_operand(build, node)
+            result = lower(build, node, sequence)
             sequence += 1
             replace(program, node, result)
             program.graph.erase_node(node)
         return modified
+
+
+def _lay_out_operand(build: Builder, node: fx.Node) -> None:
+    """Results are contiguous, as in eager execution, also where a group of one rank has its operand for a result."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    spec = tensor_spec(x)
+    if not spec.is_contiguous:
+        kwargs = {"memory_format": torch.contiguous_format}
+        name = f"{info(node).name}/contiguous"
+        with build.before(node):
+            plain = build.call(
+                aten.clone.default, (x,), kwargs, spec=spec.with_shape(spec.shape), like=info(node), name=name
+            )
+        node.args = (plain, *node.args[1:])
 
 
 def _start(
@@ -79,7 +96,7 @@ def _all_reduce(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
     if _trivial(spec, size):  # type: ignore[arg-type]
         return x  # type: ignore[return-value]
     return _start(
-        build, node, "all_reduce", c10d.all_reduce.default, (x, op, group), spec.with_shape(spec.shape),
+        build, node, "all_reduce", c10d.all_reduce.default, (x, op, group), spec,
         group=group, sequence=sequence, reduce_op=op, fusion=fusion,
     )  # fmt: skip
 
@@ -92,7 +109,7 @@ def _all_gather(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
     if spec.numel == 0:
         return _empty(build, node, spec)
     return _start(
-        build, node, "all_gather", c10d.all_gather_into_tensor.default, (x, size, group), spec.with_shape(spec.shape),
+        build, node, "all_gather", c10d.all_gather_into_tensor.default, (x, size, group), spec,
         group=group, sequence=sequence, fusion=fusion,
     )  # fmt: skip
 
@@ -125,7 +142,7 @@ def _broadcast(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
     if _trivial(spec, size):  # type: ignore[arg-type]
         return x  # type: ignore[return-value]
     return _start(
-        build, node, "broadcast", c10d.broadcast.default, (x, src, group), spec.with_shape(spec.shape),
+        build, node, "broadcast", c10d.broadcast.default, (x, src, group), spec,
         group=group, sequence=sequence, fusion=fusion,
     )  # fmt: skip
 
@@ -139,7 +156,7 @@ def _all_to_all(build: Builder, node: fx.Node, sequence: int) -> fx.Node:
     splits = [spec.shape[0] // size] * size
     args = (x, splits, splits, group)
     return _start(
-        build, node, "all_to_all", c10d.all_to_all_single.default, args, spec.with_shape(spec.shape),
+        build, node, "all_to_all", c10d.all_to_all_single.default, args, spec,
         group=group, sequence=sequence, fusion=fusion,
     )  # fmt: skip
 

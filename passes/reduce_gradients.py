@@ -12,6 +12,7 @@ from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import CollectiveInfo, dtype_name, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.reshaped import dense_like
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -69,7 +70,7 @@ class ReduceGradients:
                 value = build.cast(grad, wire, f"reduce/{name}/{dtype_name(wire)}")
         param = build.program.params[name]
         op = "avg" if self.mean else "sum"
-        wire_spec = spec.with_dtype(wire)
+        wire_spec = dense_like(tensor_spec(value))
         collective = CollectiveInfo(
             "all_reduce",
             group=self.group,
@@ -140,7 +141,7 @@ def separate_gradients(build: Builder) -> bool:
             program.grads[name] = build.call(
                 aten.clone.default,
                 (grad,),
-                spec=spec,
+                spec=dense_like(spec),
                 like=info(grad),
                 name=f"reduce/{name}/own",
                 phase="backward",

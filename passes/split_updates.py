@@ -1,26 +1,32 @@
-"""One update per bucket, so that each can run as soon as its own bucket has arrived."""
+"""Updates as their kernels want them: one per bucket, to run as soon as that has arrived, on gradients that lie in
+memory as the parameters do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
 from commfuse_fx.ir.program import Program, Source, Update
+from commfuse_fx.ir.update_layout import takes_blocks
 from commfuse_fx.passes.update_parameters import emit_update, gradients_of, update_nodes
 from commfuse_fx.runtime.rows import put_rows_
+
+_LIKE = NodeInfo("update")
 
 
 @dataclass(frozen=True)
 class SplitUpdates:
     """Bitwise neutral: the rules are elementwise. Gradients that nobody reduces share one update.
 
-    `across_steps` False: all updates run together at the end of the step, and one is as good as many.
+    `across_steps` False: all updates run together at the end of the step, and one is as good as many. Either way fused
+    updates get gradients with the strides of their parameters, by a copy where they have others.
     """
 
     across_steps: bool = True
@@ -29,8 +35,12 @@ class SplitUpdates:
     ensures: tuple[str, ...] = ("split",)
 
     def __call__(self, program: Program) -> bool:
-        if not self.across_steps or not program.updates:
+        if not program.updates:
             return False
+        split = self.across_steps and self._split(program)
+        return _lay_out_gradients(program) or split
+
+    def _split(self, program: Program) -> bool:
         nodes = update_nodes(program)
         work = [_Old(program, owner, nodes[owner]) for owner in range(len(program.updates))]
         if all(len(old.by_bucket()) == 1 for old in work):
@@ -74,10 +84,14 @@ class _Old:
         return found
 
     def by_bucket(self) -> list[list[int]]:
-        """Positions in the update's lists, grouped by the collective that brings their gradients."""
-        groups: dict[fx.Node | None, list[int]] = {}
+        """Positions in the update's lists, grouped by the collective that brings their gradients.
+
+        Parameters that share memory stay together, to be updated in the optimizer's order.
+        """
+        groups: dict[fx.Node | str | None, list[int]] = {}
         for position, grad in enumerate(self.grads):
-            groups.setdefault(_wait_behind(grad), []).append(position)
+            shares = any(self.program.params[name].shares for name, _ in self.update.segments[position].members)
+            groups.setdefault("shared" if shares else _wait_behind(grad), []).append(position)
         return list(groups.values())
 
     def erase(self, inputs: Sequence[fx.Node]) -> None:
@@ -113,6 +127,47 @@ class _Old:
             for node in (grad, *grad.all_input_nodes):
                 if node in self._mine:
                     info(node).name = self.program.names.reserve(new + info(node).name.removeprefix(old))
+
+
+def _lay_out_gradients(program: Program) -> bool:
+    """Copy gradients whose strides are not those of their parameters, which fused and list ops do not look at."""
+    nodes = update_nodes(program)
+    build = Builder(program)
+    modified = False
+    for owner, update in enumerate(program.updates):
+        if not any(map(takes_blocks, nodes[owner])):
+            continue
+        for segment, grad in zip(update.segments, gradients_of(nodes[owner]), strict=True):
+            name, _ = segment.members[0]
+            spec, given = program.params[name].spec, tensor_spec(grad)
+            if segment.is_flat or same_layout(spec.shape, spec.stride, given.stride):
+                continue
+            with build.before(nodes[owner][0]):
+                laid_out = _laid_out(build, grad, spec, f"update.{owner}/grads.{name}")
+            for node in nodes[owner]:
+                node.replace_input_with(grad, laid_out)
+            modified = True
+    return modified
+
+
+def _laid_out(build: Builder, grad: fx.Node, wanted: TensorSpec, name: str) -> fx.Node:
+    """A copy of a gradient with the strides of its parameter, which is dense."""
+    dims = range(len(wanted.shape))
+    order = sorted(dims, key=lambda dim: (-wanted.stride[dim], dim))
+    by_memory = _permuted(build, grad, order, f"{name}.permute")
+    plain = tensor_spec(by_memory).with_shape(tensor_spec(by_memory).shape)
+    kwargs = {"memory_format": torch.contiguous_format}
+    made = build.call(aten.clone.default, (by_memory,), kwargs, spec=plain, like=_LIKE, name=f"{name}.laid_out")
+    return _permuted(build, made, [order.index(dim) for dim in dims], f"{name}.as_parameter")
+
+
+def _permuted(build: Builder, value: fx.Node, order: list[int], name: str) -> fx.Node:
+    if order == sorted(order):
+        return value
+    spec = tensor_spec(value)
+    shape, stride = (tuple(each[dim] for dim in order) for each in (spec.shape, spec.stride))
+    permuted = TensorSpec(shape, spec.dtype, stride, spec.device)
+    return build.call(aten.permute.default, (value, order), spec=permuted, like=_LIKE, name=name)
 
 
 def _wait_behind(grad: fx.Node) -> fx.Node | None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info
-from commfuse_fx.ir.program import OptimizerInfo, Program, Segment, Update
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.plain_updates import plain_adagrad_, plain_adam_, plain_rmsprop_, plain_sgd_
+from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
 from commfuse_fx.optim import RULES
 from commfuse_fx.passes.simplify import remove_dead_nodes
 
@@ -66,18 +68,30 @@ def _emit_opaque(build: Builder, optimizer: OptimizerInfo, names: list[str]) -> 
 def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
     program = build.program
     for number, group in enumerate(optimizer.groups):
-        # Fused kernels want one dtype and device per call.
-        parts: dict[tuple[torch.dtype, str], list[str]] = {}
+        # Fused kernels want one dtype and device per call, and blocks of memory.
+        parts: dict[tuple[torch.dtype, str, bool], list[str]] = {}
         for name in group.params:
             if name in program.grads:
-                spec = program.params[name].spec
-                parts.setdefault((spec.dtype, spec.device), []).append(name)
+                param = program.params[name]
+                _refuse_expanded(param)
+                parts.setdefault((param.spec.dtype, param.spec.device, param.movable), []).append(name)
         for names in parts.values():
             segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
             params = [program.placeholder("parameter", name) for name in names]
             grads = [program.grads[name] for name in names]
             update = Update(optimizer.rule, number, segments)
             emit_update(build, update, dict(group.flags), [param for param in params if param is not None], grads)
+
+
+def _refuse_expanded(param: Parameter) -> None:
+    """As torch.optim does, but before the step has sent anything."""
+    if any(size > 1 and stride == 0 for size, stride in zip(param.spec.shape, param.spec.stride, strict=True)):
+        raise CaptureError(
+            f"parameter {param.name} of shape {list(param.spec.shape)} and strides {list(param.spec.stride)} has "
+            "several elements in one place of memory, as expand() makes them; PyTorch's optimizers cannot update it: "
+            "make it a tensor of its own with .clone(), or keep the small tensor as the parameter and expand it in "
+            "the forward"
+        )
 
 
 def emit_update(
@@ -122,6 +136,7 @@ class _Emitter:
         self.build = build
         self.owner = owner
         self.flags = flags
+        self.segments = build.program.updates[owner].segments
         self.rule = RULES[build.program.updates[owner].rule]
         self.params = params
         self.grads = grads
@@ -166,7 +181,8 @@ class _Emitter:
         return self.call(target, args, label, kwargs, spec=self.specs)
 
     def emit(self) -> None:
-        _EMIT[self.rule.name](self)
+        is_plain = not self.build.program.params[self.segments[0].members[0][0]].movable
+        (_PLAIN if is_plain else _EMIT)[self.rule.name](self)
 
 
 def _adam(emit: _Emitter) -> None:
@@ -255,6 +271,36 @@ def _rmsprop(emit: _Emitter) -> None:
     else:
         emit.call(aten._foreach_addcdiv_.Scalar, (emit.params, grads, average, descent), "rmsprop")
 
+
+def _plain(op: Any, *states: str) -> Callable[[_Emitter], None]:
+    """For parameters that are no block of memory of their own. states: those that the op takes, in its order."""
+
+    def emit_plain(emit: _Emitter) -> None:
+        used = emit.rule.states(emit.flags)
+        args: list[Any] = [emit.params, emit.grads, *(emit.state(name) if name in used else [] for name in states)]
+        if emit.rule.has_step:
+            device = tensor_spec(emit.params[0]).device
+            one = TensorSpec((1,), torch.float32, (1,), device)
+            args.append(emit.build.placeholder("state", "steps", tuple(one for _ in emit.params), emit.owner))
+        settings = [argument for argument in op._schema.arguments if argument.kwarg_only]
+        flags = {
+            each.name: emit.flags[each.name]
+            for each in settings
+            if str(each.type) == "bool" and each.name in emit.flags
+        }
+        numbers = emit.hyper(*(each.name for each in settings if each.name not in flags))
+        emit.call(op, tuple(args), emit.rule.name, {**numbers, **flags})
+
+    return emit_plain
+
+
+_PLAIN = {
+    "adam": _plain(plain_adam_, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "sgd": _plain(plain_sgd_, "momentum_buffer"),
+    "adagrad": _plain(plain_adagrad_, "sum"),
+    "rmsprop": _plain(plain_rmsprop_, "square_avg", "momentum_buffer", "grad_avg"),
+}
+_PLAIN["adamw"] = _PLAIN["adam"]
 
 _EMIT: dict[str, Callable[[_Emitter], None]] = {
     "adam": _adam,

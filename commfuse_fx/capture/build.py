@@ -19,6 +19,7 @@ from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, set_info, spec_of
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.ir.shared_memory import overlaps
 from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
 
 
@@ -76,7 +77,7 @@ def capture(
 def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
     """The model's parameters in the order of named_parameters(), with their marks."""
     params: dict[str, Parameter] = {}
-    shared = _sharing_memory(model)
+    shared = overlaps(dict([*model.named_parameters(), *model.named_buffers()]))
     sequence = 0
     for name, param in model.named_parameters():
         params[name] = Parameter(
@@ -87,27 +88,10 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
             read_fusion_id(param, name),
             read_layerwise_parallel(param, name),
             TensorSpec.of(param).is_dense and name not in shared,
+            shared.get(name, ()),
         )
         sequence += param.requires_grad
     return params
-
-
-def _sharing_memory(model: nn.Module) -> dict[str, None]:
-    """Parameters whose memory overlaps that of another parameter or buffer."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
-        for name, tensor in named
-        if tensor.numel() and tensor.layout == torch.strided
-    )
-    found: dict[str, None] = {}
-    end, holder = 0, ""
-    for low, high, name in ranges:
-        if low < end:
-            found.update({name: None, holder: None})
-        if high > end:
-            end, holder = high, name
-    return found
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from commfuse_fx.ir.collectives import WAIT
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.ir.reshaped import dense_like, reshaped
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ class Builder:
         node.args = tuple(args)
         if kwargs:
             node.kwargs = dict(kwargs)
-        return set_info(node, like.derive(spec, name=self.program.names.reserve(name), **fields))
+        return set_info(node, like.derive(spec, name=self.program.names.reserve(name), declared=True, **fields))
 
     def after(self, node: fx.Node) -> Any:
         return self.graph.inserting_after(node)
@@ -62,14 +63,15 @@ class Builder:
         return self.call(WAIT, (start,), spec=details.spec, like=details, name=name)
 
     def cast(self, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        spec = tensor_spec(value).with_dtype(dtype)
+        spec = dense_like(tensor_spec(value)).with_dtype(dtype)
         return self.call(aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name)
 
     def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
         """`value` in another shape: a view where its strides allow it, else a copy."""
         spec = tensor_spec(value)
         target = aten.view.default if spec.is_contiguous else aten.reshape.default
-        return self.call(target, (value, list(shape)), spec=spec.with_shape(shape), like=info(value), name=name)
+        made = reshaped(spec, tuple(shape))
+        return self.call(target, (value, list(shape)), spec=made, like=info(value), name=name)
 
     def strided(self, base: fx.Node, spec: TensorSpec, offset: int, name: str, **fields: Any) -> fx.Node:
         """The part of a flat tensor that starts at `offset` elements, with this shape and these strides."""

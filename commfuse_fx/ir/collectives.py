@@ -5,6 +5,7 @@ A collective is a start and a `wait_tensor`. Groups are mesh axes written as str
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,21 @@ IN_PLACE = {
 
 # Kinds that may be merged, and their key in the comm_fusion dictionary.
 FUSIBLE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def result_of_start(target: Any, args: Sequence[Any]) -> torch.Tensor:
+    """Memory for what a start yields, laid out as the runtime lays it out: its own input for the in-place forms."""
+    value: torch.Tensor = args[0]
+    kind, _ = _STARTS[target]
+    if target in IN_PLACE.values():
+        return value
+    if kind == "all_gather":
+        return value.new_empty((value.shape[0] * args[1], *value.shape[1:]))
+    if kind == "reduce_scatter":
+        return value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
+    return torch.empty_like(
+        value, memory_format=torch.contiguous_format if kind == "all_to_all" else torch.preserve_format
+    )
 
 
 def is_start(node: fx.Node) -> bool:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import WAIT, kind_of, wait_of
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Part, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.reshaped import reshaped
 
 
 class Merge:
@@ -52,8 +54,10 @@ class Merge:
         )
         return results
 
-    def node(self, target: Any, args: tuple[Any, ...], spec: Spec, label: str, at: int) -> fx.Node:
-        made = self.build.call(target, args, spec=spec, like=self.like, name=f"{self.label}/{label}")
+    def node(
+        self, target: Any, args: tuple[Any, ...], spec: Spec, label: str, at: int, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        made = self.build.call(target, args, kwargs, spec=spec, like=self.like, name=f"{self.label}/{label}")
         self.position[made] = at
         self.made.append(made)
         return made
@@ -81,7 +85,12 @@ class Merge:
             return self.node(aten.view.default, (value, [-1]), flat, label, self.input_at)
         if spec.is_dense:
             return self.node(aten.as_strided.default, (value, [spec.numel], [1]), flat, label, self.input_at)
-        return self.node(aten.reshape.default, (value, [-1]), flat, label, self.input_at)
+        return self.in_row_major(value, number)
+
+    def in_row_major(self, value: fx.Node, number: int) -> fx.Node:
+        """One dimension, in the order of indices; as a view, which need not be contiguous, where strides allow it."""
+        spec = reshaped(tensor_spec(value), (tensor_spec(value).numel,))
+        return self.node(aten.reshape.default, (value, [-1]), spec, f"flatten.{number}", self.input_at)
 
     def concat(self, values: list[fx.Node], dim: int, spec: TensorSpec) -> fx.Node:
         return self.node(aten.cat.default, (values, dim), spec, "concat", self.input_at)
@@ -93,11 +102,15 @@ class Merge:
         ]
 
     def restore(self, value: fx.Node, spec: TensorSpec, number: int) -> fx.Node:
-        label = f"restore.{number}"
-        if tensor_spec(value).is_contiguous and spec.is_contiguous:
-            return self.node(aten.view.default, (value, list(spec.shape)), spec, label, self.output_at)
+        """A member's result in its shape and strides. Its part of an all_gather's table has gaps, which views keep."""
+        label, given = f"restore.{number}", tensor_spec(value)
+        if not given.is_contiguous and not reshaped(given, spec.shape).is_contiguous:
+            kwargs = {"memory_format": torch.contiguous_format}
+            given = given.with_shape(given.shape)
+            value = self.node(aten.clone.default, (value,), given, f"own.{number}", self.output_at, kwargs)
         if spec.is_contiguous:
-            return self.node(aten.reshape.default, (value, list(spec.shape)), spec, label, self.output_at)
+            target = aten.view.default if given.is_contiguous else aten.reshape.default
+            return self.node(target, (value, list(spec.shape)), spec, label, self.output_at)
         args = (value, list(spec.shape), list(spec.stride))
         return self.node(aten.as_strided.default, args, spec, label, self.output_at)
 
@@ -151,7 +164,10 @@ def _all_gather(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     sizes = [tensor_spec(value).numel for value in merge.inputs]
     results = [tensor_spec(wait) for wait in merge.waits]
     total = TensorSpec.flat(sum(sizes), results[0])
-    flat = [merge.flatten(_contiguous(merge, value, i), i) for i, value in enumerate(merge.inputs)]
+    flat = [
+        merge.flatten(value, i) if tensor_spec(value).is_contiguous else merge.in_row_major(value, i)
+        for i, value in enumerate(merge.inputs)
+    ]
     start, wait = merge.communicate(merge.concat(flat, 0, total), TensorSpec.flat(world * total.numel, total))
     rows = total.with_shape((world, total.numel))
     table = merge.node(aten.view.default, (wait, list(rows.shape)), rows, "by_rank", merge.output_at)
@@ -167,7 +183,7 @@ def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     total = TensorSpec.flat(sum(sizes), results[0])
     columns: list[fx.Node] = []
     for i, value in enumerate(merge.inputs):
-        spec = tensor_spec(value).with_shape((world, sizes[i]))
+        spec = reshaped(tensor_spec(value), (world, sizes[i]))
         target = aten.view.default if tensor_spec(value).is_contiguous else aten.reshape.default
         columns.append(merge.node(target, (value, [world, sizes[i]]), spec, f"by_rank.{i}", merge.input_at))
     table = merge.concat(columns, 1, total.with_shape((world, total.numel)))
@@ -176,20 +192,6 @@ def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
     start, wait = merge.communicate(flat, total)
     parts = merge.split(wait, sizes, 0, [TensorSpec.flat(size, total) for size in sizes])
     return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))]
-
-
-def _contiguous(merge: Merge, value: fx.Node, number: int) -> fx.Node:
-    spec = tensor_spec(value)
-    if spec.is_contiguous:
-        return value
-    plain = spec.with_shape(spec.shape)
-    return merge.node(
-        aten.reshape.default,
-        (value, [spec.numel]),
-        plain.with_shape((spec.numel,)),
-        f"row_major.{number}",
-        merge.input_at,
-    )
 
 
 _LAYOUTS: dict[str, Callable[[Merge], tuple[fx.Node, list[fx.Node]]]] = {

@@ -102,6 +102,8 @@ class TensorSpec:
     @property
     def is_dense(self) -> bool:
         """True when the elements fill one gap-free block of memory without overlap, in any order of dimensions."""
+        if 0 in self.shape:
+            return True
         expected = 1
         for stride, size in sorted(
             (stride, size) for size, stride in zip(self.shape, self.stride, strict=True) if size != 1
@@ -173,13 +175,14 @@ class Stretch:
 class NodeInfo:
     """Metadata of one node.
 
-    sends: stretches of buckets (given by their start) that go onto the wire once this node has run;
-    rest: on such a start, the stretches that it still has to send; kept: memory that stays allocated between steps;
-    next_step: this node runs in the following step, just before that node. Scratch fields: `source`; `origin`, the name
-    under which a profile knows the node, and `share`, which part of that one's work it does; `parts`, the members of a
-    fused start; `serves`, the parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along
-    which ranks may hold different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills
-    which stretch of its flat storage.
+    sends: stretches of buckets (given by their start) that go onto the wire once this node has run; rest: on such a
+    start, the stretches that it still has to send; kept: memory that stays allocated between steps; next_step: this
+    node runs in the following step, just before that node. Scratch fields: `source`; `origin`, the name under which a
+    profile knows the node, and `share`, which part of that one's work it does; `declared`, whether a pass has written
+    the spec, which must then be that of what the op makes; `parts`, the members of a fused start; `serves`, the
+    parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along which ranks may hold
+    different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills which stretch of its
+    flat storage.
     """
 
     phase: str
@@ -194,6 +197,7 @@ class NodeInfo:
     source: str = field(default="", compare=False)
     origin: str = field(default="", compare=False)
     share: float = field(default=1.0, compare=False)
+    declared: bool = field(default=False, compare=False)
     parts: tuple[Part, ...] = field(default=(), compare=False)
     serves: tuple[str, ...] = field(default=(), compare=False)
     varies: str | None = field(default=None, compare=False)

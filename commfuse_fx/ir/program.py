@@ -21,10 +21,11 @@ from commfuse_fx.ir.placement import Placement, R
 class Parameter:
     """What the compiler knows of one parameter.
 
-    `sequence` is its position among those that require gradients. `movable`: its memory is its own and
-    has no gaps, so it can become a view of flat storage. `layout`: (group of mesh axes, placement) pairs by which it is
-    divided among ranks, applied in order: the first divides the whole tensor, the next the parts. `spec` is then that
-    of a rank's part, and `whole` that of the tensor that the user sees.
+    `sequence` is its position among those that require gradients. `movable`: its memory is its own and has no gaps, so
+    it can become a view of flat storage; a parameter that is not is updated by ops that are right for any strides.
+    `shares`: the parameters and buffers that have elements in common with it. `layout`: (group of mesh axes,
+    placement) pairs by which it is divided among ranks, applied in order: the first divides the whole tensor, the next
+    the parts. `spec` is then that of a rank's part, and `whole` that of the tensor that the user sees.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Parameter:
     fusion_id: int | None = None
     layerwise_parallel: bool = False
     movable: bool = True
+    shares: tuple[str, ...] = ()
     layout: tuple[tuple[str, Placement], ...] = ()
     whole: TensorSpec | None = None
 
@@ -187,7 +189,8 @@ class Program:
         del self._by_source[self.sources.pop(node)]
 
     def aliases(self) -> dict[fx.Node, fx.Node]:
-        """Placeholders that share memory with another one: members of flat storage, views of step counts."""
+        """Placeholders that share memory with another one: members of flat storage, views of step counts, and
+        parameters and buffers that the user has made to share it."""
         shared: dict[fx.Node, fx.Node] = {}
         by_source = self._by_source
         segments = {
@@ -202,7 +205,15 @@ class Program:
                     shared[by_source[Source("parameter", name)]] = node
             if source.kind == "state" and source.name == "step":
                 shared[node] = by_source[Source("state", "steps", source.owner)]
+            if source.kind == "parameter" and (others := self.params[source.name].shares):
+                group = [node, *(each for name in others if (each := self._named(name)) is not None)]
+                shared.update(dict.fromkeys(group[1:], group[0]) if min(group) is node else {})
         return shared
+
+    def _named(self, name: str) -> fx.Node | None:
+        """The placeholder of a parameter or buffer."""
+        found = (self._by_source.get(Source(kind, name)) for kind in ("parameter", "buffer"))
+        return next((node for node in found if node is not None), None)
 
     @property
     def last_input(self) -> fx.Node:

@@ -8,6 +8,7 @@ from torch import fx
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
+from commfuse_fx.ir.declared_specs import check_declared_specs
 from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, has_info, info, tensor_spec
 from commfuse_fx.ir.program import Program
@@ -47,6 +48,7 @@ def verify(program: Program, after: str) -> None:
                 fail(node, str(error))
             if info(node).collective is None:
                 fail(node, "starts a collective but carries no collective metadata")
+    check_declared_specs(program, fail)
     _check_in_flight(program, fail)
     _check_pieces(program, fail)
     _check_next_step(program, fail)

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from commfuse_fx.errors import CollectiveError, CommFuseError
+from commfuse_fx.errors import CollectiveError, CommFuseError, VerificationError
+from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.update_layout import check_blocks
 from commfuse_fx.runtime.codegen import Generated, generate
 from commfuse_fx.runtime.groups import Groups
 from commfuse_fx.runtime.guard import Guard, finish_others
 from commfuse_fx.runtime.interrupts import interrupts_deferred
 from commfuse_fx.runtime.modes import outside_modes
-from commfuse_fx.runtime.recorded import LayoutCheck
+from commfuse_fx.runtime.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.shards import Shards
 from commfuse_fx.runtime.socket_threads import share_a_core
 from commfuse_fx.runtime.storage import FlatPool, Storage
@@ -51,6 +53,7 @@ class Executor:
         pool: FlatPool,
         shards: Shards | None = None,
     ) -> None:
+        check_blocks(program, _refuse)
         self.program = program
         self.params = params
         self.shards = shards
@@ -58,12 +61,13 @@ class Executor:
         self.buffers = buffers
         self.optimizer = optimizer
         self.rank = rank
-        self.storage = Storage(program, self.values, optimizer if shards is None else shards.optimizer, pool)
+        self.storage = Storage(program, self.values, optimizer if shards is None else shards.optimizer, pool, buffers)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
+        self._relaid: list[tuple[int, TensorSpec]] | None = None  # places of inputs that lie otherwise than recorded
         self.generated: Generated | None = None
         self._check: LayoutCheck | None = None  # until the first run is over
         self.seed = 0
@@ -200,6 +204,10 @@ class Executor:
                 values.append(numbers[source.owner][source.name])
             else:
                 values.append(self.storage.value(source))
+        if self._relaid is None:  # strides of inputs are part of what a plan is for
+            self._relaid = _otherwise(self.program, values)
+        for place, spec in self._relaid:
+            values[place] = as_recorded(values[place], spec)
         return values
 
     def step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
@@ -260,6 +268,22 @@ class Executor:
             details = info(node)
             where = f" ({details.source})" if details.source else ""
             error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
+
+
+def _otherwise(program: Program, values: Sequence[Any]) -> list[tuple[int, TensorSpec]]:
+    """Places and specs of the call's tensors whose strides are not the recorded ones: a divided graph takes a rank's
+    part of the batch for contiguous. Those that the step writes to stay as they are."""
+    roots = Roots(program.graph, program.aliases())
+    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
+    return [
+        (place, tensor_spec(node))
+        for place, ((node, source), value) in enumerate(zip(program.sources.items(), values, strict=True))
+        if source.kind == "input" and node not in written and as_recorded(value, info(node).spec) is not value
+    ]
+
+
+def _refuse(node: fx.Node, what: str) -> None:
+    raise VerificationError(f"{info(node).name} {what}: a pass has made a wrong update")
 
 
 def seed_of_rank(seed: int, rank: int) -> int:

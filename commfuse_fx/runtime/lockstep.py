@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
+from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait, memory_on_wire, result_of_start
+from commfuse_fx.ir.declared_specs import is_declared
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.meta import Stretch, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.unwritten import is_unwritten
+from commfuse_fx.ir.update_layout import takes_blocks, unequal_blocks
 from commfuse_fx.runtime.executor import Executor, seed_of_rank
-from commfuse_fx.runtime.recorded import as_recorded, computed
+from commfuse_fx.runtime.recorded import as_recorded, computed, proven
 
 Tensors = list[torch.Tensor]
 
@@ -57,6 +59,7 @@ class Lockstep:
         self.kept = [node for node in nodes if node.op == "call_function" and info(node).kept]
         self.memory_dead_after = _last_uses_of_memory(order, self.kept, Roots(program.graph, program.aliases()))
         self.computed = computed(program)
+        self.proofs = {node: proven(node) for node in nodes if is_declared(node)}
         self.observe: Observer | None = None
         self._left: _Step | None = None
         self._next = 0
@@ -132,11 +135,22 @@ def _last_uses_of_memory(
 ) -> dict[fx.Node, list[fx.Node]]:
     """For each node the kept memory that its step does not need after it."""
     memory = dict.fromkeys(kept)
-    last = {roots[value]: node for node in order for value in (node, *node.all_input_nodes) if roots[value] in memory}
+    last = {
+        roots[value]: node
+        for node in order
+        for value in (*_on_wire(node), node, *node.all_input_nodes)
+        if roots[value] in memory
+    }
     found: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         found.setdefault(node, []).append(value)
     return found
+
+
+def _on_wire(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a wait still needs besides its input: a collective that makes no copy sends until then."""
+    sent = memory_on_wire(node) if is_wait(node) else None
+    return () if sent is None else (sent,)
 
 
 class _Step:
@@ -191,6 +205,8 @@ class _Step:
         if node.target is optimizer_step:
             function = self.executors[rank].step_optimizer
         args, kwargs = self._arguments(node.args, rank), self._arguments(node.kwargs, rank)
+        if takes_blocks(node) and (wrong := unequal_blocks([spec_of(arg) for arg in args])) is not None:
+            raise VerificationError(f"{info(node).name} {wrong}")
         try:
             if draws_random_numbers(node):
                 result = self.streams.draw(rank, lambda: function(*args, **kwargs))
@@ -202,6 +218,8 @@ class _Step:
             raise
         if is_unwritten(node):
             _poison(result)
+        if (prove := self.world.proofs.get(node)) is not None:
+            return prove(result)
         return as_recorded(result, info(node).spec) if node in self.world.computed else result
 
     def _start(self, node: fx.Node) -> None:
@@ -230,7 +248,9 @@ class _Step:
         given: Tensors = [args[0] for args in arguments]
         if node.target in _COPIES_ITS_INPUT:
             given = [value.clone() for value in given]
-        results = [_result(node, args) for args in arguments]
+        results = [result_of_start(node.target, args) for args in arguments]
+        if (prove := self.world.proofs.get(node)) is not None and not info(node).rest:
+            results = list(map(prove, results))
         arrivals = self.arrivals.setdefault(node, [])
         for rank in self.ranks:
             members = self.program.mesh.ranks(group, rank)
@@ -256,18 +276,6 @@ def _arrival(
     operation: Callable[..., None], out: torch.Tensor, sent: Tensors, mine: int, args: Sequence[Any]
 ) -> Callable[[], None]:
     return lambda: operation(out, sent, mine, *args)
-
-
-def _result(node: fx.Node, args: Sequence[Any]) -> torch.Tensor:
-    """Where a start puts its result: its own input for the in-place forms."""
-    value: torch.Tensor = args[0]
-    if node.target in _IN_PLACE:
-        return value
-    if node.target is c10d.all_gather_into_tensor.default:
-        return value.new_empty((value.shape[0] * args[1], *value.shape[1:]))
-    if node.target is c10d.reduce_scatter_tensor.default:
-        return value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
-    return torch.empty_like(value)
 
 
 def _poison(value: torch.Tensor) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.dependence import Roots, is_opaque
-from commfuse_fx.ir.meta import Spec, info, same_layout
+from commfuse_fx.errors import VerificationError
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.declared_specs import difference, is_declared
+from commfuse_fx.ir.dependence import Roots, is_opaque, is_view
+from commfuse_fx.ir.meta import Spec, info, same_layout, spec_of
 from commfuse_fx.ir.program import Program
 
 
@@ -26,6 +28,7 @@ class LayoutCheck:
 
     def __init__(self, program: Program) -> None:
         self.functions = {node: self._function(node) for node in computed(program)}
+        self.functions.update({node: proven(node) for node in program.graph.nodes if _can_only_be_proven(node)})
         self.copied: dict[fx.Node, None] = {}
 
     def needless(self) -> list[fx.Node]:
@@ -42,6 +45,33 @@ class LayoutCheck:
             return laid_out
 
         return check
+
+
+def proven(node: fx.Node) -> Callable[[Any], Any]:
+    """Gives on what the node has made, if that is what the pass that added the node has declared.
+
+    Raises VerificationError otherwise: of a view no copy can be made, since others may write to its memory.
+    """
+    declared = info(node).spec
+
+    def prove(value: Any) -> Any:
+        if (wrong := difference(declared, spec_of(value))) is not None:
+            where = f" ({info(node).source})" if info(node).source else ""
+            raise VerificationError(f"node {info(node).name}{where} {wrong}: a pass has made a wrong record")
+        return value
+
+    return prove
+
+
+def _can_only_be_proven(node: fx.Node) -> bool:
+    """Views that passes have added, but for those of the next step, whose results are always handed on."""
+    return (
+        is_declared(node)
+        and is_view(node)
+        and node.target is not operator.getitem
+        and not (is_start(node) or is_wait(node))
+        and info(node).next_step is None
+    )
 
 
 def computed(program: Program) -> dict[fx.Node, None]:

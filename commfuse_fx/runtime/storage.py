@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.meta import TensorSpec, same_layout
 from commfuse_fx.ir.program import Program, Segment, Source, Update
+from commfuse_fx.ir.shared_memory import overlaps
 from commfuse_fx.optim import RULES, Rule
 from commfuse_fx.runtime.own_storage import with_own_storage
 
 log = logging.getLogger("commfuse_fx.runtime")
+
+_VALUES = dict.values
+_END = (object(),)
 
 FIRST_STEP = "is_first_step"
 
@@ -125,9 +131,11 @@ class Storage:
         params: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
         pool: FlatPool | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.program = program
         self.params = params
+        self.buffers = buffers or {}
         self.optimizer = optimizer
         self.pool = FlatPool() if pool is None else pool
         self.flats: dict[tuple[int, str], torch.Tensor] = {}
@@ -137,6 +145,7 @@ class Storage:
         """Take over parameters and state as they are now. Raises LayoutConflict; then nothing has changed."""
         for update in self._updates:
             update.check_uniform()
+        self._check_own_memory()
         with torch.no_grad():
             for update in self._updates:
                 update.bind_params()
@@ -145,6 +154,16 @@ class Storage:
     def is_bound(self) -> bool:
         """False when the user has replaced a parameter's or a state's memory since the last step."""
         return all(update.is_bound() for update in self._updates)
+
+    def _check_own_memory(self) -> None:
+        """Parameters that the plan takes for tensors of their own may have been made to share memory since."""
+        if not self._updates:
+            return
+        shared = overlaps({**self.params, **self.buffers})
+        updated = dict.fromkeys(name for update in self._updates for name in update.members())
+        for name, others in shared.items():
+            if name in updated and not self.program.params[name].shares:
+                raise LayoutConflict("separate", f"{name} shares memory with {', '.join(others)} now")
 
     def publish(self) -> bool:
         """After the first update: show the states in `optimizer.state`. Returns whether there was anything new."""
@@ -180,15 +199,17 @@ class _BoundUpdate:
         self.optimizer = storage.optimizer
         self.flags = dict(storage.program.optimizer.groups[update.group].flags)
         self.names = self.rule.states(self.flags)
+        self.is_plain = not storage.program.params[update.segments[0].members[0][0]].movable
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
         self._bound = False
-        # What lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor elsewhere.
+        # States, and what lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor elsewhere.
         self._placed: list[torch.Tensor] = []
         self._addresses: list[int] = []
         # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
         self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
-        self._holders: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._holders: tuple[list[nn.Parameter], list[dict[str, Any]]] = ([], [])
+        self._held: list[Any] = []  # all that the holders hold
         self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._published = False
 
@@ -202,10 +223,13 @@ class _BoundUpdate:
             return False
         if not self._bound or not self._published:
             return self._bound and not self._shown
-        state = self.optimizer.state
-        return all(state.get(param) is held for param, held in self._holders) and all(
-            held.get(name) is value for held, name, value in self._entries
-        )
+        # Without a line of Python per tensor, as long as nobody adds states of his own: this runs before every step.
+        params, holders = self._holders
+        if not all(map(is_, map(self.optimizer.state.get, params), holders)):
+            return False
+        if all(map(is_, chain(chain.from_iterable(map(_VALUES, holders)), _END), self._held)):
+            return True
+        return all(held.get(name) is value for held, name, value in self._entries)
 
     def publish(self) -> bool:
         if self._published:
@@ -214,14 +238,16 @@ class _BoundUpdate:
         state = self.optimizer.state
         for param, name, value in self._shown:
             state[param][name] = value
-        self._holders = [(param, state[param]) for param in dict.fromkeys(param for param, _, _ in self._shown)]
+        params = list(dict.fromkeys(param for param, _, _ in self._shown))
+        self._holders = params, [state[param] for param in params]
+        self._held = [*(value for held in self._holders[1] for value in held.values()), *_END]
         self._entries = [(state[param], name, value) for param, name, value in self._shown]
         self._published = True
         return True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and states that this update writes."""
-        yield from (self.storage.params[name] for name in self._members())
+        yield from (self.storage.params[name] for name in self.members())
         yield from (value for _, _, value in self._shown)
 
     def check_uniform(self) -> None:
@@ -232,7 +258,7 @@ class _BoundUpdate:
                 if any(count != counts[0] for count in counts):
                     raise LayoutConflict("separate", "parameters of one bucket have different step counts")
         if self.rule.name == "sgd" and self.names:
-            missing = [self._state_of(name, "momentum_buffer") is None for name in self._members()]
+            missing = [self._state_of(name, "momentum_buffer") is None for name in self.members()]
             group = self.optimizer.param_groups[self.update.group]
             if any(missing) and not all(missing) and group["dampening"] != 0:
                 raise LayoutConflict("opaque", "only some parameters have a momentum buffer, and dampening is not 0")
@@ -270,7 +296,7 @@ class _BoundUpdate:
             self.lists["steps"] = []
             self.lists["step"] = []
         if self.rule.name == "sgd":
-            self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self._members())
+            self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self.members())
         for segment in self.update.segments:
             for name in self.names:
                 self.lists[name].append(self._bind_state(segment, name))
@@ -283,11 +309,12 @@ class _BoundUpdate:
         first = self.storage.params[segment.members[0][0]]
         if not segment.is_flat:
             held: torch.Tensor | None = self._state_of(segment.members[0][0], state)
-            if held is None or held.dtype != first.dtype or held.stride() != first.stride():
+            if held is None or held.dtype != first.dtype or not self._lies_well(held, first):
                 old, held = held, torch.zeros_like(first.detach(), memory_format=torch.preserve_format)
                 if old is not None:
                     held.copy_(old)
             self._shown.append((first, state, held))
+            self._placed.append(held)
             return held
         parts = [self._state_of(name, state) for name, _ in segment.members]
         params = [self.storage.params[name] for name, _ in segment.members]
@@ -304,6 +331,13 @@ class _BoundUpdate:
             self._shown.append((self.storage.params[name], state, part))
             self._placed.append(part)
         return flat
+
+    def _lies_well(self, held: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether the update can work on a state as it lies: as its parameter does, or, one by one, in any way in
+        which each element has a place of its own."""
+        if self.is_plain:
+            return held.shape == param.shape and TensorSpec.of(held).is_dense
+        return same_layout(param.shape, held.stride(), param.stride())
 
     def _bind_steps(self, segment: Segment) -> None:
         """Every parameter keeps a step count of its own, so that eager steps can go on from here."""
@@ -322,7 +356,7 @@ class _BoundUpdate:
         self.lists["steps"].append(counts)
         self.lists["step"].append(counts[0])
 
-    def _members(self) -> list[str]:
+    def members(self) -> list[str]:
         return [name for segment in self.update.segments for name, _ in segment.members]
 
     def _state_of(self, name: str, state: str) -> Any:

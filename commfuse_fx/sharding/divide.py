@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.errors import CaptureError, CommFuseError
+from commfuse_fx.errors import CaptureError, CommFuseError, ConfigValueError
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
@@ -116,6 +116,12 @@ class Division:
             if self.axis.local_parameters:
                 self.local.localize(made, placement)
                 param = self.program.params[name]
+                if param.shares:
+                    raise ConfigValueError(
+                        f"parameter {name} is divided among ranks, but shares memory with {', '.join(param.shares)}, "
+                        "which would not see what a rank writes to its part: give the parameter memory of its own "
+                        "(clone it), or leave it whole"
+                    )
                 layout = (*param.layout, (self.axis.group, placement))
                 whole = param.whole or param.spec
                 local = param.spec.with_shape(local_shape(param.spec.shape, placement, self.axis.ways))

@@ -1,0 +1,219 @@
+"""What passes say of the nodes that they add is what these make; where it is not, that is found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.errors import VerificationError
+from commfuse_fx.ir import merge
+from commfuse_fx.ir.builder import aten
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.update_layout import check_blocks
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.runtime.recorded import LayoutCheck
+from commfuse_fx.runtime.storage import FlatPool
+from tests.oracle import MakeOptimizer, by_class
+
+
+class Heads(nn.Module):
+    """A scale and a bias per head, and a norm with as many channels, all of them divided among as many ranks."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, heads), nn.Linear(heads, 5)
+        self.norm = nn.BatchNorm1d(heads)
+        self.scale, self.bias = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.norm(self.a(x)) * self.scale + self.bias)).square().mean()  # type: ignore[no-any-return]
+
+
+class Rows(nn.Module):
+    """Tables of one row per rank: the parts that are gathered are rows."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(heads, 3)), nn.Parameter(torch.randn(heads, 2, 5))
+        self.b = nn.Linear(heads, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(x[:, :3] @ self.one.t() + self.two.mean((1, 2)))).square().mean()  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"heads": Heads, "rows": Rows}
+UPDATES: dict[str, MakeOptimizer | None] = {
+    "sgd": by_class(torch.optim.SGD, lr=0.5, momentum=0.9),
+    "adamw": by_class(torch.optim.AdamW, lr=0.1, eps=1e-2),
+    "gradients": None,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_gathered_vectors_as_long_as_the_group(name: str, update: str) -> None:
+    model, make = MODELS[name](), UPDATES[update]
+    reference = copy.deepcopy(model)
+    cf.shard(model.b, weight=(None, "dp"))
+    optimizer = None if make is None else make(model)
+    options: dict[str, Any] = {"parallel_mode": "semi_auto", "device_num": 4, "global_rank": 0, "full_batch": True}
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, **options))
+    eager = None if make is None else make(reference)
+    for _ in range(1 if make is None else 2):
+        x = torch.randn(8, 6)
+        reference.zero_grad()
+        reference(x).backward()
+        if eager is not None:
+            eager.step()
+        world([(x,)] * 4)
+    for rank in world.models:
+        for (name, have), want in zip(rank.named_parameters(), reference.parameters(), strict=True):
+            pair = (have.grad, want.grad) if make is None else (have, want)
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_wrong_record_is_found(verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the pass that makes it, and otherwise by the first rank that runs the node in lockstep."""
+    monkeypatch.setattr(merge, "reshaped", lambda spec, shape: spec.with_shape(shape))
+    monkeypatch.setenv("COMMFUSE_VERIFY", str(int(verified)))
+    model = Heads()
+    cf.shard(model.b, weight=(None, "dp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = cf.compile(model, optimizer=optimizer, parallel_mode="semi_auto", device_num=4, full_batch=True)
+    where = "after pass fuse_collectives: node bucket" if verified else "node bucket"
+    with pytest.raises(VerificationError, match=rf"{where}.*is recorded as f32\[4\] of strides \(1,\), but makes"):
+        LockstepWorld(step)([(torch.randn(8, 6),)] * 4)
+
+
+def _program() -> tuple[nn.Module, torch.optim.Optimizer, Program]:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer, device_num=2, global_rank=0)
+    return model, optimizer, step.lower(torch.randn(4, 6), torch.randn(4, 6))._program
+
+
+def test_the_first_run_of_a_plan_proves_views() -> None:
+    """Real ranks copy what a kernel has laid out otherwise; of a view they can make no copy."""
+    _, _, program = _program()
+    view = next(node for node in program.graph.nodes if node.target is aten.as_strided.default)
+    prove = LayoutCheck(program).functions[view]
+    spec = tensor_spec(view)
+    value = torch.empty_strided(spec.shape, spec.stride)
+    assert prove(value) is value
+    with pytest.raises(VerificationError, match="is recorded as"):
+        prove(torch.empty(*spec.shape, 2).select(-1, 0))
+
+
+def test_updates_take_blocks_of_memory_in_one_order() -> None:
+    model, optimizer, program = _program()
+    verify(program, "nothing")
+    update = next(node for node in program.graph.nodes if node.target is aten._fused_sgd_.default)
+    grad = update.args[1][0]
+    spec = tensor_spec(grad)
+    info(grad).spec = TensorSpec(spec.shape, spec.dtype, (2,), spec.device)
+    found: list[str] = []
+    check_blocks(program, lambda node, what: found.append(what))
+    assert "entry 0 of its lists has strides (1,) and (2,)" in found[0]
+    with pytest.raises(VerificationError, match="takes its operands for blocks of memory in one order"):
+        Executor(program, dict(model.named_parameters()), {}, optimizer, None, 0, FlatPool())
+
+
+class Reduced(nn.Module):
+    """Collectives of the user's own on a transposed tensor and on a part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        mean = cf.ops.all_reduce(hidden.t(), "avg").reshape(-1) + cf.ops.broadcast(hidden[:, ::2].t()).repeat(
+            2, 1
+        ).reshape(-1)
+        return (mean * torch.arange(1.0, mean.numel() + 1)).square().mean() + cf.ops.all_gather(
+            hidden.t()
+        ).square().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_users_collectives_on_strided_tensors(size: int) -> None:
+    """Ranks that hold the same give what one device gives."""
+    model = Reduced()
+    reference = copy.deepcopy(model)
+    optimizer, eager = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, reference))
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=size, global_rank=0))
+    x = torch.randn(3, 6)
+    loss = reference(x)
+    loss.backward()
+    eager.step()
+    for result in world([(x,)] * size):
+        torch.testing.assert_close(result.loss, loss.detach())
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target.reshape(-1, 8)).square().mean()
+
+
+def test_strided_batches_of_a_divided_graph() -> None:
+    """A rank's part of the batch is taken for contiguous, whatever it is handed."""
+    model = nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 8))
+    reference = copy.deepcopy(model)
+    options: dict[str, Any] = {"loss_fn": squares, "parallel_mode": "semi_auto"}
+    optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=2, global_rank=0, **options))
+    parts = [(torch.randn(8, 4).t(), torch.randn(8, 4).t()) for _ in range(2)]
+    for _ in range(2):
+        world(parts)
+        eager.zero_grad()
+        x, y = (torch.cat(both) for both in zip(*parts, strict=True))
+        squares(reference(x), y).backward()
+        eager.step()
+    for rank in world.models:
+        torch.testing.assert_close(dict(rank.named_parameters()), dict(reference.named_parameters()))
+
+
+class Determinants(nn.Module):
+    """Two matrices whose gradients are summed over one axis in a common bucket, and then each over the other axis."""
+
+    def __init__(self, size: int = 520) -> None:  # so large that the second sums are not fused
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.eye(size) + torch.randn(size, size) / 100) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        volume = torch.linalg.slogdet(self.one)[1] + torch.linalg.slogdet(self.two)[1]
+        for matrix in (self.one, self.two):
+            x = cf.shard(torch.tanh(cf.shard(x, (("dp", "tp"), None)) @ matrix), (("dp", "tp"), None))
+        return x.square().mean() - volume / 100
+
+
+def test_memory_lives_until_the_wait_of_what_sends_it() -> None:
+    """A reduce_scatter whose input is a view of kept memory reads it until its wait."""
+    model = Determinants()
+    reference = copy.deepcopy(model)
+    for param in model.parameters():
+        cf.shard(param, ("tp", None))
+    options: dict[str, Any] = {"parallel_mode": "semi_auto", "mesh": (2, 2), "device_num": 4, "full_batch": True}
+    fusion = {"reducescatter": {"mode": "size", "config": 1}}
+    optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    step = cf.compile(model, fusion, optimizer=optimizer, **options)
+    x = torch.randn(16, 520)
+    lowered = step.lower(x)
+    kinds = [each.kind for each in lowered.collectives]
+    assert kinds[-2:] == ["reduce_scatter"] * 2 and kinds[-3] == "all_reduce", kinds
+    check = cf.lockstep(lowered)
+    for _ in range(2):
+        eager.zero_grad()
+        reference(x).backward()
+        eager.step()
+        result = check(x)
+    torch.testing.assert_close(result.parameters(), dict(reference.named_parameters()))
