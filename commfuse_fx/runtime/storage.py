@@ -203,7 +203,8 @@ class _BoundUpdate:
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
         self._bound = False
-        # States, and what lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor elsewhere.
+        # States, and what lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor
+        # elsewhere.
         self._placed: list[torch.Tensor] = []
         self._addresses: list[int] = []
         # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
