@@ -128,7 +128,10 @@ class _Sent:
         value, spec = self._memory("sent"), self.spec
         flat = TensorSpec.flat(spec.numel, spec)
         if not spec.is_dense:
-            value = self._call(aten.reshape.default, (value, [-1]), flat, f"buffers/{self.name}/row_major")
+            whole = spec.with_shape(spec.shape)
+            kwargs = {"memory_format": torch.contiguous_format}
+            value = self._call(aten.clone.default, (value,), whole, f"buffers/{self.name}/row_major", kwargs=kwargs)
+            value = self._call(aten.view.default, (value, [-1]), flat, f"buffers/{self.name}/flat")
         elif not spec.is_contiguous or self._goes_as_bytes:
             value = self._call(aten.as_strided.default, (value, [spec.numel], [1]), flat, f"buffers/{self.name}/flat")
         else:
