@@ -17,30 +17,33 @@ from tests.property.compare_cases import Result, run_case
 from tests.property.random_cases import KINDS, LOCAL, draw
 from tests.property.shrink_cases import shrink
 
-Jobs = Sequence[tuple[int, tuple[str, ...]]]
+Job = tuple[int, tuple[str, ...], bool]
+"""Arguments of `draw`."""
 
 OF_RANKS = tuple(kind for kind in KINDS if kind not in LOCAL)
 TOGETHER = 20
 """Cases that real ranks run one after the other in one world."""
 
 
-def run_seed(seed: int, kinds: Sequence[str] = LOCAL) -> Result:
-    return run_case(draw(seed, kinds))
+def run_seed(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Result:
+    return run_case(draw(seed, kinds, small))
 
 
-def run_seeds(seeds: Sequence[int], kinds: Sequence[str] = OF_RANKS) -> list[tuple[Result, float]]:
+def run_seeds(seeds: Sequence[int], kinds: Sequence[str], small: bool) -> list[tuple[Result, float]]:
     """What a real rank does; the results of a case may differ between ranks."""
     results = []
     for seed in seeds:
         began = time.process_time()
-        results.append((run_seed(seed, kinds), time.process_time() - began))
+        results.append((run_seed(seed, kinds, small), time.process_time() - began))
     return results
 
 
-def run_on_ranks(ranks: Ranks, seeds: Sequence[int], kinds: Sequence[str] = OF_RANKS) -> list[tuple[Result, float]]:
+def run_on_ranks(
+    ranks: Ranks, seeds: Sequence[int], kinds: Sequence[str] = OF_RANKS, small: bool = False
+) -> list[tuple[Result, float]]:
     """The worst result of each case among two ranks, with the seconds of CPU of both."""
     found: list[tuple[Result, float]] = []
-    pairs = ranks.values(run_seeds, list(seeds), tuple(kinds), timeout=20.0 + 10.0 * len(seeds))
+    pairs = ranks.values(run_seeds, list(seeds), tuple(kinds), small, timeout=20.0 + 10.0 * len(seeds))
     for (first, seconds), (second, more) in zip(*pairs, strict=True):
         found.append((second if first.outcome == "same" else first, seconds + more))
     return found
@@ -52,22 +55,23 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run_one(job: tuple[int, tuple[str, ...]]) -> tuple[Result, float]:
+def _run_one(job: Job) -> tuple[Result, float]:
     began = time.process_time()
     return run_seed(*job), time.process_time() - began
 
 
-def _in_processes(jobs: Jobs, count: int) -> Iterator[tuple[Result, float]]:
+def _in_processes(jobs: Sequence[Job], count: int) -> Iterator[tuple[Result, float]]:
     with get_context("spawn").Pool(count, initializer=_prepare) as pool:
         yield from pool.imap_unordered(_run_one, jobs)
 
 
-def _on_ranks(jobs: Jobs) -> Iterator[tuple[Result, float]]:
+def _on_ranks(jobs: Sequence[Job]) -> Iterator[tuple[Result, float]]:
     ranks = Ranks()
-    seeds = [seed for seed, _ in jobs]
+    seeds = [seed for seed, _, _ in jobs]
+    kinds, small = jobs[0][1:]
     while seeds:
         try:
-            results = run_on_ranks(ranks, seeds[:TOGETHER], jobs[0][1])
+            results = run_on_ranks(ranks, seeds[:TOGETHER], kinds, small)
         except AssertionError as error:
             results = [(Result(seeds[0], "failed", f"(one of the cases {seeds[:TOGETHER]}) {error}"), 0.0)]
             seeds[1:TOGETHER] = []
@@ -86,20 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", action="store_true", help="with --seed: look for the smallest case that fails so")
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="the cases of the tests")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=LOCAL)
     given = parser.parse_args(arguments)
     kinds = tuple(given.kinds)
     _prepare()
     if given.seed is not None:
-        return _show(given.seed, kinds, given.shrink)
-    jobs = [(seed, kinds) for seed in range(given.start, given.start + given.cases)]
+        return _show((given.seed, kinds, given.small), given.shrink)
+    jobs = [(seed, kinds, given.small) for seed in range(given.start, given.start + given.cases)]
     counts: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     began, used = time.monotonic(), 0.0
     real = any(kind in OF_RANKS for kind in kinds)
     for number, (result, seconds) in enumerate(_on_ranks(jobs) if real else _in_processes(jobs, given.jobs), 1):
-        kind = draw(result.seed, kinds).kind
+        kind = draw(result.seed, kinds, given.small).kind
         counts[f"{kind} {result.outcome}"] += 1
         used += seconds
         if result.outcome == "failed":
@@ -117,11 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any("failed" in key for key in counts) else 0
 
 
-def _show(seed: int, kinds: tuple[str, ...], smaller: bool) -> int:
-    case = draw(seed, kinds)
+def _show(job: Job, smaller: bool) -> int:
+    case = draw(*job)
     print(case)
     if case.kind in OF_RANKS:
-        ((result, _),) = run_on_ranks(Ranks(), [seed], kinds)
+        ((result, _),) = run_on_ranks(Ranks(), [job[0]], *job[1:])
     else:
         result = run_case(case)
     print(f"{result.outcome} {result.text}")
