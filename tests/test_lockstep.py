@@ -99,7 +99,7 @@ def test_bad_arguments() -> None:
     parts = shards(batch, 2)
     with pytest.raises(cf.ConfigValueError, match="3 batches for 2 ranks"):
         world([*parts, parts[0]])
-    with pytest.raises(cf.ConfigValueError, match=r"rank 1 .*float64\[4, 12\] to .*float64\[8, 12\]"):
+    with pytest.raises(cf.ConfigValueError, match=r"rank 1 .*f64\[4,12\] -> f64\[8,12\]"):
         world([parts[0], batch])
     with pytest.raises(cf.ConfigValueError, match="'nonsense' is not a collective"):
         world(parts, drop=["nonsense"])

@@ -50,7 +50,7 @@ def _states(new: Signature, old: Signature) -> Iterator[str]:
     if new.gradients != old.gradients and new.train_or_eval_mode[0] == old.train_or_eval_mode[0]:
         yield f"gradients: {_on(old.gradients)} -> {_on(new.gradients)}"
     if new.layout_of_parameters_or_buffers != old.layout_of_parameters_or_buffers:
-        yield "the dtype or the strides of a parameter or buffer changed"
+        yield "the shape, the dtype or the strides of a parameter or buffer changed"
     if new.optimizer != old.optimizer:
         yield _optimizers(old.optimizer, new.optimizer)
 

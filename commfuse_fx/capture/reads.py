@@ -97,6 +97,7 @@ class Reads:
         self._notes: dict[tuple[int, str], Read | None] = {}  # None: written first
         self._not_there: dict[int, tuple[Any, dict[str, None]]] = {}
         self._alive: dict[int, Any] = {}  # so that no other object gets the id of one of these
+        self._made: dict[int, nn.Module] = {}  # modules that the forward makes, as a slice of a ModuleList does
         self.python_numbers: Mapping[str, None] = {}
         """Whose random numbers the trace has drawn besides torch's, and where."""
         self.on_generator: Callable[[torch.Generator, str], None] = lambda generator, label: None
@@ -122,6 +123,8 @@ class Reads:
             for name in names:
                 if name in (_instance_dict(owner) or {}):
                     self.wrote(owner, name)  # past __setattr__, as functools.cached_property does
+        for owner in self._made.values():
+            self._note_parts(owner)
         found = [read for read in self._notes.values() if read is not None]
         for owner, names in self._not_there.values():
             absent = tuple(name for name in names if (id(owner), name) not in self._notes)
@@ -130,6 +133,8 @@ class Reads:
         self._notes.clear()
         self._not_there.clear()
         self._alive.clear()
+        self._made.clear()
+        owner = None  # or the last of them would count as in use
         found = [read for read in found if read.owner is not None]
         for read in found:
             read.last = read.now(self.own)
@@ -176,9 +181,15 @@ class Reads:
         self._alive[id(owner)] = owner
         self._not_there.setdefault(id(owner), (owner, {}))[1][name] = None
         if isinstance(owner, nn.Module) and id(owner) not in self._inside:
-            for held in sorted(_OF_MODULES):
-                if (id(owner), held) not in self._notes and held in vars(owner):  # not while it is being made
-                    self._note("attribute", owner, held, vars(owner)[held])
+            if "_modules" not in vars(owner):  # nn.Module.__init__ reads an attribute before it sets any
+                self._made[id(owner)] = owner
+            if id(owner) not in self._made:
+                self._note_parts(owner)
+
+    def _note_parts(self, owner: nn.Module) -> None:
+        for held in sorted(_OF_MODULES):
+            if (id(owner), held) not in self._notes and held in vars(owner):
+                self._note("attribute", owner, held, vars(owner)[held])
 
     def wrote(self, owner: Any, name: str) -> None:
         """`owner.name` was set."""

@@ -149,8 +149,9 @@ class Watch:
         )
 
     def _number_of_layouts(self) -> int:
-        """One for each way in which parameters and buffers have lain: strides of hundreds are slow to hash."""
-        layout = (*map(torch.Tensor.stride, self._laid_out), *map(_DTYPE, self._laid_out))
+        """One for each way in which parameters and buffers have lain: the strides of hundreds are slow to hash."""
+        held = self._laid_out
+        layout = (*map(torch.Tensor.size, held), *map(torch.Tensor.stride, held), *map(_DTYPE, held))
         if layout != self._layout[0]:
             self._layout = layout, self._known_layouts.setdefault(layout, len(self._known_layouts))
         return self._layout[1]
