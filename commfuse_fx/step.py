@@ -336,9 +336,10 @@ class CompiledStep:
         if self.optimizer is not None and plan.compiled.program.training:
             # What a learning-rate scheduler looks at to see that optimizer steps came first.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        with interrupts_deferred():
-            for name, grad in zip(plan.compiled.program.grads, grads, strict=True):
-                accumulate(executor.params[name], grad)
+        if grads:
+            with interrupts_deferred():
+                for name, grad in zip(plan.compiled.program.grads, grads, strict=True):
+                    accumulate(executor.params[name], grad)
         result: torch.Tensor = loss
         return result
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -39,6 +42,10 @@ CONSTANTS = (
     type(ABSENT),
 )
 CONTAINERS = (dict, list, tuple, deque)
+BUFFERS = (bytearray, array)
+_PARTS = ("func", "args", "keywords")
+"""Of a functools.partial."""
+
 _PRINTED = (float, complex, slice, *SCALARS)
 
 
@@ -80,6 +87,14 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(kind, frozenset(value))
     if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS and value.dtype != object:
         return Frozen(kind, (value.shape, value.dtype.str, value.tobytes()))
+    if isinstance(value, BUFFERS) and len(value) <= MOST_ITEMS:
+        return Frozen(kind, bytes(value))
+    if isinstance(value, MappingProxyType) and depth < _DEEPEST:
+        return Frozen(kind, None, (freeze(value.copy(), own, depth + 1),))
+    if isinstance(value, MethodType):  # a new one at each access
+        return Frozen(kind, (Itself(value.__func__), Itself(value.__self__)))
+    if kind is partial and depth < _DEEPEST:
+        return Frozen(kind, None, tuple([freeze(getattr(value, part), own, depth + 1) for part in _PARTS]))
     if isinstance(value, torch.Tensor) and id(value) in own:
         return Frozen(torch.Tensor, None)
     if isinstance(value, weakref.ref):  # modules make new ones; what they refer to is looked at where it is read
@@ -127,6 +142,12 @@ def first_difference(old: Frozen, new: Frozen, path: str, constants_only: bool =
         keys = old.value if issubclass(old.kind, dict) else range(len(old.items))
         for key, one, two in zip(keys, old.items, new.items, strict=True):
             found = first_difference(one, two, f"{path}[{key!r}]", constants_only)
+            if found is not None:
+                return found
+        return None
+    if old.kind is new.kind is partial:
+        for part, one, two in zip(_PARTS, old.items, new.items, strict=True):
+            found = first_difference(one, two, f"{path}.{part}", constants_only)
             if found is not None:
                 return found
         return None

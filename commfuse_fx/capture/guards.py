@@ -6,11 +6,12 @@ import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from commfuse_fx.capture.frozen import CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, first_difference, freeze
+from commfuse_fx.capture.frozen import BUFFERS, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, first_difference, freeze
 from commfuse_fx.capture.numpy_types import ARRAYS
 from commfuse_fx.capture.reads import Read
 
@@ -182,6 +183,6 @@ def _look_inside(flat: _Flat, value: Any, seen: set[int], skipped: bool) -> None
             if not isinstance(value, tuple):
                 _hold(flat, value, key, item)
             _look_inside(flat, item, seen, False)
-    elif isinstance(value, (set, *ARRAYS)):
+    elif isinstance(value, (set, MappingProxyType, *BUFFERS, *ARRAYS)):
         seen.add(id(value))
         flat.probes.append((lambda: freeze(value), freeze(value)))

@@ -78,17 +78,25 @@ class ModelStructure:
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """Every hook that runs in a step, by a name that tells of which kind it is and where it sits."""
-    places: list[tuple[str, Sequence[str], Sequence[Any]]] = [("of all modules", HOOKS, GLOBAL_HOOKS)]
+    places: list[tuple[str, Sequence[str], Sequence[Any], Mapping[str, Any]]]
+    places = [("of all modules", HOOKS, GLOBAL_HOOKS, {})]
     for path, module in model.named_modules():
-        places.append((f"of module {path or type(module).__name__}", HOOKS, [vars(module).get(k) for k in HOOKS]))
+        where, held = f"of module {path or type(module).__name__}", vars(module)
+        places.append((where, HOOKS, [held.get(kind) for kind in HOOKS], held))
     for path, param in model.named_parameters():
-        places.append((f"of parameter {path}", TENSOR_HOOKS, [getattr(param, kind) for kind in TENSOR_HOOKS]))
-    for where, kinds, held in places:
-        for kind, hooks in zip(kinds, held, strict=True):
-            for number, hook in enumerate((hooks or {}).values()):
+        places.append((f"of parameter {path}", TENSOR_HOOKS, [getattr(param, kind) for kind in TENSOR_HOOKS], {}))
+    for where, kinds, all_hooks, held in places:
+        for kind, hooks in zip(kinds, all_hooks, strict=True):
+            for number, (key, hook) in enumerate((hooks or {}).items()):
                 what = getattr(hook, "__qualname__", type(hook).__qualname__)
                 name = f"{number} {where} ({kind.strip('_').removesuffix('_hooks')}, {what})"
-                yield name, Itself(hook)
+                yield name, (Itself(hook), *_how_called(held, kind, key))
+
+
+def _how_called(module: Mapping[str, Any], kind: str, key: int) -> tuple[bool, bool]:
+    """Whether a hook is given keyword arguments, and whether a backward hook is a full one. module: its attributes."""
+    is_full = kind == "_backward_hooks" and bool(module.get("_is_full_backward_hook"))
+    return key in module.get(f"{kind}_with_kwargs", ()), is_full
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Hashable, ...]:

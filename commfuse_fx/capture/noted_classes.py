@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 _MARK = "_commfuse_takes_notes"
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "commfuse_fx"}
+FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "commfuse_fx"}
+
+_PLAIN = (argparse.Namespace, UserDict, UserList, ChainMap)
+"""Classes of the standard library that only hold values, in attributes."""
 
 _active = threading.local()
 _lock = threading.Lock()
@@ -52,7 +56,7 @@ def can_be_noted(cls: type) -> bool:
     flags = cls.__flags__
     if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
         return False
-    return issubclass(cls, argparse.Namespace) or str(cls.__module__).partition(".")[0] not in _FOREIGN
+    return issubclass(cls, _PLAIN) or str(cls.__module__).partition(".")[0] not in FOREIGN
 
 
 def noted(cls: type) -> None:

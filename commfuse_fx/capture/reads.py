@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze, freeze_values
 from commfuse_fx.capture.model_structure import HOOKS
-from commfuse_fx.capture.noted_classes import can_be_noted, noted, taking_notes
+from commfuse_fx.capture.noted_classes import FOREIGN, can_be_noted, noted, taking_notes
 from commfuse_fx.capture.numpy_types import GENERATORS
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
@@ -181,7 +181,9 @@ class Reads:
         self._alive[id(owner)] = owner
         self._not_there.setdefault(id(owner), (owner, {}))[1][name] = None
         if isinstance(owner, nn.Module) and id(owner) not in self._inside:
-            if "_modules" not in vars(owner):  # nn.Module.__init__ reads an attribute before it sets any
+            parts = [vars(owner).get(held) for held in sorted(_OF_MODULES)]
+            # nn.Module.__init__ reads an attribute before it sets any; what torch makes for its trace begins empty.
+            if None in parts or not (any(parts) or id(owner) in self._labels):
                 self._made[id(owner)] = owner
             if id(owner) not in self._made:
                 self._note_parts(owner)
@@ -220,6 +222,8 @@ class Reads:
             if len(value) <= MOST_ITEMS:
                 for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                     self.see(item, f"{label}[{key!r}]")
+            if can_be_noted(type(value)):
+                self._see_object(value, label)
         elif isinstance(value, torch.Generator):
             self.on_generator(value, label)
         elif isinstance(value, (random.Random, *GENERATORS)):
@@ -236,13 +240,19 @@ class Reads:
         elif isinstance(value, SimpleNamespace):
             self._labels[id(value)] = label
             self._content(vars(value), label)
+        elif isinstance(value, MappingProxyType):
+            for key, item in value.items():
+                self.see(item, f"{label}[{key!r}]")
         elif can_be_noted(type(value)):
-            self._labels.setdefault(id(value), label)
-            noted(type(value))
-            for cls in type(value).__mro__:
-                if isinstance(vars(cls).get("__call__"), FunctionType):
-                    self._see_function(vars(cls)["__call__"], label)
-                    break
+            self._see_object(value, label)
+
+    def _see_object(self, value: Any, label: str) -> None:
+        self._labels.setdefault(id(value), label)
+        noted(type(value))
+        for cls in type(value).__mro__:
+            if isinstance(vars(cls).get("__call__"), FunctionType):
+                self._see_function(vars(cls)["__call__"], label)
+                break
 
     def _name_modules(self, module: nn.Module, label: str) -> None:
         if id(module) not in self._labels:
@@ -259,8 +269,14 @@ class Reads:
             read.first = freeze(read.value(), self.own)
             self._notes[id(cell), ""] = read
             self.see(read.value(), f"{label}: {name}")
+        if str(function.__module__).partition(".")[0] not in FOREIGN and (id(function), "__code__") not in self._notes:
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
+                read = Read("slot", function, name, f"{label}.{name}", freeze(getattr(function, name), self.own))
+                self._notes[id(function), name] = read
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.see(default, label)
+        for name, value in vars(function).items():
+            self.see(value, f"{label}.{name}")
         self._see_globals(function)
 
     def _see_globals(self, function: FunctionType) -> None:

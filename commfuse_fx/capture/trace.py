@@ -32,6 +32,7 @@ from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
+from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.provenance import (
     OriginRecorder,
     innermost_function,
@@ -132,7 +133,8 @@ def trace_step(
             tensors.settle()
             if training:
                 _check_differentiable(loss)
-                with recorder.backward():
+                own = {id(value) for value in (*fresh, *held.values(), *leaves)}
+                with recorder.backward(), other_gradients_kept(loss, own):
                     loss.backward()
         return [loss, *(param.grad for param in fresh)]
 
