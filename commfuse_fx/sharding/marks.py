@@ -75,7 +75,11 @@ class Marks:
 
 
 def collect(model: nn.Module) -> Marks:
-    """All marks on the model's modules and parameters. Tied parameters are one, under their first name."""
+    """All marks on the model's modules and parameters. Tied parameters are one, under their first name.
+
+    Raises ConfigValueError for a mark of a parameter that has been removed or renamed since, as pruning and
+    parametrizations do.
+    """
     names: dict[int, str] = {}
     modules: list[MarkedModule] = []
     parameters: list[MarkedParameter] = []
@@ -85,7 +89,7 @@ def collect(model: nn.Module) -> Marks:
         parameters.extend(MarkedParameter(name, tuple(param.shape), mark) for mark in marks)
     for path, module in model.named_modules():
         for index, mark in enumerate(marks_of(module)):
-            owned = [module.get_parameter(name) for name, _ in mark.parameters]
+            owned = [_marked(module, path, mark, name, strategy) for name, strategy in mark.parameters]
             named = tuple((names[id(param)], tuple(param.shape)) for param in owned)
             modules.append(MarkedModule(path, index, kind_of_module(module), mark, named))
     return Marks(tuple(modules), tuple(parameters))
@@ -97,15 +101,20 @@ def add_module_mark(module: nn.Module, path: str, mark: ModuleMark) -> None:
     Raises ConfigValueError for a parameter that the module does not have, or of another shape.
     """
     for name, strategy in mark.parameters:
-        found = dict(module.named_parameters(remove_duplicate=False))
-        if name not in found:
-            raise ConfigValueError(
-                f"{mark.place}: module {path or type(module).__name__} has no parameter {name!r}, which is marked "
-                f"{strategy}; it has {', '.join(found) or 'none'}"
-            )
+        param = _marked(module, path, mark, name, strategy)
         label = f"{path}.{name}" if path else name
-        check_shape(strategy, found[name].shape, f"{mark.place}: the strategy of parameter {label}")
+        check_shape(strategy, param.shape, f"{mark.place}: the strategy of parameter {label}")
     add_mark(module, mark)
+
+
+def _marked(module: nn.Module, path: str, mark: ModuleMark, name: str, strategy: TensorStrategy) -> nn.Parameter:
+    found = dict(module.named_parameters(remove_duplicate=False))
+    if name not in found:
+        raise ConfigValueError(
+            f"{mark.place}: module {path or type(module).__name__} has no parameter {name!r}, which is marked "
+            f"{strategy}; it has {', '.join(found) or 'none'}"
+        )
+    return found[name]
 
 
 def marks_of(holder: nn.Module | torch.Tensor) -> tuple[Any, ...]:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
@@ -472,3 +474,31 @@ def test_help_teaches_by_example():
     text = cf.shard.__doc__
     for example in ("in_strategy=((2, 1), (1, 4))", '("dp", None)', "cf.plans.tensor_parallel", "ColwiseParallel()"):
         assert example in text
+
+
+class _Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def _without_weight(layer: nn.Linear) -> None:
+    del layer.weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: parametrize.register_parametrization(layer, "weight", _Twice()),
+        _without_weight,
+    ],
+    ids=["pruned", "parametrized", "deleted"],
+)
+def test_a_marked_parameter_that_is_gone_is_named(change: Callable[[nn.Linear], object]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    cf.shard(model[0], weight=("tp", None))
+    assert isinstance(model[0], nn.Linear)
+    change(model[0])
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, parallel_mode="semi_auto", mesh=(1, 2), device_num=2)
+    with pytest.raises(cf.CommFuseError, match="module 0 has no parameter 'weight', which is marked .*; it has "):
+        step.lower(torch.randn(4, 4), torch.randn(4, 2))
