@@ -125,6 +125,14 @@ class CompiledStep:
                 except OutOfTurn as other:
                     self._let_first(self._agreement, other.first)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._agreement is not None:
+            raise NotAvailableError(
+                "a compiled step of several ranks cannot be copied or pickled, as it holds their process groups: copy "
+                "model and optimizer (copy.deepcopy, state_dict()), and compile a step for the copy on all ranks"
+            )
+        return self.__dict__
+
     @user_frames_only
     def synchronize(self) -> None:
         """Wait until the last step is complete.
