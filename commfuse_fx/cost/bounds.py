@@ -1,7 +1,7 @@
 """What figures of a machine can be. Wider than any machine's: what lies outside is a mistake in the file.
 
 Sums of times are exact enough within these bounds; far outside, a second vanishes beside another and searches for the
-shortest step go on without end.
+shortest step go on without end. Speeds may be so high that what they stand for costs nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Bounds:
 SECONDS = Bounds(1e-15, 1e3, "seconds")
 SECONDS_PER_BYTE = Bounds(1e-21, 1.0, "seconds per byte")
 NODE_SECONDS = Bounds(1e-21, 1e5, "seconds")
-SPEED = Bounds(1.0, 1e18, "bytes per second", zero=False)
-SPEED_OR_NONE = Bounds(1.0, 1e18, "bytes per second")
-FLOPS = Bounds(1.0, 1e24, "FLOP per second", zero=False)
+SPEED = Bounds(1.0, 1e30, "bytes per second", zero=False)
+SPEED_OR_NONE = Bounds(1.0, 1e30, "bytes per second")
+FLOPS = Bounds(1.0, 1e30, "FLOP per second", zero=False)
 BYTES = Bounds(1.0, 1e18, "bytes")
 
 MOST_BYTES = 1 << 60
