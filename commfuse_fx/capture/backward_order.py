@@ -22,7 +22,8 @@ class BackwardOrder:
         self.added = added
         self.needs = needs
         rank = {number: i for i, number in enumerate(forward)}
-        known = sorted((sequence, rank[number]) for sequence, number in calls.by_sequence.items() if number in rank)
+        made = {sequence: [n for n in numbers if n in rank] for sequence, numbers in calls.by_sequence.items()}
+        known = sorted((sequence, rank[numbers[0]]) for sequence, numbers in made.items() if numbers)
         self.sequences = [sequence for sequence, _ in known]
         self.ranks = [found for _, found in known]
 

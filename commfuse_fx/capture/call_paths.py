@@ -44,8 +44,9 @@ class CallPaths:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.by_sequence: dict[int, int] = {}
-        """Autograd's sequence number -> the number of the forward op that made the node."""
+        self.by_sequence: dict[int, list[int]] = {}
+        """Autograd's sequence number -> the forward op that made the node, after ops that helped to make it and left
+        nothing in the graph, and before those that made no node and found this number taken."""
         self._frames: list[FrameType] = []  # held, so that no other frame gets the identity of one of these
         self._calls: list[Call] = []
         self._made = 0
@@ -56,8 +57,7 @@ class CallPaths:
         """An op that this frame has called. `sequence`: autograd's number of the node that it may have made."""
         self.events.append(Event(self._path(frame)))
         number = len(self.events) - 1
-        # An op that makes no autograd node finds the number of the op before it taken.
-        self.by_sequence.setdefault(sequence, number)
+        self.by_sequence.setdefault(sequence, []).append(number)
         return number
 
     def backward(self, sequence: int | None, name: str) -> int:

@@ -63,6 +63,48 @@ def _rolled(x: torch.Tensor) -> torch.Tensor:
     return x.roll(1) + 1
 
 
+class Penalties(nn.Module):
+    """The first ops of the forward, on parameters that are used again; their gradients add up."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        super().__init__()
+        self.order = order
+        self.layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.named = dict(zip(NAMES, self.layer.parameters(), strict=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {name: self.named[name].square().sum() for name in self.order}
+        return self.layer(x).square().mean() + torch.stack([found[name] for name in NAMES]).sum()
+
+
+class ScaledWeights(nn.Module):
+    """Products of one weight, which come before anything else that autograd sees."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        super().__init__()
+        self.order = order
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {name: torch.arange(8.0) + len(name) for name in self.order}
+        for name in self.order:
+            found[name] = found[name] * self.layer.weight
+        return self.layer(x).mean() + (found["alpha"] - found["beta"] * found["gamma"]).mean()
+
+
+class Twins(nn.Module):
+    """Branches that compute the same and are told apart by what becomes of them."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        super().__init__()
+        self.order = order
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {name: (self.layer(x) * 1.0).relu() for name in self.order}
+        return (found["alpha"] + 2 * found["beta"] - found["gamma"]).square().mean()
+
+
 class Sum(nn.Module):
     """Rounds in another way for every order."""
 
@@ -99,7 +141,7 @@ def lowered_of(model: nn.Module, *args: Any, **named: Any) -> Lowered:
     return cf.compile(model, optimizer=optimizer, device_num=2, global_rank=0).lower(*args, **named)
 
 
-@pytest.mark.parametrize("kind", [Branches, Conditions])
+@pytest.mark.parametrize("kind", [Branches, Conditions, Penalties, ScaledWeights, Twins])
 def test_order_of_iteration_does_not_matter(kind: type[nn.Module]) -> None:
     x = torch.randn(2, 3, 8)
     found = [lower(kind(order), x) for order in permutations(NAMES)]
