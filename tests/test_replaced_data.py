@@ -76,3 +76,19 @@ def test_another_shape_traces_again(
     for name, param in net.named_parameters():
         torch.testing.assert_close(param, eager.get_parameter(name))
     assert "the shape, the dtype or the strides of a parameter or buffer changed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_state_of_the_old_shape_is_refused(kind: str) -> None:
+    net = nn.Linear(6, 4, bias=False)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters())
+    if kind == "momentum":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    step = cf.compile(net, loss_fn=lambda out, _: out.square().mean(), optimizer=optimizer)
+    x = torch.randn(3, 6)
+    step(x, x)
+    net.weight.data = net.weight.data[:2].clone()
+    with pytest.raises(cf.ConfigValueError, match=r"of weight has the shape \(4, 6\), the parameter now has \(2, 6\)"):
+        step(x, x)
+    optimizer.state.clear()
+    step(x, x)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import TensorSpec, same_layout
 from commfuse_fx.ir.program import Program, Segment, Source, Update
 from commfuse_fx.ir.shared_memory import overlaps
@@ -361,8 +362,15 @@ class _BoundUpdate:
         return [name for segment in self.update.segments for name, _ in segment.members]
 
     def _state_of(self, name: str, state: str) -> Any:
-        held = self.optimizer.state.get(self.storage.params[name])
-        return None if held is None else held.get(state)
+        param = self.storage.params[name]
+        held = self.optimizer.state.get(param)
+        value = None if held is None else held.get(state)
+        if state in self.names and value is not None and value.shape != param.shape:
+            raise ConfigValueError(
+                f"the optimizer's {state} of {name} has the shape {tuple(value.shape)}, the parameter now has "
+                f"{tuple(param.shape)}: clear optimizer.state[parameter], or give it state of this shape"
+            )
+        return value
 
     def _step_count(self, name: str) -> float:
         held = self._state_of(name, "step")
