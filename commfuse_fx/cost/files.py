@@ -97,8 +97,10 @@ def load_document(path: str | os.PathLike[str]) -> Any:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file. Raises ConfigValueError when it is missing or cannot be read."""
+    """The text of a UTF-8 file. Raises ConfigValueError when it is missing, no regular file, or cannot be read."""
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe might never end
+            raise OSError("it is no regular file")
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigValueError(f"{os.fspath(path)} does not exist; give the path of a JSON file") from None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import math
 import pickle
 import random
@@ -390,6 +391,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ClusterSpec.load(tmp_path / "missing.json")
     with pytest.raises(ConfigValueError, match=r"cannot be read \(.*; give the path of a JSON file"):
         ClusterSpec.load(tmp_path)
+    os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it, so reading it would never end
+    with pytest.raises(ConfigValueError, match=r"pipe\.json cannot be read \(it is no regular file\)"):
+        ClusterSpec.load(tmp_path / "pipe.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigValueError, match=r"bytes\.json cannot be read"):
         ClusterSpec.load(tmp_path / "bytes.json")
