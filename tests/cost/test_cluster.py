@@ -3,8 +3,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import math
+import os
 import pickle
 import random
 import re
