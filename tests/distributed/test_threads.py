@@ -128,7 +128,9 @@ def eager_work() -> list[torch.Tensor]:
     return [drawn.detach(), packed.data, ctc, model[0].weight.grad, model[1].running_var]
 
 
-def test_eager_work_beside_a_trace():
+def test_eager_work_beside_a_trace(monkeypatch: pytest.MonkeyPatch):
+    # torch.compile, which an earlier test may have called, switches this off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     want = eager_work()
     model = Slow()
     step = cf.compile(model, loss_fn=F.cross_entropy)
