@@ -197,7 +197,8 @@ def test_what_only_the_parent_can_do_is_refused_at_once(ranks: Ranks):
     for *refused, lowered, read in ranks.values(asked_too_much):
         for text, reason in zip(refused, ("step",) * 2 + ("group",) + ("divided",) * 2 + ("step",), strict=True):
             assert text.startswith("ForkError: process ") and reason in text, text
-        assert (lowered, read) == ("1.0", "True")
+        assert read == "True"
+        assert lowered == "1.0" or "Autograd-and-Fork" in lowered  # CUDA builds of torch run no autograd in a child
 
 
 def lost_before_a_fork() -> tuple[list[str], bool]:
