@@ -67,7 +67,7 @@ _DATA_DEPENDENT = (
 # What torch says when somebody reads the values of a traced tensor past its dispatcher.
 _A_GENERATOR = "<class 'torch._C.Generator'>"
 _RECORDS_NO_GENERATOR = (
-    "the model draws from a generator of its own, which this version of torch cannot record in a graph: use a newer one "
+    "the model draws from a generator of its own, which this version of torch cannot record: use a newer one "
     "(2.13 can), or leave generator= out, and torch.manual_seed decides"
 )
 
