@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from commfuse_fx.capture.numpy_types import ARRAYS, SCALARS
+from commfuse_fx.capture.tree import PLAIN
 
 MOST_ITEMS = 1_000
 """Of larger containers and arrays only identity and length count: looking through them would slow every step down."""
@@ -24,23 +25,7 @@ _DEEPEST = 8
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 """The value of an attribute that is not there."""
 
-CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    *SCALARS,
-    type(ABSENT),
-)
+CONSTANTS = (*PLAIN, range, *SCALARS, type(ABSENT))
 CONTAINERS = (dict, list, tuple, deque)
 BUFFERS = (bytearray, array)
 _PARTS = ("func", "args", "keywords")

@@ -17,7 +17,7 @@ import torch
 
 from commfuse_fx.errors import ConfigTypeError
 
-_CONSTANTS = (
+PLAIN = (
     type(None),
     bool,
     int,
@@ -26,12 +26,14 @@ _CONSTANTS = (
     str,
     bytes,
     slice,
-    enum.Enum,
     torch.dtype,
     torch.device,
     torch.memory_format,
     torch.layout,
 )
+"""Types whose values are constants of a graph."""
+
+_CONSTANTS = (*PLAIN, enum.Enum)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commfuse_fx as cf
 from tests.distributed.harness import Ranks
 from tests.distributed.models import assert_parameters_close, compiled, convnet, momentum
 from tests.oracle import ACROSS_STEPS
@@ -113,7 +114,7 @@ def failing_step() -> tuple[bool, bool]:
     disturb(model)
     before = {name: value.clone() for name, value in model.named_buffers()}
     x, y = batch(1)
-    with pytest.raises(Exception):  # noqa: B017
+    with pytest.raises(RuntimeError if dist.get_rank() else cf.PeerFailedError):
         step(x[:, :, 0] if dist.get_rank() else x, y)
     same = all(torch.equal(value, before[name]) for name, value in model.named_buffers())
     step(x, y)
