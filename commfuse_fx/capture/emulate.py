@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.proxy import _create_arg_bypass
 from torch.utils._pytree import tree_map_only
 
 from commfuse_fx.capture.generators import SEEDED, Generators
@@ -90,6 +91,8 @@ def traceable_torch() -> Iterator[None]:
         known_shapes(),
         patched_here(torch, "ctc_loss", _ctc_loss),
         patched_here(torch._VF, "_pack_padded_sequence", _refuse_packing),
+        # torch 2.13 lets a graph hold a generator, earlier versions lack this entry.
+        patch.dict(_create_arg_bypass, {torch.Generator: lambda tracer, generator: generator}),
     ):
         yield
 

@@ -64,18 +64,12 @@ _DATA_DEPENDENT = (
 )
 
 
-# What torch says when somebody reads the values of a traced tensor past its dispatcher.
-_A_GENERATOR = "<class 'torch._C.Generator'>"
-_RECORDS_NO_GENERATOR = (
-    "the model draws from a generator of its own, which this version of torch cannot record: use a newer one "
-    "(2.13 can), or leave generator= out, and torch.manual_seed decides"
-)
-
 _COMPILED = "symbolically trace a dynamo-optimized function"
 _CALLS_COMPILED = (
     "a function or module compiled with torch.compile is called there, which cannot be traced: call the original, "
     "which is what was passed to torch.compile (for a module its _orig_mod)"
 )
+# What torch says when somebody reads the values of a traced tensor past its dispatcher.
 _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
 
@@ -174,10 +168,6 @@ def trace_step(
                 raise _locate(error.__cause__.with_traceback(error.__traceback__), recorder) from None
             if _COMPILED in str(error):
                 raise _locate(CaptureError(_CALLS_COMPILED).with_traceback(error.__traceback__), recorder) from error
-            if _A_GENERATOR in str(error):
-                raise _locate(
-                    CaptureError(_RECORDS_NO_GENERATOR).with_traceback(error.__traceback__), recorder
-                ) from error
             if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise _not_traceable(error, recorder) from error

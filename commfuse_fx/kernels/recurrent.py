@@ -62,9 +62,12 @@ def _forward_shapes(*args: Any) -> _Tensors:
 
 
 def _backward_shapes(*args: Any) -> _Tensors:
-    *given, workspace = args
-    made: _Tensors = aten.mkldnn_rnn_layer_backward.default(*given, given[0] if workspace is None else workspace)
-    return (*made[:4], torch.empty_like(made[3]), *made[5:])
+    """The kernel makes gradients in float32, of biases even where the layer has none; torch 2.11 says otherwise."""
+    named = dict(zip(_names(lstm_layer_backward), args, strict=True))
+    shapes = [named[name].shape for name in ("input", "weight1", "weight2")]
+    bias = named["weight3"].shape[:1]
+    states = [named[name].shape for name in ("hx_", "cx_tmp")]
+    return tuple(args[0].new_empty(shape, dtype=torch.float32) for shape in (*shapes, bias, bias, *states))
 
 
 torch.library.impl("commfuse::lstm_layer", "CPU", lib=_library)(_forward)
