@@ -18,15 +18,15 @@ import torch
 import commfuse_fx as cf
 from benchmarks.measure import save
 from benchmarks.workloads import WORKLOADS, ManySmall, gpt2
-from commfuse_fx.compiler import build_pipeline, plan_step
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.simulate import simulate
-from commfuse_fx.gc_pause import no_garbage_collection
+from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.ir.program import Program
-from commfuse_fx.pipeline import PassRecord
-from commfuse_fx.step import CompiledStep
+from commfuse_fx.machine.presets import preset
+from commfuse_fx.planning.pipeline import PassRecord
+from commfuse_fx.planning.recipe import build_pipeline, plan_step
+from commfuse_fx.simulate.simulation import simulate
+from commfuse_fx.support.gc_pause import no_garbage_collection
 
 OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
 MODES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 
 import commfuse_fx as cf
 from benchmarks.workloads import LEARNING_RATE, Workload
-from commfuse_fx.cost.calibrate import calibrate
+from commfuse_fx.measure.calibration import calibrate
 
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
 

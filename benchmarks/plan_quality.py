@@ -26,14 +26,14 @@ from benchmarks.torch_plans import (
     is_partition,
     overlap_scheduling,
 )
-from commfuse_fx.compiler import build_pipeline, plan_step
-from commfuse_fx.config import CompileConfig
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.simulate import Simulation, simulate
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.pipeline import Pass
+from commfuse_fx.planning.pipeline import Pass
+from commfuse_fx.planning.recipe import build_pipeline, plan_step
+from commfuse_fx.simulate.simulation import Simulation, simulate
 
 MIB = 1 << 20
 

@@ -2,16 +2,13 @@
 
 from commfuse_fx import ops
 from commfuse_fx.api import compile
-from commfuse_fx.config import ScheduleConfig
-from commfuse_fx.context import (
+from commfuse_fx.config.compile_config import ScheduleConfig
+from commfuse_fx.config.context import (
     get_auto_parallel_context,
     reset_auto_parallel_context,
     set_auto_parallel_context,
 )
-from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.presets import preset_names
-from commfuse_fx.cost.profile import StepProfile
-from commfuse_fx.cost.simulate import Simulation
+from commfuse_fx.config.fusion_marks import set_comm_fusion
 from commfuse_fx.errors import (
     CaptureError,
     CollectiveError,
@@ -26,17 +23,20 @@ from commfuse_fx.errors import (
     VerificationError,
     VirtualWorldError,
 )
-from commfuse_fx.inspect.diff import diff
-from commfuse_fx.inspect.diff_result import GraphDiff
-from commfuse_fx.inspect.lockstep import lockstep
-from commfuse_fx.lowered import Collective, Lowered
-from commfuse_fx.marks import set_comm_fusion
-from commfuse_fx.runtime.world import get_group_size, get_rank, init
-from commfuse_fx.saved import load
-from commfuse_fx.sharding import plans
-from commfuse_fx.sharding.register import register_rule
-from commfuse_fx.sharding.shard import shard
-from commfuse_fx.step import CompiledStep
+from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.inspect.diff.graph_diff import diff
+from commfuse_fx.inspect.diff.result import GraphDiff
+from commfuse_fx.inspect.dumps.load import load
+from commfuse_fx.inspect.lowered import Collective, Lowered
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.presets import preset_names
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.runtime.ranks.world import get_group_size, get_rank, init
+from commfuse_fx.sharding.marking import plans
+from commfuse_fx.sharding.marking.shard import shard
+from commfuse_fx.sharding.rules.register import register_rule
+from commfuse_fx.simulate.simulation import Simulation
+from commfuse_fx.virtual.lockstep import lockstep
 
 __version__ = "0.1.0"
 

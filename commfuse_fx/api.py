@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
-from commfuse_fx.compile_arguments import check_arguments
-from commfuse_fx.config import CompileConfig, Default
-from commfuse_fx.step import CompiledStep
-from commfuse_fx.tracebacks import user_frames_only
+from commfuse_fx.config.compile_config import CompileConfig, Default
+from commfuse_fx.frontends.compile_arguments import check_arguments
+from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.support.tracebacks import user_frames_only
 
 
 @user_frames_only

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_fx.config import Default
+from commfuse_fx.config.compile_config import Default
+from commfuse_fx.config.fusion_marks import check_fusion_id
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.marks import check_fusion_id
-from commfuse_fx.runtime.renamed import all_gather_single, reduce_scatter_single
+from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 NO_FUSION_ID = -1

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from commfuse_fx import compiler
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.ir.program import Program
+from commfuse_fx.planning import recipe
 
 _made_as: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
 _captured: dict[Hashable, Program] = {}
@@ -28,11 +28,11 @@ def share(model: nn.Module, made_as: Hashable) -> None:
     Until the end of the test `compile` looks here first.
     """
     _made_as[model] = made_as
-    compiler.capture = capture
+    recipe.capture = capture
 
 
 def capture(model: nn.Module, *arguments: Any) -> Program:
-    """In place of `commfuse_fx.compiler.capture`, with its arguments."""
+    """In place of `commfuse_fx.planning.recipe.capture`, with its arguments."""
     if model not in _made_as:
         return trace(model, *arguments)
     loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments

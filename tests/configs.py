@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
 
 MIB = 1024 * 1024
 KINDS = ["allreduce", "allgather", "reducescatter"]

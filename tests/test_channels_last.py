@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
-from commfuse_fx.ir.deserialize import from_json
+from commfuse_fx.ir.json.read import from_json
+from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.meta import TensorSpec, info, spec_of
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes import channels_last
-from commfuse_fx.passes.channels_last import ChannelsLast
-from commfuse_fx.passes.simplify import Simplify
+from commfuse_fx.passes.kernels import channels_last
+from commfuse_fx.passes.kernels.channels_last import ChannelsLast
+from commfuse_fx.passes.rewrite.simplify import Simplify
+from commfuse_fx.planning import recipe
 from tests.models import Batch, Case, randomised
 from tests.oracle import (
     ACROSS_STEPS,
@@ -171,7 +171,7 @@ def build(net: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass counts no bytes."""
-    monkeypatch.setattr(compiler, "ChannelsLast", partial(ChannelsLast, at_most=math.inf))
+    monkeypatch.setattr(recipe, "ChannelsLast", partial(ChannelsLast, at_most=math.inf))
 
 
 def compile_net(model: nn.Module, **options: Any) -> cf.CompiledStep:

@@ -10,10 +10,8 @@ import pytest
 from torch import nn
 
 from commfuse_fx import compile, errors
-from commfuse_fx.config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
-from commfuse_fx.context import set_auto_parallel_context
-from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.profile import StepProfile, model_fingerprint
+from commfuse_fx.config.compile_config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
+from commfuse_fx.config.context import set_auto_parallel_context
 from commfuse_fx.errors import (
     CommFuseError,
     ConfigKeyError,
@@ -21,6 +19,8 @@ from commfuse_fx.errors import (
     ConfigValueError,
     NotAvailableError,
 )
+from commfuse_fx.machine.presets import preset
+from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint
 from tests.configs import CLUSTER, index, optimal, raises_naming, size
 
 # --- errors

@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from commfuse_fx.config import CompileConfig
-from commfuse_fx.context import (
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.context import (
     CONTEXT_NAMES,
     get_auto_parallel_context,
     reset_auto_parallel_context,
     set_auto_parallel_context,
 )
+from commfuse_fx.config.fusion_config import FusionConfig
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
-from commfuse_fx.fusion_config import FusionConfig
 
 AUTO = {"mode": "auto", "config": None}
 ALL_AUTO = {"openstate": True, "allreduce": AUTO, "allgather": AUTO, "reducescatter": AUTO}

@@ -18,10 +18,10 @@ from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.update_layout import check_blocks
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.lockstep import LockstepWorld
-from commfuse_fx.runtime.executor import Executor
-from commfuse_fx.runtime.recorded import LayoutCheck
-from commfuse_fx.runtime.storage import FlatPool
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.recorded import LayoutCheck
+from commfuse_fx.runtime.memory.storage import FlatPool
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import MakeOptimizer, by_class
 
 

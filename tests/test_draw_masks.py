@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
-from commfuse_fx.runtime import masks
-from commfuse_fx.runtime.masks import bernoulli, bernoulli_
-from commfuse_fx.step import CompiledStep
+from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.kernels import masks
+from commfuse_fx.kernels.masks import bernoulli, bernoulli_
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 N = 1 << 20
 

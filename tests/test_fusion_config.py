@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from commfuse_fx.config import CompileConfig, FusionConfig, KindFusion
+from commfuse_fx.config.compile_config import CompileConfig, FusionConfig, KindFusion
 from commfuse_fx.errors import (
     ConfigKeyError,
     ConfigTypeError,

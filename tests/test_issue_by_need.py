@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import randomised
 
 WORLD = 2

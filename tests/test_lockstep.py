@@ -13,7 +13,7 @@ from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (
     ACROSS,

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx import logs
 from commfuse_fx.ir.program import Program
-from commfuse_fx.logs import WORDS, configure_logs, parse_words
-from commfuse_fx.passes.overlap import Overlap
-from commfuse_fx.progress import progress
+from commfuse_fx.passes.schedule.overlap import Overlap
+from commfuse_fx.support import logs
+from commfuse_fx.support.logs import WORDS, configure_logs, parse_words
+from commfuse_fx.support.progress import progress
 from tests.inspect.steps import Net, train
 
 ROOT = Path(__file__).parents[1]
@@ -221,13 +221,13 @@ def test_torch_trace_has_the_graphs(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_traced() -> None:
-    from commfuse_fx.torch_trace import is_tracing
+    from commfuse_fx.support.torch_trace import is_tracing
 
     assert not is_tracing(), "though pytest has handlers on every logger"
 
 
 def test_without_the_private_interface_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from commfuse_fx.torch_trace import is_tracing, write_artifact
+    from commfuse_fx.support.torch_trace import is_tracing, write_artifact
 
     monkeypatch.setitem(sys.modules, "torch._logging._internal", None)
     assert not is_tracing()

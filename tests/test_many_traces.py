@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.capture.differences import cause as difference
-from commfuse_fx.plan_cache import MAX_GRAPHS
-from commfuse_fx.retrace_log import MANY
+from commfuse_fx.planning.plan_cache import MAX_GRAPHS
+from commfuse_fx.planning.retrace_log import MANY
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_the_trace_after_many_warns_once(
 ) -> None:
     call, cause, advice = ENDLESS[what]
     many = MANY if what == "shape" else 2
-    monkeypatch.setattr("commfuse_fx.retrace_log.MANY", many)
+    monkeypatch.setattr("commfuse_fx.planning.retrace_log.MANY", many)
     net = Net()
     step = step_of(net)
     for number in range(many + 2):
@@ -83,7 +83,7 @@ def test_the_trace_after_many_warns_once(
 
 
 def test_a_graph_that_had_to_go_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commfuse_fx.plan_cache.MAX_GRAPHS", 2)
+    monkeypatch.setattr("commfuse_fx.planning.plan_cache.MAX_GRAPHS", 2)
     net = Net()
     step = step_of(net)
     for number in (0, 1, 2, 1):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.marks import (
+from commfuse_fx.config.fusion_marks import (
     check_fusion_id,
     read_fusion_id,
     read_layerwise_parallel,
     set_comm_fusion,
 )
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 BAD_IDS = [
     (ConfigTypeError, True),

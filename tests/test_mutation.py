@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import CONTRASTIVE, DIGITS, GPT2, WIDE, Case, shards
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, cluster, eager_gradients, make_world, sgd
 from tests.test_user_collectives import lockstep, make, one_device

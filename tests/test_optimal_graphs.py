@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from torch import fx
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
-from commfuse_fx.compiler import Variant, build_pipeline, plan_step
-from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost import grouping
-from commfuse_fx.cost.rounds import play
-from commfuse_fx.cost.source import cost_model
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.collectives import WAIT, c10d
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.machine.source import cost_model
+from commfuse_fx.planning import recipe
+from commfuse_fx.planning.recipe import Variant, build_pipeline, plan_step
+from commfuse_fx.simulate.rounds import play
+from commfuse_fx.solvers import step_problem
 from tests.cost.graphs import f32
 
 aten = torch.ops.aten
@@ -352,7 +352,7 @@ def across_seconds(world: cf.ClusterSpec, width: int, layers: int) -> float:
 def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
     world = cluster(2, 5e-4, 1e8, op_overhead=5e-5)
     tried = across_seconds(world, 32, 60)
-    monkeypatch.setattr(grouping, "FEW_BYTES", 0)
+    monkeypatch.setattr(step_problem, "FEW_BYTES", 0)
     assert tried < 0.97 * across_seconds(world, 32, 60)
 
 
@@ -360,7 +360,7 @@ def test_neighbouring_buckets_are_joined_where_that_is_faster(monkeypatch: pytes
     """One size for all of them is too large in one place, and too small in another."""
     world = cluster(2, 5e-4, 1e8, op_overhead=5e-5, collective_overhead=3e-4)
     tried = across_seconds(world, 64, 60)
-    monkeypatch.setattr(grouping, "SEVERAL_MEMBERS", 0)
+    monkeypatch.setattr(step_problem, "SEVERAL_MEMBERS", 0)
     assert tried < 0.97 * across_seconds(world, 64, 60)
 
 
@@ -368,9 +368,9 @@ def test_buckets_for_the_end_of_the_step_are_tried_across_steps(monkeypatch: pyt
     """Large ones, of which stretches that are complete are sent before the rest."""
     world = cluster(2, 1e-4, 4e8, op_overhead=5e-5, collective_overhead=3e-4)
     tried = across_seconds(world, 256, 40)
-    all_variants = compiler.variants
+    all_variants = recipe.variants
     monkeypatch.setattr(
-        compiler,
+        recipe,
         "variants",
         lambda config, nodes, may_resend: [v for v in all_variants(config, nodes, may_resend) if not v.cut_within],
     )

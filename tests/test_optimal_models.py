@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import plan_step
-from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.rounds import play
-from commfuse_fx.cost.source import cost_model
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.program import Program
+from commfuse_fx.machine.presets import preset
+from commfuse_fx.machine.source import cost_model
+from commfuse_fx.planning.recipe import plan_step
+from commfuse_fx.simulate.rounds import play
 
 KINDS = ("allreduce", "allgather", "reducescatter")
 OPTIMAL: dict[str, Any] = {kind: {"mode": "optimal", "config": None} for kind in KINDS}

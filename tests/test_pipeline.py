@@ -13,24 +13,24 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
-from commfuse_fx.compiler import AMPLE, Sharding, Variant, build_pipeline, most_plans, plan_step, variants
-from commfuse_fx.config import CompileConfig
-from commfuse_fx.cost.source import cost_model
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.across_steps import AcrossSteps
-from commfuse_fx.passes.issue_by_need import IssueByNeed
-from commfuse_fx.passes.overlap import Overlap
-from commfuse_fx.passes.postpone_gradients import PostponeGradients
-from commfuse_fx.passes.resend_rows import ResendRows
-from commfuse_fx.passes.vote_first import VoteFirst
-from commfuse_fx.pipeline import PassPipeline, PassRecord
-from commfuse_fx.sharding.marks import collect
+from commfuse_fx.machine.source import cost_model
+from commfuse_fx.passes.rewrite.resend_rows import ResendRows
+from commfuse_fx.passes.schedule.across_steps import AcrossSteps
+from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
+from commfuse_fx.passes.schedule.overlap import Overlap
+from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
+from commfuse_fx.passes.schedule.vote_first import VoteFirst
+from commfuse_fx.planning import recipe
+from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
+from commfuse_fx.planning.recipe import AMPLE, Sharding, Variant, build_pipeline, most_plans, plan_step, variants
+from commfuse_fx.sharding.marking.marks import collect
 
 PASSES = Path(__file__).parents[1] / "passes"
 
@@ -308,7 +308,7 @@ class Counter:
 def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
     bandwidth: float, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "most_plans", lambda nodes: 0)  # none of those without a search
+    monkeypatch.setattr(recipe, "most_plans", lambda nodes: 0)  # none of those without a search
     core = cf.Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=1 << 30, op_overhead=0.0)
     level = cf.Level(name="link", alpha=0.0, bandwidth=bandwidth)
     cluster = cf.ClusterSpec(name="pair", device=core, levels=(level,), ranks=2)

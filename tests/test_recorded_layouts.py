@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.ir.meta import Spec, info, same_layout
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 TOLERANCE = 2e-5
 

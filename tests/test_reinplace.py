@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.passes.reinplace import _IN_PLACE
+from commfuse_fx.passes.fuse.reinplace import _IN_PLACE
 
 
 class Body(nn.Module):

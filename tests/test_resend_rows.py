@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
-from commfuse_fx.compiler import Variant
+from commfuse_fx.inspect.dumps.load import load
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
-from commfuse_fx.lockstep import LockstepWorld
-from commfuse_fx.runtime.rows import put_rows_
-from commfuse_fx.saved import load
+from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.planning import recipe
+from commfuse_fx.planning.recipe import Variant
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case, randomised, shards
 from tests.oracle import (
     ACROSS,
@@ -103,7 +103,7 @@ def only(monkeypatch: pytest.MonkeyPatch, resent: bool = True, postponed: float 
         assert may_resend
         return [Variant(config.across_steps, postponed, resent=resent)]
 
-    monkeypatch.setattr(compiler, "variants", variants)
+    monkeypatch.setattr(recipe, "variants", variants)
 
 
 def puts(world: LockstepWorld) -> int:
@@ -199,8 +199,8 @@ def test_it_is_taken_where_it_is_faster(options: dict[str, Any], monkeypatch: py
     rows = [each for each in taken.collectives if "words.weight/rows" in each.members]
     whole = [each for each in taken.collectives if "words.weight" in each.members]
     assert len(rows) == len(whole) == 1 and rows != whole
-    all_variants = compiler.variants
-    monkeypatch.setattr(compiler, "variants", lambda config, nodes, may_resend: all_variants(config, nodes, False))
+    all_variants = recipe.variants
+    monkeypatch.setattr(recipe, "variants", lambda config, nodes, may_resend: all_variants(config, nodes, False))
     other = lower(model, *batch(8), **options)
     assert not resends(other)
     assert taken.simulate().step_seconds < other.simulate().step_seconds

@@ -13,11 +13,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx import compiler
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.rounds import play
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.meta import Stretch, info
@@ -25,6 +23,8 @@ from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.planning import recipe
+from commfuse_fx.simulate.rounds import play
 from tests.distributed.harness import Ranks
 from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (
@@ -329,7 +329,7 @@ def test_the_figure_of_the_error_is_never_above_the_peak_without_a_limit() -> No
 
 
 def test_all_ranks_and_runs_compile_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "capture", trace)  # every run traces
+    monkeypatch.setattr(recipe, "capture", trace)  # every run traces
     for case in (WIDE, CONTRASTIVE):
         texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 1, 2, 3, 0)]
         assert len(dict.fromkeys(texts)) == 1

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.capture.noted_classes import _originals
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import shards
 
 

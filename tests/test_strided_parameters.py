@@ -12,7 +12,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.ir.shared_memory import overlaps
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import ACROSS_STEPS, MakeOptimizer, by_class
 
 pytestmark = pytest.mark.usefixtures("no_other_plan")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 
 def model(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx import planner
+from commfuse_fx.planning import planner
 from tests.distributed.harness import Ranks
 
 
@@ -101,7 +101,7 @@ def test_causes_stay():
 def test_full_shows_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMMFUSE_TRACEBACK", "full")
     text = printed(call, branch)
-    assert "commfuse_fx/step.py" in text and "torch/fx/" in text and "# the line to show" in text
+    assert "commfuse_fx/frontends/step.py" in text and "torch/fx/" in text and "# the line to show" in text
     assert len(text.splitlines()) > 60
 
 
@@ -134,7 +134,7 @@ def test_a_fault_of_this_project_keeps_its_frames(monkeypatch: pytest.MonkeyPatc
 
     broken.__code__ = broken.__code__.replace(co_filename=planner.__file__)
     monkeypatch.setattr(planner.Planner, "_describe_optimizer", broken)
-    assert "commfuse_fx/planner.py" in printed(call, torch.relu)
+    assert "commfuse_fx/planning/planner.py" in printed(call, torch.relu)
 
 
 def test_torch_logs_nothing_about_a_trace_that_failed(monkeypatch: pytest.MonkeyPatch):

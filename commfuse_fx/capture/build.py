@@ -14,13 +14,13 @@ from commfuse_fx.capture.rank_writes import warn_of_rank_writes
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, unflatten
-from commfuse_fx.config import CompileConfig
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, set_info, spec_of
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
 from commfuse_fx.ir.shared_memory import overlaps
-from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
 
 
 def capture(

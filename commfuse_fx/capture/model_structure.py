@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.frozen import Itself
+from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
 from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.marks import read_fusion_id, read_layerwise_parallel
 
 _Named = Mapping[str, Hashable]
 

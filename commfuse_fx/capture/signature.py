@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commfuse_fx.capture.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS, ModelStructure
 from commfuse_fx.capture.tree import Structure
-from commfuse_fx.optim import optimizer_key
+from commfuse_fx.kernels.update_rules import optimizer_key
 
 _IS_TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -49,8 +49,8 @@ from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
-from commfuse_fx.sharding.decompose import decompose, decomposed
-from commfuse_fx.sharding.traced_marks import marks_traced
+from commfuse_fx.sharding.dividing.decompose import decompose, decomposed
+from commfuse_fx.sharding.marking.traced_marks import marks_traced
 
 aten = torch.ops.aten
 

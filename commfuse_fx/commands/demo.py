@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from commfuse_fx.api import compile
-from commfuse_fx.commands.options import add_common
+from commfuse_fx.commands.arguments import add_common
+from commfuse_fx.config.fusion_marks import set_comm_fusion
 from commfuse_fx.errors import ConfigValueError, NotAvailableError
+from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.table import collectives_table
-from commfuse_fx.marks import set_comm_fusion
 from commfuse_fx.ops import all_reduce
-from commfuse_fx.runtime.timeline import Timeline
-from commfuse_fx.runtime.world import get_group_size, get_rank, init, is_distributed
-from commfuse_fx.step import CompiledStep
+from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.runtime.ranks.world import get_group_size, get_rank, init, is_distributed
 
 BATCH = 64
 """Rows of a batch of all ranks together."""

@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from commfuse_fx.commands.options import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
-from commfuse_fx.commands.sources import compiled_or_saved, prices
+from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
+from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
 
 _DESCRIPTION = f"""\
 Say why a graph is as it is: its buckets, merges that were illegal, parameters that are not reduced; and for each

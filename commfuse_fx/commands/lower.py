@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.commands.options import EXIT_CODES, TARGETS, add_common, add_compile
-from commfuse_fx.commands.sources import compiled_target
+from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_compile
+from commfuse_fx.commands.graph_sources import compiled_target
 from commfuse_fx.errors import ConfigKeyError
+from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.table import collectives_table
-from commfuse_fx.lowered import Lowered
 
 _DESCRIPTION = f"""\
 Compile a training step for a virtual world, without devices or processes, and print the final graph as canonical text.

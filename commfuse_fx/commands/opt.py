@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from commfuse_fx.commands.rerun_passes import pipeline_for, price, read_input
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.serialize import to_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.optimize import pipeline_for, price, read_input
-from commfuse_fx.pass_options import default_text, hint_of
-from commfuse_fx.pass_syntax import parse_passes
-from commfuse_fx.pipeline import PassRecord
-from commfuse_fx.registry import PASSES, PassEntry, find_pass
+from commfuse_fx.planning.pass_text import parse_passes
+from commfuse_fx.planning.pass_values import default_text, hint_of
+from commfuse_fx.planning.pipeline import PassRecord
+from commfuse_fx.planning.registry import PASSES, PassEntry, find_pass
 
 DONE = 0
 

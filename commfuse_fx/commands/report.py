@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.commands.files import check_writable, write_result
-from commfuse_fx.commands.options import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
-from commfuse_fx.commands.sources import compiled_or_saved, prices
+from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
+from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
+from commfuse_fx.commands.output_files import check_writable, write_result
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.report.page import report
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.commands.files import check_writable, write_result
-from commfuse_fx.commands.options import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
-from commfuse_fx.commands.sources import compiled_or_saved, prices
-from commfuse_fx.cost.simulate import Simulation
+from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
+from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
+from commfuse_fx.commands.output_files import check_writable, write_result
 from commfuse_fx.inspect.table import aligned
+from commfuse_fx.simulate.simulation import Simulation
 
 _DESCRIPTION = f"""\
 Predict a step on a cluster: its time, the exposed communication, the peak memory and a lower bound.

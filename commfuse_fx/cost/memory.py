@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from torch import fx
 
-from commfuse_fx.cost.deferred import execution_order, is_deferred
 from commfuse_fx.ir.collectives import is_wait, memory_on_wire
+from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.collectives import CollectiveCost, collective_cost
-from commfuse_fx.cost.engine import Transfer
+from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
 from commfuse_fx.cost.roofline import is_free, roofline_seconds
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.simulate.engine import Transfer
 
 PER_ELEMENT = "update.per_element/"
 """Keys of measured parameter updates: this and the op's name, such as `update.per_element/_fused_adamw_`."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from commfuse_fx.config import CompileConfig
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec, has_info, info, set_info
 from commfuse_fx.ir.naming import Names

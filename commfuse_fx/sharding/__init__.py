@@ -4,6 +4,6 @@ What rules for `register_rule` are written with is at hand here.
 """
 
 from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
 
 __all__ = ["INDEX", "AllReduce", "OpCall", "P", "R", "Ref", "Result", "S", "Step", "Strategy"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from commfuse_fx.config.options import check_choice, check_int
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.lowered import Collective, Lowered
 from commfuse_fx.ir.meta import PHASES, dtype_name
-from commfuse_fx.lowered import Collective, Lowered
-from commfuse_fx.options import check_choice, check_int
 from commfuse_fx.testing.checks import check_lowered
 
 _LISTED = 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commfuse_fx.cost.collectives import bus_bandwidth
-from commfuse_fx.cost.files import check_number
-from commfuse_fx.cost.simulate import Simulation
+from commfuse_fx.config.options import show
+from commfuse_fx.cost.collective_cost import bus_bandwidth
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.lowered import Collective, Lowered
-from commfuse_fx.options import show
+from commfuse_fx.inspect.lowered import Collective, Lowered
+from commfuse_fx.simulate.simulation import Simulation
+from commfuse_fx.support.documents import check_number
 from commfuse_fx.testing.checks import check_lowered
 
 _LISTED = 10

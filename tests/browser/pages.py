@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.inspect.report.collectives import CollectiveRow, Total
+from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total
 from commfuse_fx.inspect.report.data import NodeRow, Prediction, ReportData, StageRow
 from commfuse_fx.inspect.report.fusion import Fusion, Unfused
 from commfuse_fx.inspect.report.lanes import Bar, Lane
-from commfuse_fx.runtime.timeline import Span, Timeline
+from commfuse_fx.runtime.execute.timeline import Span, Timeline
 
 HOSTILE = ("<script>hacked=1</script>", '"><img src=x onerror=hacked=1>', "</script><b>", "a\u2028b & c", "back\\slash")
 

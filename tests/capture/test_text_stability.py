@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lowered import Lowered
+from commfuse_fx.inspect.lowered import Lowered
 from tests.distributed.harness import Ranks
 
 

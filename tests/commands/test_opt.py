@@ -13,14 +13,14 @@ import pytest
 import commfuse_fx as cf
 import commfuse_fx.passes
 from commfuse_fx.cli import main
-from commfuse_fx.compiler import build_pipeline
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.ir.deserialize import from_json
+from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.pass_options import default_text, hint_of
-from commfuse_fx.pass_syntax import parse_passes
-from commfuse_fx.passes.simplify import Simplify
-from commfuse_fx.registry import PASSES
+from commfuse_fx.passes.rewrite.simplify import Simplify
+from commfuse_fx.planning.pass_text import parse_passes
+from commfuse_fx.planning.pass_values import default_text, hint_of
+from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.registry import PASSES
 from tests.inspect.steps import Net, train
 
 BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters,gradients_first"

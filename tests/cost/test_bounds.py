@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.cost import bounds
-from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.profile import StepProfile
+from commfuse_fx.machine import bounds
+from commfuse_fx.machine.presets import preset
+from commfuse_fx.machine.step_profile import StepProfile
 
 PRESET = json.loads(preset("gloo-1gbit").to_json())
 FIELDS = {

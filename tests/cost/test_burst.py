@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commfuse_fx as cf
-from commfuse_fx.cost.collectives import collective_cost
-from commfuse_fx.cost.engine import Engine, Transfer
-from commfuse_fx.cost.fit import Burst, Sample, burst
+from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.rounds import play
-from commfuse_fx.cost.simulate import simulate
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.measure.fit_alpha_beta import Burst, Sample, burst
+from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.rounds import play
+from commfuse_fx.simulate.simulation import simulate
 from tests.cost.graphs import Graph, Priced
 
 BUCKET, PEAK, RATE = 1e6, 1e9, 1.25e8

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.files import load_document
-from commfuse_fx.cost.presets import MAX_NODES, preset, preset_names, resolve_cluster
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.presets import MAX_NODES, preset, preset_names, resolve_cluster
+from commfuse_fx.support.documents import load_document
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cost.md"
 DEVICE = Device(name="d", flops={"f32": 1e12}, memory_bandwidth=1e11, memory_bytes=10**9, op_overhead=1e-6)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.collectives import COLLECTIVES, CollectiveCost, algorithms, bus_bandwidth, collective_cost
-from commfuse_fx.cost.presets import preset
+from commfuse_fx.cost.collective_cost import COLLECTIVES, CollectiveCost, algorithms, bus_bandwidth, collective_cost
 from commfuse_fx.errors import CommFuseError, ConfigTypeError, ConfigValueError
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.presets import preset
 
 DEVICE = Device(name="d", flops={"f32": 1e12}, memory_bandwidth=1e11, memory_bytes=10**9, op_overhead=1e-6)
 ALPHA, BANDWIDTH, HOST = 10e-6, 1e9, 0.5e-9

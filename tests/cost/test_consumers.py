@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.consumers import Item, optimal_plan, simulate_plan, starting_plans
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.solvers.consumers import Item, optimal_plan, simulate_plan, starting_plans
 from tests.cost.plans import alphas, ordered_partitions, small
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commfuse_fx.cost import contention_probe
-from commfuse_fx.cost.contention_probe import SPACING, SPARSE, Contention, measure_contention
-from commfuse_fx.cost.probe_group import Group
+from commfuse_fx.measure import contention_probe
+from commfuse_fx.measure.contention_probe import SPACING, SPARSE, Contention, measure_contention
+from commfuse_fx.measure.probe_group import Group
 
 SMALL, LARGE = 1e-3, 4e-3
 """Seconds of the core that messages take away, as soon as they are issued."""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.cuts import Forced, optimal_cuts
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.solvers.cuts import Forced, optimal_cuts
 from tests.cost.plans import alphas, close, contiguous, ordered_partitions, small
 
 

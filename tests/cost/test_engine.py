@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.engine import Engine, Transfer
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.simulate.engine import Engine, Transfer
 from tests.work import calls
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_fx.cost.cluster import ClusterSpec, Device, Level
-from commfuse_fx.cost.collectives import collective_cost
-from commfuse_fx.cost.fit import Sample, fit
+from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.measure.fit_alpha_beta import Sample, fit
 
 SIZES = [1024 * 4**i for i in range(9)]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

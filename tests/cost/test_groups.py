@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.cost.collectives import collective_cost
+from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.presets import preset
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.machine.presets import preset
 from tests.cost.graphs import Graph, f32
 
 NODES = preset("h100-ib-2")  # ranks 0..7 and 8..15

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_fx.cost import loop
-from commfuse_fx.cost.cyclic import CyclicMember, PieceChoice, cyclic_plans, merged_member, piece_choices
-from commfuse_fx.cost.engine import Transfer
-from commfuse_fx.cost.loop import Loop
+from commfuse_fx.simulate.engine import Transfer
+from commfuse_fx.solvers import loop
+from commfuse_fx.solvers.cyclic import CyclicMember, PieceChoice, cyclic_plans, merged_member, piece_choices
+from commfuse_fx.solvers.loop import Loop
 
 MEMBERS = [CyclicMember(100, 0, 1), CyclicMember(100, 1, 0)]
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from commfuse_fx.commands import calibrate as command
-from commfuse_fx.cost import network_probe, probe_group
-from commfuse_fx.cost.calibrate import Calibration, LevelReport, Report, _Planned, _report_level, _spec_of
-from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.collectives import collective_cost
-from commfuse_fx.cost.contention_probe import Contention
-from commfuse_fx.cost.fit import Sample
-from commfuse_fx.cost.network_probe import PIPELINED_BYTES, NetworkFigures, measure_group
-from commfuse_fx.cost.probe_group import Group
+from commfuse_fx.cost.collective_cost import collective_cost
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.measure import network_probe, probe_group
+from commfuse_fx.measure.calibration import Calibration, LevelReport, Report, _Planned, _report_level, _spec_of
+from commfuse_fx.measure.contention_probe import Contention
+from commfuse_fx.measure.fit_alpha_beta import Sample
+from commfuse_fx.measure.network_probe import PIPELINED_BYTES, NetworkFigures, measure_group
+from commfuse_fx.measure.probe_group import Group
 from tests.cost.graphs import CLUSTER, CORE
 
 RANKS = (0, 1)

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.cost import files
 from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, profile_key
-from commfuse_fx.cost.presets import preset
-from commfuse_fx.cost.profile import StepProfile, model_fingerprint, resolve_costs
-from commfuse_fx.cost.profiling import measure_step, profile_step, typical
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.naming import op_label
-from commfuse_fx.runtime.executor import Executor
+from commfuse_fx.machine.presets import preset
+from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint, resolve_costs
+from commfuse_fx.measure.profiling import measure_step, profile_step, typical
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.support import documents
 from tests.distributed.models import assert_same
 
 MODEL = "0123456789abcdef" * 4
@@ -49,7 +49,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     original.save(path)
     assert StepProfile.load(path) == original
-    assert files.load_document(path) == original
+    assert documents.load_document(path) == original
     document = json.loads(path.read_text())
     assert (document["kind"], document["schema"], document["cluster"]["kind"]) == ("profile", 1, "cluster")
     assert list(StepProfile.load(path).node_seconds) == list(original.node_seconds)

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
-from commfuse_fx.cost.simulate import simulate
+from commfuse_fx.simulate.simulation import simulate
 from tests.cost.test_simulate import bucket_in_pieces, deferred, handing_over
 
 

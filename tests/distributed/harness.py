@@ -210,9 +210,9 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     import torch.distributed as dist
 
     import commfuse_fx as cf
-    from commfuse_fx import compiler
+    from commfuse_fx.planning import recipe
 
-    capture = compiler.capture
+    capture = recipe.capture
     with suppress(ImportError):
         for name in IMPORTED:
             import_module(name)
@@ -237,7 +237,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
         answer["seconds"] = time.monotonic() - start
         pipe.send_bytes(pickle.dumps(answer))
         cf.reset_auto_parallel_context()
-        compiler.capture = capture  # which this function may have replaced (tests.captures)
+        recipe.capture = capture  # which this function may have replaced (tests.captures)
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

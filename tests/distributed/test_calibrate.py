@@ -14,14 +14,14 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.cli import main
-from commfuse_fx.cost import calibrate as module
-from commfuse_fx.cost.calibrate import Calibration, calibrate
-from commfuse_fx.cost.cluster import ClusterSpec
-from commfuse_fx.cost.presets import preset, resolve_cluster
-from commfuse_fx.cost.profile import StepProfile, model_fingerprint
-from commfuse_fx.cost.profiling import profile_step
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.writing import write_whole
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.presets import preset, resolve_cluster
+from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint
+from commfuse_fx.measure import calibration
+from commfuse_fx.measure.calibration import Calibration, calibrate
+from commfuse_fx.measure.profiling import profile_step
+from commfuse_fx.support.writing import write_whole
 from tests.distributed.harness import Ranks, rank_environment
 from tests.distributed.models import adamw, assert_same, compiled, mlp, snapshot, xy
 
@@ -86,7 +86,7 @@ def test_two_hosts_have_two_levels(ranks: Ranks) -> None:
     ],
 )
 def test_levels_follow_from_who_shares_a_host(hosts: tuple[tuple[int, ...], ...], expected: list[Any]) -> None:
-    assert [(p.name, p.domains, p.groups) for p in module._levels_of(hosts)] == expected
+    assert [(p.name, p.domains, p.groups) for p in calibration._levels_of(hosts)] == expected
 
 
 def test_a_world_of_one_cannot_be_calibrated() -> None:
@@ -192,7 +192,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("commfuse_fx.writing.os.replace", interrupted)
+        patch.setattr("commfuse_fx.support.writing.os.replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_whole(path, "new")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("mine.json", "old")]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from commfuse_fx.cost.calibrate import calibrate
-from commfuse_fx.runtime import socket_threads
+from commfuse_fx.measure.calibration import calibrate
+from commfuse_fx.runtime.execute import socket_threads
 from tests.distributed.harness import Ranks
 from tests.distributed.models import adamw, compiled, mlp, xy
 

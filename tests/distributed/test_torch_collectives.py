@@ -18,7 +18,7 @@ from torch.distributed import all_reduce as bound_all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.distributed.harness import Ranks
 
 Function = Callable[[torch.Tensor], Any]

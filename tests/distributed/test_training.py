@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from commfuse_fx.plan_cache import MAX_GRAPHS
+from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from tests.distributed.harness import Ranks
 from tests.distributed.models import (
     adamw,

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.cost.calibrate import calibrate
-from commfuse_fx.cost.deferred import execution_order
 from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.deferred import execution_order
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.runtime import socket_threads, turns
+from commfuse_fx.measure.calibration import calibrate
+from commfuse_fx.runtime.execute import socket_threads, turns
 from tests.distributed.harness import Ranks
 from tests.models import randomised
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.ballot_box import ballot_box
+from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from tests.distributed.harness import Hung, Ranks
 from tests.distributed.models import adamw, compiled, mlp, xy
 

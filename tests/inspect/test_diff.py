@@ -14,7 +14,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.cli import main
-from commfuse_fx.inspect.diff_sequence import common, increasing
+from commfuse_fx.inspect.diff.sequence import common, increasing
 from tests.inspect.steps import Net, chain, evaluate, train, written
 
 CUT = {"allreduce": {"mode": "index", "config": [2, 6]}}

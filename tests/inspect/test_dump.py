@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx import publish
+from commfuse_fx.inspect import on_compile
 from tests.inspect.steps import Net, train
 
 CUT = {"allreduce": {"mode": "index", "config": [2, 6]}}
@@ -97,7 +97,7 @@ def test_an_interrupted_dump_is_no_dump(lowered: cf.Lowered, tmp_path: Path, mon
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("commfuse_fx.writing.os.replace", interrupted)
+        patch.setattr("commfuse_fx.support.writing.os.replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lowered.dump(tmp_path)
     assert not [name for name in files(tmp_path) if name.endswith(".part")]
@@ -147,7 +147,7 @@ def test_a_rank_of_a_virtual_world_has_its_own_folder(tmp_path: Path, monkeypatc
 def test_without_the_variable_nothing_is_kept_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMMFUSE_DUMP", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(publish, "_dump", None)
+    monkeypatch.setattr(on_compile, "_dump", None)
     step = step_of(nn.Linear(8, 8))
     step(torch.ones(4, 8), torch.ones(4, 8))
     assert [plan.compiled.captured for plan in step.planner.plans.values()] == [None]
@@ -159,7 +159,7 @@ def test_a_dump_that_fails_warns_once(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("COMMFUSE_DUMP", str(tmp_path / "file"))
-    monkeypatch.setattr(publish, "_warned", False)
+    monkeypatch.setattr(on_compile, "_warned", False)
     step = step_of(nn.Linear(8, 8))
     with caplog.at_level(logging.WARNING, "commfuse_fx"):
         for rows in (4, 6):

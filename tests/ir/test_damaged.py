@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commfuse_fx as cf
-from commfuse_fx.ir import documents
-from commfuse_fx.ir.deserialize import from_json
-from commfuse_fx.ir.targets import find_target
-from commfuse_fx.saved_pipeline import captured_json, pipeline_of
+from commfuse_fx.ir.json.known_ops import find_target
+from commfuse_fx.ir.json.read import from_json
+from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
+from commfuse_fx.support import json_fields
 from tests.inspect.steps import Net, train
 
 CUT = {"allreduce": {"mode": "index", "config": [2, 6]}}
@@ -187,7 +187,7 @@ def test_values_that_are_nested_too_deeply() -> None:
 
 
 def test_large_texts_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MOST_BYTES", 1000)
+    monkeypatch.setattr(json_fields, "MOST_BYTES", 1000)
     assert "more than 1000: this is no graph" in read(sound()[0])
 
 

@@ -15,19 +15,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.cost.profile import model_fingerprint
-from commfuse_fx.cost.simulate import simulate
-from commfuse_fx.cost.source import cost_model, resolve_costs
-from commfuse_fx.inspect.explain import explain
-from commfuse_fx.ir.deserialize import from_json
+from commfuse_fx.inspect.explanation import explain
 from commfuse_fx.ir.functions import FUNCTIONS
+from commfuse_fx.ir.json.known_ops import OPERATORS, find_target
+from commfuse_fx.ir.json.read import from_json
+from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.serialize import to_json
-from commfuse_fx.ir.targets import OPERATORS, find_target
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.saved_pipeline import captured_json, pipeline_of
+from commfuse_fx.machine.source import cost_model, resolve_costs
+from commfuse_fx.machine.step_profile import model_fingerprint
+from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
+from commfuse_fx.simulate.simulation import simulate
 from examples.ci_graph_diff.model import lowered as example
 from tests.inspect.steps import Net, train
 from tests.models import ConvNet

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.compiler import Compiled
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import R, S, local_shape
-from commfuse_fx.planner import Call, Planner
+from commfuse_fx.planning.planner import Call, Planner
+from commfuse_fx.planning.recipe import Compiled
 from tests import captures
 from tests.oracle import cluster
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from commfuse_fx.ir.placement import local_shape
-from commfuse_fx.sharding.call import OpCall, Strategy, call_of
-from commfuse_fx.sharding.prove import check_call, describe, run
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import OpCall, Strategy, call_of
+from commfuse_fx.sharding.rules.prove import check_call, describe, run
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import commfuse_fx as cf
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.placement import Shard
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests import captures
 from tests.models import Batch, Case
 from tests.oracle import MakeOptimizer, assert_same_tensors, eager_loss, sgd, tensors_of

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import ACROSS_STEPS
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import commfuse_fx as cf
-from commfuse_fx.rank_copies import copy_for_rank
+from commfuse_fx.virtual.rank_copies import copy_for_rank
 from tests.sharding.calls import Case, Tensor
 from tests.sharding.test_rules_basic import CASES
 

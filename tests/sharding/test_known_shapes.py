@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.sharding.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from tests.models import Batch, Case
 from tests.sharding.oracle import compare, divided, no_marks
 

@@ -14,10 +14,10 @@ from torch.nn.utils import parametrize, prune
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.sharding.layout_op import LAYOUT, erase_marks, is_mark, mark_of, strip_marks
-from commfuse_fx.sharding.marks import collect
-from commfuse_fx.sharding.paths import matches, near_matches
-from commfuse_fx.sharding.resolve import resolve_marks
+from commfuse_fx.sharding.dividing.resolve import resolve_marks
+from commfuse_fx.sharding.marking.layout_op import LAYOUT, erase_marks, is_mark, mark_of, strip_marks
+from commfuse_fx.sharding.marking.marks import collect
+from commfuse_fx.sharding.marking.paths import matches, near_matches
 from tests.sharding.tracing import activation_layouts, mark_nodes, parameter_layouts, resolved, traced
 
 EIGHT = Mesh((8,), ("dp",))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 Mark = Callable[[nn.Module], Any]
 

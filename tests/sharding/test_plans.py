@@ -20,8 +20,8 @@ import commfuse_fx as cf
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.sharding.marks import collect
-from commfuse_fx.sharding.strategy import Placements
+from commfuse_fx.sharding.marking.marks import collect
+from commfuse_fx.sharding.marking.strategy import Placements
 from tests.sharding.tracing import activation_layouts, parameter_layouts, resolved
 
 MESH = Mesh((2, 2), ("dp", "tp"))
@@ -107,7 +107,7 @@ def test_embeddings(style, weight, forward):
 
 def layers(net, plan):
     """(subject, position) -> the layouts that follow one another, forward and backward."""
-    from commfuse_fx.sharding.layout_op import mark_of
+    from commfuse_fx.sharding.marking.layout_op import mark_of
 
     found = resolved(cf.shard(net, plan), MESH, ids())
     steps: dict[str, list[str]] = {}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.lockstep import LockstepWorld
 from commfuse_fx.sharding import OpCall, P, R, S, Strategy
-from commfuse_fx.sharding.rules import registry
+from commfuse_fx.sharding.rules import rule_registry
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 _library = torch.library.Library("commfuse_test_rules", "DEF")
 _library.define("scale_rows(Tensor x, Tensor s) -> Tensor")
@@ -48,7 +48,7 @@ def right(call: OpCall) -> Sequence[Strategy]:
 @pytest.fixture(autouse=True)
 def no_rule_left() -> Iterator[None]:
     yield
-    registry.remove_rule(OP.default)
+    rule_registry.remove_rule(OP.default)
 
 
 class Scaled(nn.Module):
@@ -92,7 +92,7 @@ def test_as_a_decorator() -> None:
     def rule(call: OpCall) -> Sequence[Strategy]:
         return right(call)
 
-    assert registry.find_rule(OP.default) is not None
+    assert rule_registry.find_rule(OP.default) is not None
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,15 @@ def test_as_a_decorator() -> None:
 def test_a_wrong_rule_is_refused(rule: Any, message: str) -> None:
     with pytest.raises(cf.ConfigValueError, match=message):
         cf.register_rule(OP, rule, examples=[EXAMPLE])
-    assert registry.find_rule(OP.default) is None
+    assert rule_registry.find_rule(OP.default) is None
 
 
 def test_a_wrong_rule_leaves_the_old_one() -> None:
     cf.register_rule(OP, right)
-    before = registry.find_rule(OP.default)
+    before = rule_registry.find_rule(OP.default)
     with pytest.raises(cf.ConfigValueError):
         cf.register_rule(OP, lambda call: [Strategy((P,), (P, P))], examples=[EXAMPLE])
-    assert registry.find_rule(OP.default) is before
+    assert rule_registry.find_rule(OP.default) is before
 
 
 @pytest.mark.parametrize(

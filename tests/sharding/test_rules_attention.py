@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import Partial, Replicate, local_shape
-from commfuse_fx.sharding.call import OpCall, call_of
-from commfuse_fx.sharding.prove import describe
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import OpCall, call_of
+from commfuse_fx.sharding.rules.prove import describe
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, fake_locals, made, proved
 
 

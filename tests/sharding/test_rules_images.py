@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from commfuse_fx.ir.placement import Shard
-from commfuse_fx.sharding.call import call_of
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import call_of
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, made, proved
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.sharding.call import AllReduce, call_of
-from commfuse_fx.sharding.prove import check_call
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import AllReduce, call_of
+from commfuse_fx.sharding.rules.prove import check_call
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, found, made, proved, targets
 
 

@@ -10,9 +10,9 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.ir.placement import Partial, Placement, Shard
-from commfuse_fx.sharding.call import OpCall, call_of
-from commfuse_fx.sharding.prove import run
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import OpCall, call_of
+from commfuse_fx.sharding.rules.prove import run
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, found, made, proved, scattered
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.kernels.recurrent import lstm_layer_backward
-from commfuse_fx.sharding.call import call_of
-from commfuse_fx.sharding.prove import check_call, describe
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import call_of
+from commfuse_fx.sharding.rules.prove import check_call, describe
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.models import Batch, Case
 from tests.sharding.layers import WAYS, aten, made
 from tests.sharding.oracle import compare, no_marks

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.sharding.call import call_of
-from commfuse_fx.sharding.prove import check_call, describe
 from commfuse_fx.sharding.rules import embedding, matmul, slicing, transforms  # noqa: F401  (registers the rules)
-from commfuse_fx.sharding.rules.registry import compute_strategies
+from commfuse_fx.sharding.rules.call import call_of
+from commfuse_fx.sharding.rules.prove import check_call, describe
+from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, made
 
 

@@ -15,8 +15,8 @@ import commfuse_fx as cf
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.lockstep import LockstepWorld
-from commfuse_fx.runtime.layout import dividing, joined_group, part_of, whole_of
+from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.sharding.elementwise import (
     ACROSS,
     ONE_AXIS,

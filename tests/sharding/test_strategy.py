@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.fit import Call, Member, refine, resolve
-from commfuse_fx.sharding.logical import kind_of_function, logical_dims
-from commfuse_fx.sharding.strategy import Axes, Counts, Placements, decode, encode, parse_tensor, parse_tensors
+from commfuse_fx.sharding.dividing.fit_marks import Call, Member, refine, resolve
+from commfuse_fx.sharding.marking.logical import kind_of_function, logical_dims
+from commfuse_fx.sharding.marking.strategy import Axes, Counts, Placements, decode, encode, parse_tensor, parse_tensors
 
 EIGHT = Mesh((8,), ("dp",))
 TWO_FOUR = Mesh((2, 4), ("dp", "tp"))

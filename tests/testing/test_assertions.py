@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.cost.presets import preset
+from commfuse_fx.machine.presets import preset
 from commfuse_fx.testing import assert_budget, assert_collectives
 from commfuse_fx.testing.budgets import wire_bytes
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from commfuse_fx.inspect.explain import Explanation
-from commfuse_fx.inspect.report.collectives import CollectiveRow, Total, collective_rows, totals
+from commfuse_fx.inspect.explanation import Explanation
+from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total, collective_rows, totals
 from commfuse_fx.inspect.report.fusion import Fusion, fusion
 from commfuse_fx.inspect.report.lanes import Lane, measured_lanes, predicted_lanes, seconds
 from commfuse_fx.ir.meta import info
@@ -18,8 +18,8 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import header, spec_text
 
 if TYPE_CHECKING:
-    from commfuse_fx.lowered import Lowered, Snapshot
-    from commfuse_fx.runtime.timeline import Timeline
+    from commfuse_fx.inspect.lowered import Lowered, Snapshot
+    from commfuse_fx.runtime.execute.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commfuse_fx.cost.simulate import Simulation
-    from commfuse_fx.runtime.timeline import Span, Timeline
+    from commfuse_fx.runtime.execute.timeline import Span, Timeline
+    from commfuse_fx.simulate.simulation import Simulation
 
 _COMPUTE = "compute"
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from commfuse_fx.inspect.report.data import report_data
 
 if TYPE_CHECKING:
-    from commfuse_fx.lowered import Lowered
-    from commfuse_fx.runtime.timeline import Timeline
+    from commfuse_fx.inspect.lowered import Lowered
+    from commfuse_fx.runtime.execute.timeline import Timeline
 
 SCRIPTS = (
     "base.js",

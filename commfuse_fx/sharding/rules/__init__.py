@@ -1,4 +1,4 @@
-"""Which layouts each op can work with. One file per family of ops; `registry` holds them all.
+"""Which layouts each op can work with. One file per family of ops; `rule_registry` holds them all.
 
 Importing this package registers the rules of all families. A new file of rules has to be added to the list below.
 """
@@ -19,7 +19,7 @@ from commfuse_fx.sharding.rules import (
     pooling,
     random,
     recurrence,
-    redistribution,
+    redistributed,
     reductions,
     slicing,
     softmax,
@@ -41,7 +41,7 @@ __all__ = [
     "pooling",
     "random",
     "recurrence",
-    "redistribution",
+    "redistributed",
     "reductions",
     "slicing",
     "softmax",

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_fx.ir.placement import Placement, R, S
-from commfuse_fx.sharding.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.named import along, spec_of_argument, strategy, summand
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

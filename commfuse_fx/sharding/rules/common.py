@@ -11,7 +11,7 @@ import torch
 from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import INDEX, AllReduce, OpCall, Ref, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Step, Strategy
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import INDEX, OpCall, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, OpCall, Result, Step, Strategy
 from commfuse_fx.sharding.rules.common import on_first
 from commfuse_fx.sharding.rules.named import changed, strategy
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

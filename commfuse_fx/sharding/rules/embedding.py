@@ -8,9 +8,9 @@ import torch
 
 from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.call import INDEX, OpCall, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, OpCall, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import strategy, subdivided
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

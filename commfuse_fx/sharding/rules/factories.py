@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.common import along, aten, divided, shape_of, with_argument
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import INDEX, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.common import (
     along,
     aten,
@@ -18,7 +18,7 @@ from commfuse_fx.sharding.rules.common import (
     wrap,
 )
 from commfuse_fx.sharding.rules.positions import Indexing, indexing_of
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 @rule(aten.gather.default)

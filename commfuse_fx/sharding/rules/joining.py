@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.sharding.call import OpCall, Ref, Step, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Ref, Step, Strategy
 from commfuse_fx.sharding.rules.common import all_summed, along, aten, scales, shape_of, unit_of, wrap, wrap_all
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 @rule(aten.cat.default)

@@ -12,9 +12,9 @@ import torch
 
 from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import INDEX, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import along, on_contiguous, spec_of_argument, strategy, subdivided
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from string import ascii_letters
 
 from commfuse_fx.ir.placement import P, Placement, R
-from commfuse_fx.sharding.call import OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.common import (
     along,
     aten,
@@ -16,7 +16,7 @@ from commfuse_fx.sharding.rules.common import (
     shape_of,
     summed,
 )
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 _LETTERS = {
     aten.mm.default: ("mk", "kn", "mn"),

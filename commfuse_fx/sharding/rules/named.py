@@ -9,8 +9,8 @@ import torch
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
-from commfuse_fx.sharding.counter_random import shift
+from commfuse_fx.kernels.position_random import shift
+from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
 
 aten = torch.ops.aten
 

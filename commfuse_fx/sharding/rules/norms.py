@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.call import OpCall, Step, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Step, Strategy
 from commfuse_fx.sharding.rules.named import changed, on_contiguous, spec_of_argument, strategy
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

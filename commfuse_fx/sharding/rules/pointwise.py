@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from commfuse_fx.ir.placement import P, Placement, R
-from commfuse_fx.sharding.call import OpCall, Ref, Rule, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Ref, Rule, Strategy
 from commfuse_fx.sharding.rules.common import (
     all_summed,
     along,
@@ -24,7 +24,7 @@ from commfuse_fx.sharding.rules.common import (
     tensor_of,
     wrap,
 )
-from commfuse_fx.sharding.rules.registry import generic, rule
+from commfuse_fx.sharding.rules.rule_registry import generic, rule
 
 _LINEAR = (
     aten.neg.default,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.placement import S
-from commfuse_fx.sharding.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.named import changed
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

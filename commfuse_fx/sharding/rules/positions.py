@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_fx.sharding.call import OpCall, Ref
+from commfuse_fx.sharding.rules.call import OpCall, Ref
 
 
 @dataclass(frozen=True)

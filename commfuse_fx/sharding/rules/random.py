@@ -1,4 +1,4 @@
-"""Random tensors, whose parts are drawn as parts of the whole (counter_random.py), and the backward op of dropout.
+"""Random tensors, whose parts are drawn as parts of the whole (position_random.py), and the backward op of dropout.
 
 The random ops of torch themselves have no rule: ranks that draw parts of a tensor with them would change its values.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.sharding import counter_random
-from commfuse_fx.sharding.call import INDEX, OpCall, Ref, Result, Step, Strategy
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.kernels import position_random
+from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 
@@ -24,15 +24,15 @@ def _at(starts: Sequence[Any], d: int) -> tuple[Any, ...]:
 
 
 def _begin(call: OpCall, start: Any, size: int) -> Step:
-    return Step(counter_random.shift, (start, INDEX, size // call.ways))
+    return Step(position_random.shift, (start, INDEX, size // call.ways))
 
 
 @rule(
-    counter_random.uniform_at,
-    counter_random.normal_at,
-    counter_random.exponential_at,
-    counter_random.bernoulli_at,
-    counter_random.randint_at,
+    position_random.uniform_at,
+    position_random.normal_at,
+    position_random.exponential_at,
+    position_random.bernoulli_at,
+    position_random.randint_at,
 )
 def filling(call: OpCall) -> Sequence[Strategy]:
     """(shape, parameters..., seed, call, starts, whole_shape, dtype, device): each rank makes its part of the shape."""
@@ -45,7 +45,7 @@ def filling(call: OpCall) -> Sequence[Strategy]:
     return found
 
 
-@rule(counter_random.dropout_at, counter_random.bernoulli_of_at)
+@rule(position_random.dropout_at, position_random.bernoulli_of_at)
 def drawing_for(call: OpCall) -> Sequence[Strategy]:
     """(tensor, ..., starts, whole_shape): the results are divided as the tensor is."""
     *before, starts, whole_shape = call.args

@@ -11,9 +11,9 @@ import torch
 
 from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.kernels.recurrent import lstm_layer_backward
-from commfuse_fx.sharding.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.named import on_contiguous, strategy
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.sharding.call import AllReduce, OpCall, Result, Step, Strategy
+from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Result, Step, Strategy
 from commfuse_fx.sharding.rules.common import (
     Steps,
     all_summed,
@@ -21,7 +21,7 @@ from commfuse_fx.sharding.rules.common import (
     wrap,
     wrap_all,
 )
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 Over = Callable[[OpCall], Steps]
 

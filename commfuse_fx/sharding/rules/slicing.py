@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commfuse_fx.ir.placement import S
-from commfuse_fx.sharding.call import OpCall, Ref, Step, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Ref, Step, Strategy
 from commfuse_fx.sharding.rules.common import (
     all_summed,
     along,
@@ -18,7 +18,7 @@ from commfuse_fx.sharding.rules.common import (
     with_argument,
     wrap,
 )
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 @rule(aten.select.int)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commfuse_fx.ir.placement import R, S
-from commfuse_fx.sharding.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.common import all_summed, along, aten, own_dim, shape_of, wrap_all
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 @rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from commfuse_fx.ir.placement import Shard
-from commfuse_fx.sharding.call import OpCall, Ref, Step, Strategy
+from commfuse_fx.sharding.rules.call import OpCall, Ref, Step, Strategy
 from commfuse_fx.sharding.rules.common import (
     all_summed,
     along,
@@ -17,7 +17,7 @@ from commfuse_fx.sharding.rules.common import (
     wrap,
     wrap_all,
 )
-from commfuse_fx.sharding.rules.registry import rule
+from commfuse_fx.sharding.rules.rule_registry import rule
 
 Shape = Sequence[int]
 

@@ -1,0 +1,36 @@
+"""Files that commands write where the user says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.support.writing import write_whole
+
+
+def problem_with(path: Path, option: str) -> str:
+    """Why the file given with `option` cannot be written; "" when it can."""
+    folder = path.parent
+    if path.is_dir():
+        return f"{option} {path} is a folder: give the name of a file in it"
+    if not folder.is_dir():
+        return f"{option} {path}: there is no folder {folder}; make it first"
+    if not os.access(folder, os.W_OK):
+        return f"{option} {path}: the folder {folder} cannot be written; give another one"
+    return ""
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Before the work whose result goes there. Raises ConfigValueError."""
+    problem = problem_with(path, option)
+    if problem:
+        raise ConfigValueError(problem)
+
+
+def write_result(path: Path, text: str, option: str) -> None:
+    """Write the file whole. Raises ConfigValueError where that fails after all."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigValueError(f"{option} {path} cannot be written: {error.strerror or error}") from error

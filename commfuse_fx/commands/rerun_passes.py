@@ -1,0 +1,127 @@
+"""Run passes of choice over a saved graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
+from commfuse_fx.inspect.dumps.load import GIVE, read_program
+from commfuse_fx.ir.program import Program
+from commfuse_fx.machine.source import priced_for, resolve_costs
+from commfuse_fx.planning.pass_text import Written
+from commfuse_fx.planning.pass_values import OWN_COSTS, option_from_data
+from commfuse_fx.planning.pipeline import Pass, PassPipeline
+from commfuse_fx.planning.recipe import Sharding, build_pipeline
+from commfuse_fx.planning.registry import PASSES, PassEntry, PassOption, find_pass
+from commfuse_fx.sharding.marking.marks import Marks
+
+
+@dataclass(frozen=True)
+class Input:
+    """A saved graph. pipeline: what the compile ran on it, where its file says so; done: passes that it has been
+    through, where a dump's index says so."""
+
+    program: Program
+    pipeline: PassPipeline | None
+    done: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Stands for what has happened to the graph before: it ensures those facts and does nothing."""
+
+    ensures: tuple[str, ...]
+    name: str = "the saved graph"
+    requires: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        return False
+
+
+def read_input(path: Path) -> Input:
+    """The graph of a JSON file, or the captured graph of a dump. Raises ConfigValueError, as `load` does."""
+    if is_folder(path, "FILE", GIVE):
+        folder = folder_of_rank(path, "FILE", GIVE)
+        index = read_index(folder, "FILE", GIVE)
+        if "captured" not in index:
+            raise ConfigValueError(f"{folder} has no captured graph, which passes begin with; give its graph.json")
+        return Input(*read_program(file_of_dump(folder, index, "captured")), ())
+    program, pipeline = read_program(path)
+    return Input(program, pipeline, _done(path))
+
+
+def price(program: Program, cluster: str) -> None:
+    """Give the program another cluster. Raises as `compile` does for its option `cluster`."""
+    specs = {name: param.whole or param.spec for name, param in program.params.items()}
+    costs = priced_for(resolve_costs(cluster, "--cluster"), "cpu", program.mesh, specs)
+    program.config = replace(program.config, cluster=costs)
+
+
+def pipeline_for(given: Input, written: Written | None, done: Sequence[str]) -> PassPipeline:
+    """The passes that are written, or those of the compile for None. Options that are not written are as in the
+    compile, else as the configuration says.
+
+    done: passes that the graph has been through. Raises ConfigKeyError, ConfigTypeError or ConfigValueError.
+    """
+    facts = dict.fromkeys(fact for name in done for fact in find_pass(name).ensures)
+    usual = _usual(given)
+    if written is None:
+        if given.pipeline is None:
+            raise ConfigValueError("the file does not say which passes the compile ran; give --passes")
+        passes: Sequence[Pass] = given.pipeline.passes
+    else:
+        passes = [_make(find_pass(name), options, usual, given.program) for name, options in written]
+    try:
+        return PassPipeline((_Before(tuple(facts)), *passes))
+    except VerificationError as error:
+        raise ConfigValueError(f"{error}; add the pass that ensures it, or name it in --after if it has run") from None
+
+
+def _usual(given: Input) -> Mapping[str, Pass]:
+    """The passes of the compile by name."""
+    if given.pipeline is not None:
+        return {item.name: item for item in given.pipeline.passes}
+    config = given.program.config
+    sharding = Sharding(Marks()) if config.divides_graphs else None
+    made = build_pipeline(config, given.program.mesh, sharding=sharding).passes
+    return {item.name: item for item in made if item.name != "divide"}  # whose marks are not known
+
+
+def _make(entry: PassEntry, options: Mapping[str, Any], usual: Mapping[str, Pass], program: Program) -> Pass:
+    values = {name: option_from_data(entry, name, value, program) for name, value in options.items()}
+    known: Any = usual.get(entry.name)
+    if known is not None:
+        changed: Pass = replace(known, **values)
+        return changed
+    for option in entry.options:
+        if option.required and option.name not in values:
+            values[option.name] = _required(entry, option, program)
+    made: Pass = entry.make(**values)
+    return made
+
+
+def _required(entry: PassEntry, option: PassOption, program: Program) -> Any:
+    if option.type in ("str", "str | None"):
+        return program.mesh.all_axes
+    if option.type == "FusionConfig":
+        return program.config.comm_fusion
+    if option.type == "CostModel":
+        return option_from_data(entry, option.name, OWN_COSTS, program)
+    raise ConfigValueError(
+        f"pass {entry.name} needs the option {option.name}, which only the captured.json of a dump has; give that file"
+    )
+
+
+def _done(path: Path) -> tuple[str, ...]:
+    """The passes that a dump's index says its graph.json has been through."""
+    if not (path.parent / INDEX).is_file():
+        return ()
+    index = read_index(path.parent, "FILE", GIVE)
+    if index.get("json") != path.name or not isinstance(index.get("stages"), list):
+        return ()
+    names = [stage.get("pass") for stage in index["stages"] if isinstance(stage, dict)]
+    return tuple(name for name in names if isinstance(name, str) and name in PASSES)

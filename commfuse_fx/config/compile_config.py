@@ -1,0 +1,170 @@
+"""The configuration of one `compile`: every option, checked and filled in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from commfuse_fx.config.context import context_settings
+from commfuse_fx.config.fusion_config import KINDS, FusionConfig, KindFusion
+from commfuse_fx.config.options import (
+    DEFAULTS,
+    PARALLEL_MODE_ALIASES,
+    Default,
+    ScheduleConfig,
+    show,
+    validated,
+)
+from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
+from commfuse_fx.machine.source import costs_label, resolve_costs
+
+__all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig"]
+
+_AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto")
+
+# Options of which only the default is available, and what the default does.
+_ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
+    {
+        "enable_parallel_optimizer": "every rank keeps the whole optimizer state",
+        "parallel_optimizer_config": "every rank keeps the whole optimizer state",
+        "search_mode": "nothing is searched in the parallel modes that are available",
+        "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
+        "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
+        "pipeline_stages": "every rank runs the whole model",
+        "backend": "the compute between collectives runs op by op",
+        "exchange_factors": "gradients are reduced as they are",
+        "gradient_compression": "gradients are sent as they are",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Every option of `compile` but the model, loss function and optimizer; `resolve` makes a valid one."""
+
+    comm_fusion: FusionConfig
+    parallel_mode: str
+    """One of "stand_alone", "data_parallel", "hybrid_parallel" and "semi_auto"; aliases are resolved."""
+    mesh: Any
+    """A DeviceMesh, a tuple of axis sizes, or None: one axis over the world."""
+    device_num: int | None
+    """Size of the virtual world, or None: the real one."""
+    global_rank: int | None
+    """Rank in the virtual world; None exactly when `device_num` is None."""
+    gradients_mean: bool
+    gradient_fp32_sync: bool
+    enable_parallel_optimizer: bool
+    parallel_optimizer_config: dict[str, Any] | None
+    search_mode: str
+    strategy_ckpt_load_file: str | os.PathLike[str] | None
+    strategy_ckpt_save_file: str | os.PathLike[str] | None
+    full_batch: bool
+    parameter_broadcast: bool
+    broadcast_buffers: bool
+    pipeline_stages: int
+    schedule: str | ScheduleConfig
+    """One of "overlap" and "none", or a ScheduleConfig."""
+    backend: str
+    cluster: Any
+    """What plans are priced with: a ClusterSpec, a StepProfile, or None."""
+    exchange_factors: str
+    gradient_compression: Any
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> CompileConfig:
+        """The configuration for the options `given`, then the process-wide context, then the defaults.
+
+        A value that is a `Default` counts as not given, and so does comm_fusion=None. `comm_fusion` is one
+        option: where it is given, kinds it leaves out are default, whatever the context says. A virtual
+        world is rank 0 by default.
+
+        Raises ConfigKeyError for an unknown option, ConfigTypeError or ConfigValueError for a bad value, and
+        NotAvailableError, once everything is valid, for a value that is not available yet.
+        """
+        for name in given:
+            if name not in DEFAULTS:
+                raise ConfigKeyError(f"{show(name)} is not an option; use one of {', '.join(DEFAULTS)}")
+        explicit = {name: value for name, value in given.items() if not isinstance(value, Default)}
+        if explicit.get("comm_fusion", ...) is None:
+            del explicit["comm_fusion"]
+        settings = {**DEFAULTS, **context_settings(), **explicit}
+        if "device_num" in explicit and explicit["device_num"] is None and "global_rank" not in explicit:
+            settings["global_rank"] = None  # the context's rank is one of the world just turned off
+        fusion = FusionConfig.parse(settings.pop("comm_fusion"))
+        settings = validated(settings)
+        if fusion.optimal_cluster is not None:
+            settings["cluster"] = resolve_costs(fusion.optimal_cluster)
+        settings["global_rank"] = _resolve_rank(settings["device_num"], settings["global_rank"])
+        mode = settings["parallel_mode"]
+        settings["parallel_mode"] = PARALLEL_MODE_ALIASES.get(mode, mode)
+        _check_available(settings)
+        return cls(comm_fusion=fusion, **settings)
+
+    @property
+    def divides_graphs(self) -> bool:
+        """Whether one device's graph is divided among the ranks, rather than run by each on its own batch."""
+        return self.parallel_mode == "semi_auto"
+
+    @property
+    def across_steps(self) -> bool:
+        return isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.schedule.memory_limit if isinstance(self.schedule, ScheduleConfig) else None
+
+    @property
+    def plans_by_cost(self) -> bool:
+        """Whether the plan follows from predicted times, so that a cluster is needed."""
+        asked = self.cluster is not None or self.across_steps or self.memory_limit is not None
+        return self.comm_fusion.is_optimal or (asked and self.schedule != "none")
+
+    def header(self) -> list[tuple[str, str]]:
+        """(name, value) of each option that affects the graph, in a fixed order, the same on every rank."""
+        fusion = [(f"comm_fusion.{kind}", _fusion_text(getattr(self.comm_fusion, kind))) for kind in KINDS]
+        schedule = "overlap" if self.schedule == ScheduleConfig() else str(self.schedule)
+        names = ("parallel_mode", "gradients_mean", "gradient_fp32_sync", "full_batch", "parameter_broadcast")
+        return [
+            ("comm_fusion.openstate", str(self.comm_fusion.openstate)),
+            *fusion,
+            *((name, str(getattr(self, name))) for name in names),
+            *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
+            ("schedule", schedule),
+            *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
+        ]
+
+
+def _resolve_rank(device_num: int | None, global_rank: int | None) -> int | None:
+    if device_num is not None:
+        return 0 if global_rank is None else global_rank
+    if global_rank is not None:
+        raise ConfigValueError(
+            f"global_rank is {global_rank} but device_num is not given; give device_num in 1..4096 as well "
+            "(then global_rank in 0..device_num-1), or neither"
+        )
+    return None
+
+
+def _check_available(settings: Mapping[str, Any]) -> None:
+    mode = settings["parallel_mode"]
+    if mode not in _AVAILABLE_PARALLEL_MODES:
+        raise NotAvailableError(
+            f"parallel_mode={mode!r} is not available yet; use parallel_mode='data_parallel' "
+            "(every rank holds the whole model and a part of the batch), or 'semi_auto' with cf.shard"
+        )
+    for name, meaning in _ONLY_DEFAULT.items():
+        if settings[name] != DEFAULTS[name]:
+            raise NotAvailableError(
+                f"{name}={show(settings[name])} is not available yet; use {name}={DEFAULTS[name]!r} ({meaning})"
+            )
+
+
+def _fusion_text(fusion: KindFusion) -> str:
+    """As in "auto", "size 32" or "index 20,35"."""
+    if fusion.config is None or fusion.mode == "optimal":
+        return fusion.mode
+    numbers = (fusion.config,) if isinstance(fusion.config, int) else fusion.config
+    return f"{fusion.mode} {','.join(map(str, numbers))}"

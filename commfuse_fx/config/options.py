@@ -1,0 +1,230 @@
+"""The options of `compile`, each by itself: its default and the check that a value given for it passes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+
+MAX_DEVICES = 4096
+"""Largest `device_num`."""
+
+PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto", "auto")
+PARALLEL_MODE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {"semi_auto_parallel": "semi_auto", "auto_parallel": "auto"}
+)
+SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
+SCHEDULES = ("overlap", "none")
+BACKENDS = ("eager", "inductor")
+EXCHANGE_FACTORS = ("never", "auto", "always")
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "comm_fusion": None,
+        "parallel_mode": "data_parallel",
+        "mesh": None,
+        "device_num": None,
+        "global_rank": None,
+        "gradients_mean": True,
+        "gradient_fp32_sync": True,
+        "enable_parallel_optimizer": False,
+        "parallel_optimizer_config": None,
+        "search_mode": "dynamic_programming",
+        "strategy_ckpt_load_file": None,
+        "strategy_ckpt_save_file": None,
+        "full_batch": False,
+        "parameter_broadcast": False,
+        "broadcast_buffers": False,
+        "pipeline_stages": 1,
+        "schedule": "overlap",
+        "backend": "eager",
+        "cluster": None,
+        "exchange_factors": "never",
+        "gradient_compression": None,
+    }
+)
+"""Option name -> default value, in the order of the signature of `compile`."""
+
+
+@dataclass(frozen=True, repr=False)
+class Default:
+    """A default in a signature, told apart from the same value given by the caller; prints as the value."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def show(value: object) -> str:
+    """`repr(value)` on one line, cut to what fits an error message."""
+    text = " ".join(repr(value).splitlines())
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_bool(value: object, where: str) -> bool:
+    """`value` if it is a bool, else ConfigTypeError."""
+    if not isinstance(value, bool):
+        raise ConfigTypeError(f"{where} is {show(value)}; give True or False")
+    return value
+
+
+def check_int(value: object, where: str, low: int, high: int | None = None, limit: str = "") -> int:
+    """`value` if it is an int in `low`..`high` (`limit` says where `high` comes from).
+
+    Raises ConfigTypeError for a bool or non-int, ConfigValueError out of range.
+    """
+    allowed = f"an int >= {low}" if high is None else f"an int in {low}..{high}{limit}"
+    if not is_int(value):
+        raise ConfigTypeError(f"{where} is {show(value)}; give {allowed}")
+    if value < low or (high is not None and value > high):
+        raise ConfigValueError(f"{where} is {value}; give {allowed}")
+    return value
+
+
+def check_choice(value: object, where: str, choices: Sequence[str]) -> str:
+    """`value` if it is one of `choices`, else ConfigTypeError (not a str) or ConfigValueError."""
+    allowed = ", ".join(f'"{choice}"' for choice in choices)
+    if not isinstance(value, str):
+        raise ConfigTypeError(f"{where} is {show(value)}; give one of {allowed}")
+    if value not in choices:
+        raise ConfigValueError(f"{where} is {show(value)}, which is unknown; use one of {allowed}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`."""
+
+    memory_limit: int | None = None
+    """Hard cap in bytes on the step's peak memory as the compiler predicts it (parameters, optimizer state, gradients,
+    activations; not the caches of the allocator), or None."""
+    across_steps: bool = False
+    """Whether communication may run on into the next step: the call then returns before the last updates, and reading a
+    parameter or the optimizer's state waits for them."""
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            check_int(self.memory_limit, "ScheduleConfig.memory_limit", 1)
+        check_bool(self.across_steps, "ScheduleConfig.across_steps")
+
+
+def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings (option name -> value, all but comm_fusion), checked each by itself and together.
+
+    A mesh given as a list comes back as a tuple, and a cluster as what it stands for; everything else comes back as
+    it was given.
+    Raises ConfigTypeError or ConfigValueError.
+    """
+    checked = {name: _CHECKS[name](value, name) for name, value in settings.items()}
+    device_num, global_rank, mesh = (checked.get(name) for name in ("device_num", "global_rank", "mesh"))
+    if global_rank is not None:
+        if device_num is None:
+            check_int(global_rank, "global_rank", 0, MAX_DEVICES - 1)
+        else:
+            limit = f" (device_num is {device_num})"
+            check_int(global_rank, "global_rank", 0, device_num - 1, limit)
+    if checked.get("broadcast_buffers") and checked.get("parallel_mode") in ("semi_auto", "semi_auto_parallel"):
+        raise ConfigValueError(
+            'broadcast_buffers=True with parallel_mode="semi_auto": there the ranks run one device\'s graph together, '
+            "whose buffers are the same on all of them; leave broadcast_buffers out"
+        )
+    if device_num is not None and isinstance(mesh, tuple) and math.prod(mesh) != device_num:
+        raise ConfigValueError(
+            f"mesh is {mesh}, which holds {math.prod(mesh)} devices, but device_num is {device_num}; "
+            "give sizes whose product is device_num"
+        )
+    return checked
+
+
+def _check_device_num(value: object, where: str) -> int | None:
+    return None if value is None else check_int(value, where, 1, MAX_DEVICES)
+
+
+def _check_global_rank(value: object, where: str) -> int | None:
+    if value is not None and not is_int(value):
+        raise ConfigTypeError(f"{where} is {show(value)}; give an int in 0..device_num-1")
+    return value
+
+
+def _check_mesh(value: object, where: str) -> object:
+    if isinstance(value, (tuple, list)):
+        if not value:
+            raise ConfigValueError(f"{where} is {value}; give at least one size, or None for one axis")
+        return tuple(check_int(size, f"{where}[{axis}] of {value}", 1) for axis, size in enumerate(value))
+    if value is None or hasattr(value, "mesh_dim_names"):
+        return value
+    raise ConfigTypeError(f"{where} is {show(value)}; give a DeviceMesh, a tuple of sizes such as (2, 4), or None")
+
+
+def _check_bool_or_default(value: object, where: str) -> bool:
+    """None stands for the default, False: it is the default of every step."""
+    return False if value is None else check_bool(value, where)
+
+
+def _check_schedule(value: object, where: str) -> str | ScheduleConfig:
+    return value if isinstance(value, ScheduleConfig) else check_choice(value, where, SCHEDULES)
+
+
+def _check_path(value: object, where: str) -> object:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise ConfigTypeError(f"{where} is {show(value)}; give a path or None")
+    return value
+
+
+def _check_parallel_optimizer_config(value: object, where: str) -> object:
+    if value is None:
+        return value
+    if not isinstance(value, dict):
+        raise ConfigTypeError(f"{where} is {show(value)}; give a dict of options or None")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigTypeError(f"{where} is {show(value)}; every key must be a str, not {show(key)}")
+    return value
+
+
+def _check_cluster(value: object, where: str) -> object:
+    from commfuse_fx.machine.source import resolve_costs  # which checks its own figures with this module
+
+    return None if value is None else resolve_costs(value, where)
+
+
+def _accept(value: object, where: str) -> object:
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
+    {
+        "parallel_mode": partial(check_choice, choices=(*PARALLEL_MODES, *PARALLEL_MODE_ALIASES)),
+        "mesh": _check_mesh,
+        "device_num": _check_device_num,
+        "global_rank": _check_global_rank,
+        "gradients_mean": check_bool,
+        "gradient_fp32_sync": check_bool,
+        "enable_parallel_optimizer": check_bool,
+        "parallel_optimizer_config": _check_parallel_optimizer_config,
+        "search_mode": partial(check_choice, choices=SEARCH_MODES),
+        "strategy_ckpt_load_file": _check_path,
+        "strategy_ckpt_save_file": _check_path,
+        "full_batch": check_bool,
+        "parameter_broadcast": check_bool,
+        "broadcast_buffers": _check_bool_or_default,
+        "pipeline_stages": partial(check_int, low=1),
+        "schedule": _check_schedule,
+        "backend": partial(check_choice, choices=BACKENDS),
+        "cluster": _check_cluster,
+        "exchange_factors": partial(check_choice, choices=EXCHANGE_FACTORS),
+        "gradient_compression": _accept,
+    }
+)

@@ -1,0 +1,1 @@
+"""What users hold: the compiled step, and the session behind it."""

@@ -1,0 +1,1 @@
+"""Semantic diffs of two compiled graphs."""

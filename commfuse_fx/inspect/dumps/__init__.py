@@ -1,0 +1,1 @@
+"""Folders of files about one compile: written, found and read."""

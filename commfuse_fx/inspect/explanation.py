@@ -1,0 +1,181 @@
+"""Why the graph is as it is, and why communication is not hidden, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import LAYOUT, Note, Program, Redistribution
+from commfuse_fx.ir.text import collective_text
+from commfuse_fx.simulate.simulation import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """One collective: where it is started and waited for (positions in the graph), and what lies between.
+
+    `compute_between`: number of compute nodes that run while it, or a first piece of it, is on the wire.
+    `pieces`: into how many messages a large bucket is cut. `next_step`: it is waited for in the following step, before
+    the node of that name. `hidden`, `exposed`: predicted seconds in flight behind compute, and seconds that the step
+    stands still for it; `reason`: why the exposed part is not hidden, "" where nothing is exposed.
+    """
+
+    name: str
+    description: str
+    issued_at: int
+    waited_at: int
+    compute_between: int
+    pieces: int = 1
+    next_step: str = ""
+    hidden: float = 0.0
+    exposed: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How a parameter lies on the mesh: one placement per group of axes, each with who says so; none for one that is
+    whole on every rank, and that no mark speaks of."""
+
+    name: str
+    placements: tuple[str, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.placements
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.placements) or 'R'}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """layouts: of the parameters of a step that is divided. redistributions: changes of layout, with
+    the bytes of the tensor and who needs it so. simulation: the prediction that hidden and exposed times come from;
+    cluster: what for."""
+
+    collectives: tuple[CollectiveReport, ...]
+    flat_updates: tuple[str, ...]
+    notes: tuple[Note, ...]
+    simulation: Simulation
+    cluster: str
+    layouts: tuple[ParameterLayout, ...] = ()
+    redistributions: tuple[Redistribution, ...] = ()
+
+    def text(self) -> str:
+        """A report in plain lines."""
+        step = self.simulation
+        lines = [
+            f"predicted step: {_ms(step.step_seconds)} on {self.cluster}, {step.gap:.1%} above its lower bound of "
+            f"{_ms(step.bound_seconds)} ({step.bound_by}); exposed communication {_ms(step.exposed_seconds)}, "
+            f"peak memory {step.peak_memory / 2**20:.1f} MiB",
+            f"{len(self.collectives)} collective(s)",
+        ]
+        for each in self.collectives:
+            lines.append(f"  {each.name}: {each.description}")
+            pieces = f", in {each.pieces} pieces" if each.pieces > 1 else ""
+            place = f"before {each.next_step} of the next step" if each.next_step else f"at node {each.waited_at}"
+            lines.append(
+                f"    issued at node {each.issued_at}{pieces}, waited for {place}, "
+                f"{each.compute_between} compute node(s) in between"
+            )
+            why = f": {each.reason}" if each.reason else ""
+            lines.append(f"    {_ms(each.hidden)} hidden, {_ms(each.exposed)} exposed{why}")
+        if self.flat_updates:
+            lines.append("flat storage (updated as one tensor)")
+            lines.extend(f"  {line}" for line in self.flat_updates)
+        if self.layouts:
+            lines.append("layouts (R whole, S(d) divided along dimension d, S(d;n) inside of each of n blocks)")
+            lines.extend(f"  {each}" for each in self.layouts if not each.is_plain)
+            plain = [each.name for each in self.layouts if each.is_plain]
+            if plain:
+                lines.append(f"  R, as nothing asks for parts of them: {', '.join(plain)}")
+        if self.redistributions:
+            lines.append("redistributions (P summands)")
+            lines.extend(f"  {_redistribution(each)}" for each in self.redistributions)
+        topics = dict.fromkeys(note.topic for note in self.notes)
+        for topic in topics:
+            lines.append(topic)
+            lines.extend(f"  {note.subject}: {note.reason}" for note in self.notes if note.topic == topic)
+        return "\n".join(lines) + "\n"
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and info(node).collective is None and not is_wait(node) and not is_view(node)
+
+
+def _redistribution(each: Redistribution) -> str:
+    return f"{each.name}: {each.have} -> {each.wanted} on {each.group}, {each.nbytes} bytes: {each.cause}"
+
+
+def _layouts(program: Program) -> tuple[ParameterLayout, ...]:
+    if not program.config.divides_graphs:
+        return ()
+    found: dict[str, list[str]] = {name: [] for name in program.params}
+    for note in program.notes:
+        if note.topic == LAYOUT:
+            found[note.subject].append(note.reason)
+    return tuple(ParameterLayout(name, tuple(reasons)) for name, reasons in found.items())
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def explain(program: Program, costs: CostModel, label: str) -> Explanation:
+    """Simulate the program with these costs, which `label` describes, and gather all that passes have noted."""
+    simulation = simulate(program, costs)
+    simulated = {each.name: each for each in simulation.collectives}
+    nodes = list(program.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    # How many nodes before each place compute; `own`: without those that run in the next step.
+    computing = list(accumulate((_computes(node) for node in nodes), initial=0))
+    own = list(accumulate((_computes(node) and info(node).next_step is None for node in nodes), initial=0))
+    sends: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for start, _ in info(node).sends:
+            sends.setdefault(start, []).append(node)
+    reports: list[CollectiveReport] = []
+    for start in program.collectives():
+        details = info(start).collective
+        assert details is not None
+        wait = min((user for user in start.users), key=position.__getitem__)
+        ahead = sends.get(start, [])
+        issued = min([position[start], *(position[node] for node in ahead)])
+        anchor = info(wait).next_step
+        if anchor is None:
+            compute = computing[position[wait]] - computing[issued + 1]
+        else:  # over the end of the step, to the place in the next one
+            compute = own[-1] - own[issued + 1] + own[position[anchor]]
+        predicted = simulated[info(start).name]
+        text = f"{details.kind} {collective_text(details, program.mesh.size(details.group))}"
+        pieces = len(ahead) + max(len(info(start).rest), 1)
+        reports.append(
+            CollectiveReport(
+                info(start).name,
+                text,
+                issued,
+                position[wait],
+                compute,
+                pieces,
+                "" if anchor is None else info(anchor).name,
+                predicted.hidden,
+                predicted.exposed,
+                predicted.reason,
+            )
+        )
+    flat = [
+        f"update.{owner}: {', '.join(name for name, _ in segment.members)} ({segment.numel} elements)"
+        for owner, update in enumerate(program.updates)
+        for segment in update.segments
+        if segment.is_flat
+    ]
+    notes = tuple(note for note in program.notes if note.topic != LAYOUT)
+    layouts, changes = _layouts(program), tuple(program.redistributions)
+    return Explanation(tuple(reports), tuple(flat), notes, simulation, label, layouts, changes)

@@ -1,0 +1,120 @@
+"""What is told of every compile: log messages, files under COMMFUSE_DUMP, artifacts of torch's structured trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+from itertools import count
+from pathlib import Path
+
+from commfuse_fx.inspect.lowered import Lowered, LoweredCall
+from commfuse_fx.inspect.table import collectives_table
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import LAYOUT
+from commfuse_fx.planning.recipe import Compiled
+from commfuse_fx.support.logs import logger
+from commfuse_fx.support.torch_trace import is_tracing, write_artifact
+
+VARIABLE = "COMMFUSE_DUMP"
+"""The folder to which every compile is dumped, as NNN-train/rank<r> or NNN-eval/rank<r>."""
+
+_TRACE, _PASSES, _PLAN = logger("trace"), logger("passes"), logger("plan")
+_COLLECTIVES, _SHARDING = logger("collectives"), logger("sharding")
+_log = logging.getLogger("commfuse_fx.dump")
+
+_dumped: dict[str, int] = {}  # folder -> compiles of this process in it
+_traced = count()
+_warned = False
+
+
+def is_dumped() -> bool:
+    """Whether every compile is dumped, for which the graph as captured has to be kept."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def publish(compiled: Compiled, rank: int) -> None:
+    """Log what was compiled, and write it where files are asked for. A file that cannot be written is a warning."""
+    _log_compile(compiled)
+    if is_dumped():
+        _dump(compiled, rank)
+    if is_tracing():
+        number, lowered = next(_traced), _lowered(compiled, rank)
+        name = f"commfuse_{number:03d}_{_mode(compiled)}"
+        write_artifact(f"{name}_graph", lowered.text)
+        write_artifact(f"{name}_explain", lambda: lowered.explain().text())
+
+
+def _mode(compiled: Compiled) -> str:
+    return "train" if compiled.program.training else "eval"
+
+
+def _lowered(compiled: Compiled, rank: int) -> Lowered:
+    nobody = LoweredCall(None, (), {})
+    return Lowered(
+        compiled.program, rank, compiled.records, compiled.replay, nobody, compiled.captured, compiled.pipeline
+    )
+
+
+def _log_compile(compiled: Compiled) -> None:
+    program, records = compiled.program, compiled.records
+    if records:
+        _TRACE.debug(
+            "captured the %s step: %d nodes, %.1f ms",
+            _mode(compiled),
+            records[0].nodes_before,
+            compiled.capture_seconds * 1e3,
+        )
+    for record in records:
+        _PASSES.debug(
+            "pass %s: %s, %d -> %d nodes, %.1f ms",
+            record.name,
+            "modified" if record.modified else "unchanged",
+            record.nodes_before,
+            record.nodes_after,
+            record.seconds * 1e3,
+        )
+    if _PLAN.isEnabledFor(logging.DEBUG):
+        _PLAN.debug("%s", _plan_text(compiled))
+    if program.config.divides_graphs and _SHARDING.isEnabledFor(logging.DEBUG):
+        _SHARDING.debug("%s", _layouts_text(compiled))
+    if _COLLECTIVES.isEnabledFor(logging.DEBUG):
+        _COLLECTIVES.debug("of the %s step\n%s", _mode(compiled), collectives_table(program).rstrip("\n"))
+
+
+def _layouts_text(compiled: Compiled) -> str:
+    program = compiled.program
+    laid = [f"  {note.subject}: {note.reason}" for note in program.notes if note.topic == LAYOUT]
+    moved = sum(each.nbytes for each in program.redistributions)
+    return "\n".join(
+        [f"layouts; {len(program.redistributions)} redistribution(s) of tensors of {moved} bytes together", *laid]
+    )
+
+
+def _plan_text(compiled: Compiled) -> str:
+    program = compiled.program
+    found = [info(node).collective for node in program.collectives()]
+    sent = sum(each.nbytes for each in found if each is not None)
+    seconds = compiled.capture_seconds + sum(record.seconds for record in compiled.records)
+    lines = [
+        f"the {_mode(compiled)} step: {len(program.graph.nodes)} nodes, {len(found)} collective(s) of {sent} bytes, "
+        f"capture and {len(compiled.records)} passes in {seconds * 1e3:.1f} ms"
+    ]
+    lines += [f"  {note.topic}: {note.subject}: {note.reason}" for note in program.notes if note.topic != LAYOUT]
+    return "\n".join(lines)
+
+
+def _dump(compiled: Compiled, rank: int) -> None:
+    directory = os.environ[VARIABLE]
+    number = _dumped.get(directory, 0)
+    _dumped[directory] = number + 1
+    try:
+        _lowered(compiled, rank).dump(Path(directory) / f"{number:03d}-{_mode(compiled)}")
+    except Exception as error:  # of a tool that looks on: the run goes on
+        _warn_once(error)
+
+
+def _warn_once(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _log.warning("%s: %s: %s; there are no more warnings about this", VARIABLE, type(error).__name__, error)
+    _warned = True

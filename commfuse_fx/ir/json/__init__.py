@@ -1,0 +1,1 @@
+"""Programs as JSON: written, and read back without trust in the file."""

@@ -1,0 +1,111 @@
+"""What one step's compute really takes: a cluster plus the seconds of every compute node of one model.
+
+A profile is taken wherever a cluster is; `cost.profiling` measures it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commfuse_fx.config.options import check_int, show
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.meta import TensorSpec, dtype_name
+from commfuse_fx.machine.bounds import MOST_RANKS, NODE_SECONDS
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.support import documents
+from commfuse_fx.support.documents import Document, check_keys, check_object, check_text, made_of
+
+_KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile(Document, kind="profile"):
+    """The compute of one model's step on one cluster.
+
+    cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
+    parameters. node_seconds: seconds by `profile_key(node)` of every compute node, with nothing on the wire; and
+    `update.per_element/<op>`: seconds per element of the parameters that an update op works on; `view.each/<op>`: of
+    nodes that move no data and are not in the profile; and `step.overhead`: what a step takes besides. torch, device:
+    the version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
+    """
+
+    cluster: ClusterSpec
+    world: int
+    model: str
+    node_seconds: Mapping[str, float] = field(hash=False)
+    torch: str = ""
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cluster, ClusterSpec):
+            raise ConfigTypeError(f"cluster is {show(self.cluster)}; give a ClusterSpec")
+        check_int(self.world, "world", 1, MOST_RANKS)
+        if not re.fullmatch("[0-9a-f]{64}", check_text(self.model, "model")):
+            raise ConfigValueError(f"model is {show(self.model)}; give the 64 hex digits of model_fingerprint()")
+        if not isinstance(self.node_seconds, Mapping):
+            raise ConfigTypeError(f"node_seconds is {show(self.node_seconds)}; give seconds by the name of a node")
+        if not self.node_seconds:
+            raise ConfigValueError("node_seconds is empty; measure at least one step")
+        checked = {
+            check_text(key, "a key of node_seconds"): NODE_SECONDS.check(value, f"node_seconds[{show(key)}]")
+            for key, value in self.node_seconds.items()
+        }
+        object.__setattr__(self, "node_seconds", checked)
+        check_text(self.torch, "torch", empty=True)
+        check_text(self.device, "device", empty=True)
+
+    def check(self, world: int, model: str) -> None:
+        """Raises ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
+        if (world, model) != (self.world, self.model):
+            raise ConfigValueError(
+                f"profile for another world or model: it was measured on {self.world} rank(s) with parameters "
+                f"{self.model[:12]}, this step has {world} rank(s) and parameters {model[:12]}; measure this step, or "
+                "give the profile's cluster alone"
+            )
+
+    def _body(self) -> Mapping[str, Any]:
+        return {
+            "cluster": json.loads(self.cluster.to_json()),
+            "world": self.world,
+            "model": self.model,
+            "torch": self.torch,
+            "device": self.device,
+            "node_seconds": dict(self.node_seconds),
+        }
+
+    @classmethod
+    def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
+        check_keys(body, where, _KEYS)
+        nested = json.dumps(check_object(body["cluster"], f"{where}: cluster"))
+        cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
+        check_object(body["node_seconds"], f"{where}: node_seconds")
+        return made_of(cls, {**body, "cluster": cluster}, where)
+
+
+def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, StepProfile | None]:
+    """The cluster that an option stands for, and the profile, if that is what was given.
+
+    value: what `resolve_cluster` takes, a StepProfile, or the path of a file with one. Raises like `resolve_cluster`.
+    """
+    if documents.is_path(value):
+        try:
+            value = documents.load_document(value)
+        except (ConfigTypeError, ConfigKeyError, ConfigValueError) as error:
+            raise type(error)(f"{where}: {error.args[0]}") from None
+    if isinstance(value, StepProfile):
+        return value.cluster, value
+    return resolve_cluster(value, where), None
+
+
+def model_fingerprint(params: Mapping[str, torch.Tensor | TensorSpec]) -> str:
+    """SHA-256, in hex, of the names, shapes and dtypes of parameters, in their order."""
+    lines = [f"{name} {dtype_name(p.dtype)} {tuple(int(size) for size in p.shape)}" for name, p in params.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Measures collectives and steps on real ranks, for cluster files and profiles."""

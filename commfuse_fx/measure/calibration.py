@@ -1,0 +1,339 @@
+"""Measure the running ranks: what a collective costs on each level of their network, and how fast a rank computes.
+
+Every rank takes part. Whatever decides how often something is measured is agreed between the ranks that
+measure it, so that none is left alone in a collective. The result is rank 0's, sent to all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.measure.fit_alpha_beta import Burst, Fit, Sample, burst, fit
+from commfuse_fx.measure.network_probe import NetworkFigures, measure_group, shown
+from commfuse_fx.measure.probe import probe, slowest_figures
+from commfuse_fx.measure.probe_group import Group
+from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
+from commfuse_fx.runtime.ranks.world import is_distributed, world_timeout
+
+DEFAULT_SECONDS = 15.0
+
+LEAST_ALPHA = 1e-7
+"""Seconds that a message takes at least: no network is faster, and where bytes explain all that was measured, a fit may
+give 0."""
+
+LEAST_SLOWED = 2.0
+"""How many times its latency a message must take beside compute for that to be a figure of its own."""
+
+MOST_HELD_BACK = 0.95
+"""The part of the bandwidth that is left beside compute, at most, for that to be a figure of its own."""
+
+
+MOST_LATENCY = 0.5
+"""The part of a row of collectives that may be latency where its bytes per second are a bandwidth."""
+
+LARGE_ERROR = 0.5
+"""Median relative error of all_reduce above which the figures of a level are not to be relied on."""
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """How well one level's figures describe what was measured.
+
+    groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second that the level carries
+    on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
+    would give, which end before buffers and the allowances of a network are used up). burst: what it carries at once
+    after a pause. overhead: seconds of compute that a message costs besides its bytes. alpha_busy: `alpha` while the
+    ranks compute, bandwidth_busy: `bandwidth`; 0 where that makes no difference. median_error, max_error:
+    |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    alpha: float
+    bandwidth: float
+    fitted_bandwidth: float
+    burst: Burst
+    host_seconds_per_byte: float
+    overhead: float
+    alpha_busy: float
+    bandwidth_busy: float
+    median_error: float
+    max_error: float
+    kind_errors: Mapping[str, float]
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured. `seconds`: how long the whole calibration took."""
+
+    world: int
+    backend: str
+    torch: str
+    seconds: float
+    device: Device
+    levels: tuple[LevelReport, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why figures are not to be relied on, and what to do about it."""
+        return tuple(
+            f"level {level.name}: the median error of all_reduce is {level.kind_errors['all_reduce']:.0%}, far above "
+            "the usual 30%; calibrate again with nothing else running, and more --seconds"
+            for level in self.levels
+            if level.kind_errors["all_reduce"] > LARGE_ERROR
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers, strings, lists and dictionaries only; units as in the fields."""
+        found: dict[str, Any] = asdict(replace(self, device=replace(self.device, flops=dict(self.device.flops))))
+        return {**found, "warnings": list(self.warnings)}
+
+    def text(self) -> str:
+        """The report in plain lines."""
+        device = self.device
+        flops = ", ".join(f"{value / 1e9:.1f} GFLOP/s {name}" for name, value in device.flops.items())
+        lines = [
+            f"calibrated {self.world} ranks over {self.backend} in {self.seconds:.1f} s (torch {self.torch})",
+            f"device: {device.name}",
+            f"  {flops}",
+            f"  memory {device.memory_bandwidth / 1e9:.2f} GB/s, {device.memory_bytes / 2**30:.1f} GiB a rank; "
+            f"op overhead {device.op_overhead * 1e6:.2f} us",
+        ]
+        for level in self.levels:
+            kinds = ", ".join(f"{kind} {error:.0%}" for kind, error in level.kind_errors.items())
+            lines += [
+                f"level {level.name}: {' and '.join(str(len(group)) for group in level.groups)} ranks",
+                f"  alpha {level.alpha * 1e6:.1f} us, bandwidth {level.bandwidth / 1e9:.3f} GB/s (one collective at "
+                f"a time: {level.fitted_bandwidth / 1e9:.3f})",
+            ]
+            if level.burst.nbytes:
+                found = level.burst
+                lines.append(f"  after a pause {found.nbytes / 1e6:.2f} MB at {found.bandwidth / 1e9:.3f} GB/s")
+            lines += [
+                f"  host {level.host_seconds_per_byte * 1e9:.3f} ns of compute per byte, "
+                f"{level.overhead * 1e6:.1f} us per message",
+                f"  while computing alpha {(level.alpha_busy or level.alpha) * 1e6:.1f} us, bandwidth "
+                f"{(level.bandwidth_busy or level.bandwidth) / 1e9:.3f} GB/s",
+                f"  fit: relative error {level.median_error:.0%} median, {level.max_error:.0%} at most, "
+                f"over {len(level.samples)} samples; median of {kinds}",
+            ]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The cluster as measured, and how it was found. The same on every rank."""
+
+    cluster: ClusterSpec
+    report: Report
+
+
+def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | None = None) -> Calibration:
+    """Measure the ranks of the running world. All of them must call it, with the same arguments.
+
+    seconds: roughly how long measuring may take; slow networks take longer. device: what the collectives and the
+    compute run on; None picks CUDA where there is a GPU, else the CPU. Returns the same on every rank.
+    Raises ConfigTypeError or ConfigValueError for bad arguments, or a world of fewer than two ranks.
+    """
+    budget, where = _check_seconds(seconds), _check_device(device)
+    if not is_distributed() or dist.get_world_size() < 2:
+        raise ConfigValueError(
+            "calibrate() measures the network between ranks: start at least two with torchrun, and call "
+            "commfuse_fx.init() first"
+        )
+    began = perf_counter()
+    with torch.no_grad():
+        plan = _levels_of(_hosts())
+        device_share = 0.3 * budget
+        level_share = (budget - device_share) / len(plan)
+        levels = [_measure_level(planned, where, level_share) for planned in plan]
+        with shown("measuring the device"):
+            _gather(None)  # start together
+            figures = slowest_figures(_gather(probe(where, device_share)))
+        figures["collective_overhead"] = max(level.overhead for level in levels)
+    backend = dist.group.WORLD._get_backend(where).name()  # type: ignore[union-attr]
+    world = dist.get_world_size()
+    source = f"measured by commfuse calibrate: {world} ranks, {backend}, torch {torch.__version__}"
+    measured = Device(source=source, **figures)
+    report = Report(world, backend, torch.__version__, perf_counter() - began, measured, tuple(levels))
+    cluster = ClusterSpec(
+        name=f"{backend}-{world}",
+        device=measured,
+        levels=tuple(_spec_of(*pair, source) for pair in zip(plan, levels, strict=True)),
+        ranks=world,
+    )
+    found: list[Any] = [Calibration(cluster, report)]
+    dist.broadcast_object_list(found, src=0)
+    result: Calibration = found[0]
+    return result
+
+
+def _check_seconds(seconds: float) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise ConfigTypeError(f"seconds={seconds!r} must be a number of seconds")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigValueError(f"seconds={seconds!r} must be positive; {DEFAULT_SECONDS:g} is a good value")
+    return float(seconds)
+
+
+def _check_device(device: str | torch.device | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_cuda else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigValueError(f"device={device!r} is not a device: use 'cpu' or 'cuda'") from error
+    if found.type == "cuda" and not has_cuda:
+        raise ConfigValueError(f"device={device!r}: this process sees no CUDA device; use 'cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigValueError(f"device={device!r} cannot be calibrated: use 'cpu' or 'cuda'")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _gather(mine: Any) -> list[Any]:
+    """Everybody's value, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+# Which ranks share a host, and what levels follow.
+
+
+def _hosts() -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, hosts in the order of their first rank.
+
+    GROUP_RANK is torchrun's number of the node: it tells containers apart that call themselves by one name.
+    """
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, host in enumerate(_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))):
+        members.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in members.values())
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A level to measure. domains: as in Level. groups: ranks that run one collective; all groups run at once."""
+
+    name: str
+    domains: int | tuple[tuple[int, ...], ...] | None
+    groups: tuple[tuple[int, ...], ...]
+
+
+def _levels_of(hosts: Sequence[tuple[int, ...]]) -> list[_Planned]:
+    """The levels, the innermost first: the ranks of each host, and the hosts.
+
+    Between hosts the first ranks of all of them are one group, the second ranks another, and so on: what counts is
+    what a rank can send while the ranks that share its network card do the same.
+    """
+    everyone = (tuple(range(sum(len(ranks) for ranks in hosts))),)
+    if len(hosts) == 1:
+        return [_Planned("host", None, everyone)]
+    network = _Planned("network", None, tuple(zip(*hosts, strict=False)))
+    if all(len(ranks) == 1 for ranks in hosts):
+        return [network]
+    return [_Planned("host", _domains(hosts), tuple(ranks for ranks in hosts if len(ranks) > 1)), network]
+
+
+def _domains(hosts: Sequence[tuple[int, ...]]) -> int | tuple[tuple[int, ...], ...]:
+    """A block size where all hosts have consecutive blocks of one size."""
+    size = len(hosts[0])
+    blocks = [tuple(range(i * size, (i + 1) * size)) for i in range(len(hosts))]
+    return size if list(hosts) == blocks else tuple(hosts)
+
+
+def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
+    return Level(
+        name=level.name,
+        domains=planned.domains,
+        alpha=level.alpha,
+        bandwidth=level.bandwidth,
+        burst_bytes=level.burst.nbytes,
+        burst_bandwidth=level.burst.bandwidth,
+        alpha_busy=level.alpha_busy,
+        bandwidth_busy=level.bandwidth_busy,
+        host_seconds_per_byte=level.host_seconds_per_byte,
+        source=source,
+    )
+
+
+# The network.
+
+
+def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
+    rank = dist.get_rank()
+    # Every rank must make every group, in the same order.
+    handles = [dist.new_group(list(ranks), timeout=world_timeout()) for ranks in planned.groups]
+    let_lock_holders_run()  # as in a step
+    own = [(handle, ranks) for handle, ranks in zip(handles, planned.groups, strict=True) if rank in ranks]
+    mine = NetworkFigures()
+    for handle, ranks in own:
+        mine = measure_group(Group(handle, ranks, device), planned.name, seconds)
+    everybody = _gather(mine)
+    for handle, _ in own:
+        dist.destroy_process_group(handle)
+    return _report_level(planned.name, planned.groups, everybody)
+
+
+def _report_level(name: str, groups: tuple[tuple[int, ...], ...], everybody: Sequence[NetworkFigures]) -> LevelReport:
+    samples: list[Sample] = []
+    pipelined: list[Sample] = []
+    rested: list[Sample] = []
+    for ranks in groups:
+        found = [everybody[rank] for rank in ranks]
+        samples.extend(_slowest(column) for column in zip(*(each.samples for each in found), strict=True))
+        pipelined.append(_slowest([each.pipelined for each in found if each.pipelined is not None]))
+        rested.extend(_slowest(column) for column in zip(*(each.rested for each in found), strict=True))
+    single = fit(samples)
+    final = fit(samples, min(_carried(row, single) for row in pipelined))
+    by_kind: dict[str, list[float]] = {}
+    for sample, error in zip(samples, final.errors, strict=True):
+        by_kind.setdefault(sample.kind, []).append(error)
+    alpha = max(final.alpha, LEAST_ALPHA)
+    beside = [each.contention for each in everybody if each.contention is not None]
+    latency = max((each.latency for each in beside), default=0.0)
+    bandwidth = min((each.bandwidth for each in beside), default=0.0)
+    return LevelReport(
+        name=name,
+        groups=groups,
+        alpha=alpha,
+        bandwidth=final.bandwidth,
+        fitted_bandwidth=single.bandwidth,
+        burst=burst(rested, final.bandwidth, alpha),
+        host_seconds_per_byte=max((each.per_byte for each in beside), default=0.0),
+        overhead=max((each.per_message for each in beside), default=0.0),
+        alpha_busy=latency if latency > LEAST_SLOWED * alpha else 0.0,
+        bandwidth_busy=bandwidth if bandwidth < MOST_HELD_BACK * final.bandwidth else 0.0,
+        median_error=final.median_error,
+        max_error=final.max_error,
+        kind_errors={kind: median(errors) for kind, errors in by_kind.items()},
+        samples=tuple(samples),
+    )
+
+
+def _carried(row: Sample, single: Fit) -> float:
+    """Bytes per second of a row; where most of its time is latency, what single collectives say."""
+    if row.messages * single.alpha > MOST_LATENCY * row.seconds:
+        return single.bandwidth
+    return row.wire_bytes / row.seconds
+
+
+def _slowest(samples: Sequence[Sample]) -> Sample:
+    return max(samples, key=lambda sample: sample.seconds)

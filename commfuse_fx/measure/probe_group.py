@@ -1,0 +1,59 @@
+"""A group of ranks on which something is measured, by all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.measure.probe import synchronize
+
+
+class Group:
+    """Ranks that measure together: their collectives, their clock, and the numbers they agree on."""
+
+    def __init__(self, handle: Any, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.handle = handle
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.device = device
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        synchronize(self.device)
+        start = perf_counter()
+        call()
+        synchronize(self.device)
+        return perf_counter() - start
+
+    def agreed(self, seconds: float) -> float:
+        """The largest of the ranks' values: what follows from it is the same on all of them."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, self.handle)
+        return float(value)
+
+    def all_reduce(self, x: torch.Tensor) -> Any:
+        return dist.all_reduce(x, group=self.handle, async_op=True)
+
+    def collective(self, kind: str, nbytes: int) -> tuple[int, int, Callable[[], Any]]:
+        """(bytes of the payload, collectives in one call, the call)."""
+        count = max(nbytes // 4 // self.size, 1) * self.size
+        x = torch.zeros(count, device=self.device)
+        if kind == "all_reduce":
+            return count * 4, 1, lambda: dist.all_reduce(x, group=self.handle)
+        if kind == "all_gather":
+            part = torch.zeros(count // self.size, device=self.device)
+            return count * 4, 1, lambda: _all_gather(x, part, group=self.handle)
+
+        def broadcasts() -> None:
+            # Each rank is the root once: a root alone would run ahead of those that it sends to.
+            for root in self.ranks:
+                dist.broadcast(x, root, self.handle)
+
+        return count * 4, self.size, broadcasts
+
+
+# Its old name warns from torch 2.13 on.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

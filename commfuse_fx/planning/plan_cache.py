@@ -1,0 +1,70 @@
+"""The graphs that a step keeps, and which of them serves a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from commfuse_fx.capture.guards import Guards
+from commfuse_fx.capture.signature import Signature
+from commfuse_fx.planning.recipe import Compiled
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.ranks.agreement import Ballot
+
+MAX_GRAPHS = 16
+"""Graphs kept per compiled step; the least recently used one goes first."""
+
+
+@dataclass
+class Plan:
+    """One graph, what it was traced for, and what runs it. `ballot`: what ranks that run it together vote for."""
+
+    compiled: Compiled
+    signature: Signature
+    guards: Guards
+    flat_updates: bool = True
+    opaque: str = ""
+    executor: Executor | None = None
+    ballot: Ballot | None = None
+
+
+@dataclass
+class PlanCache:
+    """Plans in the order in which they were last used. `last`: that of the last call."""
+
+    _plans: list[Plan] = field(default_factory=list)
+    last: Plan | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied step traces its own model."""
+        return PlanCache, ()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def values(self) -> list[Plan]:
+        return list(self._plans)
+
+    def find(self, signature: Signature) -> Plan | None:
+        """The plan for this signature whose guards hold."""
+        for number in range(len(self._plans) - 1, -1, -1):
+            plan = self._plans[number]
+            if plan.signature == signature and plan.guards.hold():
+                if number != len(self._plans) - 1:
+                    self._plans.append(self._plans.pop(number))
+                return plan
+        return None
+
+    def keep(self, plan: Plan) -> None:
+        self._plans.append(plan)
+        del self._plans[:-MAX_GRAPHS]
+
+    def release_others(self, signature: Signature) -> None:
+        """Let plans for a model of another structure hold nothing of it."""
+        for plan in self._plans:
+            if plan.signature.model != signature.model:
+                plan.guards.release()
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self.last = None

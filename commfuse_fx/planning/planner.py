@@ -1,0 +1,299 @@
+"""From the arguments of a call to a compiled plan: signatures, the cache of graphs, and re-tracing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.differences import cause
+from commfuse_fx.capture.guards import Guards, OwnValues
+from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
+from commfuse_fx.capture.model_structure import ModelStructure
+from commfuse_fx.capture.reads import Reads
+from commfuse_fx.capture.signature import Signature, Watch
+from commfuse_fx.capture.tree import Structure, flatten
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.on_compile import is_dumped, publish
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import OptimizerInfo
+from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
+from commfuse_fx.machine.source import cost_model
+from commfuse_fx.passes.distribute.divide import Layouts
+from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
+from commfuse_fx.planning.recipe import Compiled, OtherBatch, Sharding, batch_ways, compile_call
+from commfuse_fx.planning.retrace_log import Findings, Traces
+from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
+from commfuse_fx.runtime.memory.storage import LayoutConflict
+from commfuse_fx.sharding.marking.marks import collect
+from commfuse_fx.support.logs import logger
+from commfuse_fx.support.progress import progress
+
+_PLAN, _STEP = logger("plan"), logging.getLogger("commfuse_fx.step")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, taken apart into tensors with their paths and the structure around them."""
+
+    structure: Structure
+    leaves: list[tuple[str, torch.Tensor]]
+
+
+class Planner:
+    """Finds or makes the plan of a call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: torch.optim.Optimizer | None,
+        config: CompileConfig,
+        mesh: Mesh,
+        rank: int = 0,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.config = config
+        self.mesh = mesh
+        self.rank = rank
+        self.watch = Watch(model, optimizer)
+        self.plans = PlanCache()
+        self._traces = Traces(type(model).__qualname__)
+        self._findings = Findings()
+        self._reads: Reads | None = None  # of a trace whose guards have not been made yet
+        self._own_values: OwnValues = {}
+        self._has_said_so = False  # that a call does not train although the model is in training mode
+        self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
+        self._laid_out: ModelStructure | None = None
+        # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
+        self._common: dict[tuple[bool, ModelStructure], Seconds] = {}
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Raises ConfigTypeError for arguments that are neither tensors, constants nor containers of these."""
+        leaves, structure = flatten(name_arguments(args, kwargs, self.loss_fn), "")
+        return Call(structure, [(argument_path(path), tensor) for path, tensor in leaves])
+
+    def signature(self, call: Call) -> Signature:
+        return self.watch.signature(call.structure, [tensor for _, tensor in call.leaves])
+
+    def known_plan(self, call: Call) -> Plan | None:
+        """The plan for this call, if it has been made and nothing that its trace has read is another value now."""
+        plan = self.plans.find(self.signature(call))
+        if plan is not None:
+            self.plans.last = plan
+        return plan
+
+    def plan(self, call: Call) -> Plan:
+        """The plan for this call, traced anew where that is needed: shapes, modes, attributes or the optimizer have
+        changed."""
+        plan = self.known_plan(call)
+        if plan is None:
+            signature = self.signature(call)
+            self.plans.release_others(signature)
+            self._traces.again(self._why(signature))
+            plan = self.plans.last = self._keep(signature, self._compile(call))
+        return plan
+
+    def retrace(self) -> None:
+        """Forget all graphs: the next call traces again."""
+        if self.plans:
+            self._traces.cause = "step.retrace() was called"
+        self.plans.clear()
+
+    def read(self, call: Call) -> Compiled:
+        """The same graph with what it takes to replay the passes; a plan that runs already is left alone."""
+        signature = self.signature(call)
+        plan = self.plans.find(signature)
+        if plan is not None and plan.compiled.captured is not None:
+            return plan.compiled
+        if plan is not None:  # as it was planned, which the optimizer's state may have had a say in
+            return self._compile(call, True, plan.flat_updates, plan.opaque)
+        compiled = self._compile(call, keep_captured=True)
+        self._keep(signature, compiled)
+        return compiled
+
+    def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
+        """Compile the plan again so that it suits the optimizer's present state."""
+        _PLAN.info("re-planning the update: %s", conflict)
+        plan.flat_updates = False
+        plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
+        plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
+        plan.guards = self._guards()
+        plan.executor = None
+
+    @property
+    def has_common_plan(self) -> bool:
+        """Whether plans for the model as it is now are already those that ranks have in common."""
+        return self._mode in self._common
+
+    @property
+    def _mode(self) -> tuple[bool, ModelStructure]:
+        return self.watch.trains, self.watch.structure
+
+    def seconds_by_name(self, call: Call) -> Seconds:
+        """What this rank can offer for `plan_in_common`."""
+        compiled = self.read(call)
+        assert compiled.captured is not None
+        return seconds_by_name(compiled.captured, compiled.pipeline, cost_model(self.config.cluster))
+
+    def plan_in_common(self, seconds: Seconds) -> None:
+        """Make all plans for the model as it is now anew, and from now on, with prices that all ranks have."""
+        self._common[self._mode] = seconds
+        self.plans.clear()
+
+    def forget_replaced_parameters(self) -> None:
+        """Let go of what has run with parameters that are no longer the model's; it would keep their memory."""
+        for plan in self.plans.values():
+            if plan.executor is not None and plan.executor.params is not self.watch.params:
+                plan.executor = None
+
+    def _why(self, signature: Signature) -> str:
+        """What has changed since the last call; empty for the first one."""
+        if self.plans.last is None:
+            return ""
+        found = cause(signature, self.plans.last.signature, self.model) or self.plans.last.guards.difference()
+        return found or f"it is no longer among the {MAX_GRAPHS} graphs that are kept"
+
+    def _keep(self, signature: Signature, compiled: Compiled) -> Plan:
+        plan = Plan(compiled, signature, self._guards())
+        self.plans.keep(plan)
+        return plan
+
+    def _guards(self) -> Guards:
+        """Those of the last trace."""
+        reads, self._reads = self._reads, None
+        watch = self.watch
+        guards = Guards([] if reads is None else reads.finish(), self._own_values, lambda: watch.own_tensors)
+        self._findings.report_changes(guards.changes)
+        self._findings.report_numbers(() if reads is None else reads.python_numbers)
+        return guards
+
+    def _compile(
+        self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
+    ) -> Compiled:
+        training = self.watch.trains
+        optimizer = self._describe_optimizer(opaque) if training else None
+        if self.config.divides_graphs:
+            return self._compile_divided(call, optimizer, keep_captured, flat_updates)
+        leaves, sliced = self._slice_batch(call.leaves)
+        return self._compile_on(call, leaves, optimizer, sliced, keep_captured, flat_updates, None)
+
+    def _compile_divided(
+        self, call: Call, optimizer: OptimizerInfo | None, keep_captured: bool, flat_updates: bool
+    ) -> Compiled:
+        """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""
+        described = self._describe_optimizer("")
+        local = described is not None and described.rule != "opaque"
+        marks = collect(self.model)
+        if self._laid_out != self.watch.structure:
+            self._laid_out, self._layouts = self.watch.structure, None
+        ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
+        while True:
+            leaves, batch = _whole_batch(call.leaves, ways)
+            sharding = Sharding(marks, ways, local, self._layouts)
+            try:
+                compiled = self._compile_on(call, leaves, optimizer, batch, keep_captured, flat_updates, sharding)
+            except OtherBatch as other:
+                if other.ways == ways:
+                    raise
+                ways = other.ways
+                continue
+            self._layouts = {name: param.layout for name, param in compiled.program.params.items()}
+            return compiled
+
+    def _compile_on(
+        self,
+        call: Call,
+        leaves: list[tuple[str, torch.Tensor]],
+        optimizer: OptimizerInfo | None,
+        sliced: list[str],
+        keep_captured: bool,
+        flat_updates: bool,
+        sharding: Sharding | None,
+    ) -> Compiled:
+        training = self.watch.trains
+        if self.model.training and not training:
+            self._say_that_nothing_is_trained()
+        self._reads = Reads(self.model, self.loss_fn)
+        with progress("compiling the training step" if training else "compiling the evaluation step"):
+            compiled = compile_call(
+                self.model,
+                self.loss_fn,
+                call.structure,
+                leaves,
+                self.mesh,
+                self.config,
+                training,
+                optimizer,
+                sliced,
+                flat_updates,
+                keep_captured or is_dumped(),
+                sharding,
+                self._common.get(self._mode) if self._common else None,
+                self._reads,
+            )
+        publish(compiled, self.rank)
+        if not keep_captured:
+            compiled.captured = None
+        return compiled
+
+    def _say_that_nothing_is_trained(self) -> None:
+        if self._has_said_so:
+            return
+        self._has_said_so = True
+        _STEP.warning(
+            "a step of %s was called with gradients disabled (torch.no_grad(), torch.inference_mode() or "
+            "set_grad_enabled(False)) while the model is in training mode: such a call evaluates the loss as eager "
+            "PyTorch would, dropout and BatchNorm statistics included, and trains nothing; call it with gradients "
+            "enabled to train, or after model.eval() to evaluate",
+            type(self.model).__qualname__,
+        )
+
+    def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:
+        if self.optimizer is None:
+            return None
+        check_optimizer(self.optimizer, self.model)
+        described = describe_optimizer(self.optimizer, self.model)
+        return replace(described, rule="opaque", why_opaque=opaque) if opaque else described
+
+    def _slice_batch(self, leaves: list[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+        """With full_batch the model is traced on a slice: tensors whose dimension 0 is that of the first one."""
+        batched = [tensor for _, tensor in leaves if tensor.ndim]
+        if not self.config.full_batch or self.mesh.world == 1 or not batched:
+            return leaves, []
+        if self.config.parallel_mode == "stand_alone":
+            return leaves, []
+        batch = batched[0].shape[0]
+        if batch % self.mesh.world:
+            raise ConfigValueError(
+                f"full_batch=True: the global batch of {batch} does not divide by {self.mesh.world} devices; "
+                f"pad or cut it to {batch - batch % self.mesh.world or self.mesh.world} rows"
+            )
+        rows = batch // self.mesh.world
+        sliced = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
+        local = [(path, tensor[:rows] if path in sliced else tensor) for path, tensor in leaves]
+        return local, sliced
+
+
+def _whole_batch(leaves: list[tuple[str, torch.Tensor]], ways: int) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    """The tensors that one device would be given where `ways` ranks are handed these, and the paths of those that have
+    the batch as their dimension 0: that of the first one."""
+    batched = [tensor for _, tensor in leaves if tensor.ndim]
+    if not batched:
+        return leaves, []
+    batch = batched[0].shape[0]
+    paths = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
+    if ways == 1:
+        return leaves, paths
+    whole = [
+        (path, tensor.new_empty((batch * ways, *tensor.shape[1:])) if path in paths else tensor)
+        for path, tensor in leaves
+    ]
+    return whole, paths

@@ -1,0 +1,178 @@
+"""Let nobody see values that are about to change: tensors that finish a pending update when they are touched.
+
+While an update is still to come, the parameters and states it will write get a subclass of their own
+class, whose `__torch_function__` first finishes the update and gives them their class back. Nothing is copied,
+and a tensor that nobody touches between two steps costs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.runtime.ranks.forks import followers
+from commfuse_fx.support.tracebacks import shorten, user_frames_only
+
+# What may be asked of a tensor without looking at its values; `optimizer.zero_grad()` needs some of it.
+_HARMLESS = frozenset(
+    [
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "grad",
+                "requires_grad",
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "ndim",
+                "is_leaf",
+                "grad_fn",
+                "is_cuda",
+                "is_cpu",
+                "itemsize",
+                "nbytes",
+            )
+        ),
+        torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+        torch.Tensor.__hash__,
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.stride,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.is_floating_point,
+        torch.is_complex,
+    ]
+)
+
+
+# `nn.Parameter(tensor)` detaches a tensor of a class that it does not know, and wants one of the class that the tensor
+# has then. By then that is its own class again.
+_PARAMETER_OF = nn.Parameter.__new__.__code__
+
+
+class Guard:
+    """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`, or to raise.
+
+    An op on tensors of several guards finishes what is behind each of them. An alias that the user made earlier
+    (`param.data`, a view) is not guarded: it shows the old values until something finishes the update. So does a
+    function that never asks `__torch_function__`, such as `torch.tensor`.
+
+    alone: whether a rank can finish for itself; not where all ranks have to do it together. What can be is finished
+    before a fork.
+
+    lock: held while an update is finished, or left to be finished: any thread may touch a tensor. Whoever holds it may
+    wait for other ranks. The guard of divided parameters takes that of their updates meanwhile, never the other way
+    round.
+    """
+
+    def __init__(self, finish: Callable[[], None], alone: bool = True) -> None:
+        self.finish = finish
+        self.alone = alone
+        self.lock = threading.RLock()
+        self._guarded: list[tuple[torch.Tensor, type]] = []
+        self._classes: dict[type, type] = {}
+        followers.add(self)
+
+    def __getstate__(self) -> tuple[Callable[[], None], bool]:
+        """A copied step has a guard of its own, which is open: copying a pending tensor finishes its update."""
+        return self.finish, self.alone
+
+    def __setstate__(self, state: tuple[Callable[[], None], bool]) -> None:
+        Guard.__init__(self, *state)
+
+    def before_fork(self) -> None:
+        if self.alone and self.is_closed:
+            self.finish()
+
+    def in_child(self) -> None:
+        self.lock = threading.RLock()  # a thread that holds it is not in the child
+
+    def close(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Guard these tensors from now on."""
+        with self.lock:
+            for tensor in tensors:
+                own = type(tensor)
+                self.mark(tensor)
+                self._guarded.append((tensor, own))
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Guard a tensor for good, and do not keep it alive."""
+        own = type(tensor)
+        if own not in self._classes:
+            self._classes[own] = _pending_class(own, self)
+        tensor.__class__ = self._classes[own]
+
+    def open(self) -> None:
+        """Give all tensors their own class back."""
+        with self.lock:
+            for tensor, own in self._guarded:
+                tensor.__class__ = own
+            self._guarded.clear()
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give one tensor its own class back."""
+        with self.lock:
+            for position, (guarded, own) in enumerate(self._guarded):
+                if guarded is tensor:
+                    tensor.__class__ = own
+                    del self._guarded[position]
+                    return
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._guarded)
+
+
+def finish_others(tensors: Iterable[torch.Tensor], *own: Guard) -> None:
+    """Finish what is behind these tensors, except for what the guards `own` keep: another step has left it."""
+    _finish(map(type, tensors), *own)
+
+
+def _finish(types: Iterable[type], *but: Guard) -> None:
+    for each in dict.fromkeys(types):
+        guard = getattr(each, "commfuse_guard", None)
+        if guard is not None and guard not in but:
+            guard.finish()
+
+
+def _pending_class(own: type, guard: Guard) -> type:
+    class Pending(own):  # type: ignore[misc]
+        commfuse_guard = guard
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in _HARMLESS:
+                try:
+                    _finish(types)
+                except BaseException as error:
+                    shorten(error)
+                    raise
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:
+                result.__class__ = own
+            return result
+
+        @user_frames_only
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            guard.finish()
+            return copy.deepcopy(self, memo)
+
+        @user_frames_only
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            guard.finish()
+            return self.__reduce_ex__(protocol)
+
+    Pending.__name__ = Pending.__qualname__ = own.__name__
+    Pending.__module__ = own.__module__
+    return Pending

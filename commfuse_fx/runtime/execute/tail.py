@@ -1,0 +1,95 @@
+"""What is left of a step when its call returns: collectives on the wire, and the updates that wait for them.
+
+The following step runs the parts of the tail one by one, each just before the first node that needs it. If
+somebody looks at a parameter earlier, in whichever thread, or the following step fails, all that is left runs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.runtime.execute.codegen import TailPart
+from commfuse_fx.runtime.execute.guard import Guard
+from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.ranks.forks import check_process, process
+
+
+class Tail:
+    """The tail of one executor. Whoever holds the guard's lock is the only one that runs it."""
+
+    def __init__(self, parts: Sequence[TailPart], guard: Guard) -> None:
+        self.parts = parts
+        self.guard = guard
+        self._process = process()
+        self._values: list[Any] | None = None
+        self._next = 0
+        self.lost: CollectiveError | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.lost is not None
+
+    @property
+    def is_pending(self) -> bool:
+        return self._values is not None
+
+    def hooks(self) -> dict[fx.Node, Callable[[], None]]:
+        """What to call before which node of the following step."""
+        until: dict[fx.Node, int] = {}
+        for number, part in enumerate(self.parts):
+            until[part.before] = number + 1
+        return {node: self._advancer(number) for node, number in until.items()}
+
+    def begin(self, values: list[Any]) -> None:
+        """A step has ended and leaves these values to its tail."""
+        with self.guard.lock:
+            assert self._values is None, "the tail of the step before has not run"
+            self._values = values
+            self._next = 0
+
+    def check(self) -> None:
+        """Raises CollectiveError where some of the updates never came, whoever has heard of it."""
+        if self.lost is not None:
+            raise CollectiveError(str(self.lost)) from self.lost.__cause__
+
+    def finish(self) -> None:
+        """Run all that is left. Raises CollectiveError when the communication fails."""
+        self.advance(len(self.parts))
+
+    def advance(self, until: int) -> None:
+        """Run the parts before this one that have not run yet."""
+        with self.guard.lock:
+            if self._values is not None:
+                check_process(
+                    self._process,
+                    "the updates of its last step (across_steps=True) were still to come: only the parent can finish "
+                    "them, so call step.synchronize() there before it forks",
+                )
+                self._run(self._values, until)
+
+    def _run(self, values: list[Any], until: int) -> None:
+        try:
+            while self._next < until:
+                part = self.parts[self._next]
+                with nullcontext() if part.waits else interrupts_deferred():
+                    part.run(values)
+                    self._next += 1
+        except CollectiveError as error:
+            done, all_of_them = (sum(not part.waits for part in self.parts[:end]) for end in (self._next, None))
+            self.lost = CollectiveError(
+                f"{error} This was the rest of the previous step (across_steps=True): of its updates, "
+                f"{done} of {all_of_them} parts are in the parameters, the others are not. Start all ranks again "
+                "from a checkpoint."
+            )
+            raise self.lost from error
+        finally:
+            if self.failed or self._next == len(self.parts):
+                self._values = None
+
+    def _advancer(self, until: int) -> Callable[[], None]:
+        return lambda: self.advance(until)

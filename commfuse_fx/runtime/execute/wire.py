@@ -1,0 +1,213 @@
+"""Bind collectives of a graph to torch.distributed: start asynchronously, wait by handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
+from commfuse_fx.ir.functions import axis_index
+from commfuse_fx.ir.meta import Stretch, info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import collective_text
+from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.runtime.ranks.distress import Distress, keep_forever
+from commfuse_fx.runtime.ranks.groups import Groups
+from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as the one-dimensional block of memory that it is."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective on its way: what it yields, the backend's handle, and the tensors that the backend works on."""
+
+    out: torch.Tensor
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Wire:
+    """The collectives of one program on this rank. `groups` is None where the program has none."""
+
+    def __init__(self, program: Program, groups: Groups | None, rank: int) -> None:
+        self.program = program
+        self.groups = groups
+        self.rank = rank
+        self.timeline: Timeline | None = None
+        self.distress: Distress | None = None
+        # What is on the wire: start -> its pieces. A bucket that is not streamed is one piece.
+        self._pending: dict[fx.Node, list[Flight]] = {}
+
+    def bind(self, node: fx.Node) -> Callable[..., Any] | None:
+        """The callable for a collective, a wait or a coordinate; None for any other node."""
+        if is_start(node):
+            return self._bind_start(node)
+        if is_wait(node):
+            return self._bind_wait(node)
+        if node.target is axis_index:
+            index = self.program.mesh.index(str(node.args[0]), self.rank)
+            return lambda group: index
+        if node.target is torch.ops.commfuse.zero_unless_source.default:
+            mine = self.program.mesh.index(str(node.args[2]), self.rank)
+            return lambda x, src, group: x if mine == src else torch.zeros_like(x)
+        return None
+
+    def abandon(self) -> None:
+        """Forget collectives that were started in a step that failed. They may still be running."""
+        for flight in (flight for flights in self._pending.values() for flight in flights):
+            for thing in (flight.work, *flight.tensors):
+                keep_forever(thing)
+        self._pending.clear()
+
+    def sends(self) -> dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]]:
+        """For nodes that complete a piece of a bucket: what sends it, and the storage that it is a part of."""
+        found: dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]] = {}
+        for node in self.program.graph.nodes:
+            for start, stretch in info(node).sends:
+                storage = start.args[0]
+                assert isinstance(storage, fx.Node)
+                found.setdefault(node, []).append((self._bind_piece(start, stretch), storage))
+        return found
+
+    def _bind_start(self, node: fx.Node) -> Callable[..., Any]:
+        issue = self._issuer(node)
+        rest = info(node).rest
+        if not rest:
+            return issue
+
+        def start_rest(storage: torch.Tensor, *args: Any) -> torch.Tensor:
+            for stretch in rest:
+                issue(storage[stretch.begin : stretch.end], *args)
+            return storage
+
+        return start_rest
+
+    def _bind_piece(self, start: fx.Node, stretch: Stretch) -> Callable[[torch.Tensor], None]:
+        issue = self._issuer(start)
+        args = start.args[1:]
+
+        def send(storage: torch.Tensor) -> None:
+            issue(storage[stretch.begin : stretch.end], *args)
+
+        return send
+
+    def _issuer(self, node: fx.Node) -> Callable[..., torch.Tensor]:
+        """Hands the collective of a start, or one piece of it, to the backend."""
+        assert self.groups is not None, "a collective needs process groups"
+        issue = _ISSUE[node.target]
+        group = self.groups[group_of(node)]
+        ranks = self.program.mesh.ranks(group_of(node), self.rank)
+        name, description = info(node).name, self._describe(node)
+        is_streamed = bool(info(node).rest)
+
+        def hand_over(*args: Any) -> torch.Tensor:
+            since = perf_counter()
+            try:
+                flight = issue(group, ranks, *args)
+            except RuntimeError as error:
+                raise self._failure(node, error) from error
+            pieces = self._pending.setdefault(node, [])
+            pieces.append(flight)
+            if self.timeline is not None:
+                label = f"{name}.{len(pieces) - 1}" if is_streamed else name
+                self.timeline.issued((node, len(pieces) - 1), label, description, since, flight.work)
+            return flight.out
+
+        return hand_over
+
+    def _bind_wait(self, node: fx.Node) -> Callable[..., Any]:
+        start = node.args[0]
+        assert isinstance(start, fx.Node)
+        pending = self._pending
+
+        def wait(value: torch.Tensor) -> torch.Tensor:
+            # Nothing is pending where Ctrl-C came just after this wait, and it is run again.
+            for number, flight in enumerate(pending.get(start, ())):
+                work = flight.work
+                if self.distress is not None and value.is_cpu:
+                    work = self.distress.heed(work)
+                try:
+                    if self.timeline is None:
+                        work.wait()
+                    else:
+                        self.timeline.wait((start, number), work)
+                except RuntimeError as error:
+                    raise self._failure(start, error) from error
+            pending.pop(start, None)
+            return value
+
+        return wait
+
+    def _describe(self, node: fx.Node) -> str:
+        details = info(node).collective
+        assert details is not None
+        return f"{details.kind} {collective_text(details, self.program.mesh.size(details.group))}"
+
+    def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
+        return CollectiveError(
+            f"rank {self.rank}: {info(node).name} failed: {self._describe(node)}. "
+            "Another rank has died, is stuck or left the step early; its own output says why. Parameters and "
+            f"optimizer state on this rank are as before this step. [{type(error).__name__}: {error}]"
+        )
+
+
+def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
+    return _all_reduce_in_place(group, ranks, x.clone(), op, axes)
+
+
+def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
+    block = _memory(x)
+    return Flight(x, dist.all_reduce(block, _REDUCE_OPS[op], group, async_op=True), (block,))
+
+
+def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> Flight:
+    given, out = x.contiguous(), x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    return Flight(out, all_gather_single(out, given, group, async_op=True), (given, out))
+
+
+def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> Flight:
+    given, out = x.contiguous(), x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return Flight(out, reduce_scatter_single(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
+
+
+def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
+    return _broadcast_in_place(group, ranks, x.clone(), src, axes)
+
+
+def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
+    block = _memory(x)
+    return Flight(x, dist.broadcast(block, ranks[src], group, async_op=True), (block,))
+
+
+def _all_to_all(group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str) -> Flight:
+    given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    return Flight(out, dist.all_to_all_single(out, given, outputs, inputs, group, async_op=True), (given, out))
+
+
+_ISSUE: dict[Any, Callable[..., Flight]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce_in_place,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.broadcast.default: _broadcast,
+    c10d.broadcast_.default: _broadcast_in_place,
+    c10d.all_to_all_single.default: _all_to_all,
+}

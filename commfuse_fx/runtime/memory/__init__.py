@@ -1,0 +1,1 @@
+"""The memory of a step: flat storage, parts of divided parameters, and what users see of them."""

@@ -1,0 +1,159 @@
+"""One parameter of which this rank keeps a part: the user's whole tensors, and the parts that the step works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import Parameter
+from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
+
+
+class DividedParameter:
+    """`whole` is the user's parameter, `part` this rank's; `state` is the part's optimizer state.
+
+    `shown` are the whole tensors of those states in the user's optimizer that have the parameter's shape. Other
+    states, such as a step count, are the same objects in both.
+    """
+
+    def __init__(self, param: Parameter, whole: nn.Parameter, mesh: Mesh, rank: int) -> None:
+        self.name = param.name
+        self.whole = whole
+        self.layout = dividing(param.layout, mesh)
+        self.group = joined_group(self.layout, mesh)
+        self.mesh = mesh
+        self.rank = rank
+        spec = param.spec
+        memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=whole.device)
+        self.part = nn.Parameter(memory, requires_grad=False)
+        self.state: dict[str, Any] = {}
+        self.shown: dict[str, torch.Tensor] = {}
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rank's tensors by keys that are the same on all ranks, in the same order."""
+        yield self.name, self.part
+        for state in self.shown:
+            yield f"{self.name}/{state}", self.state[state]
+
+    def wholes(self) -> Iterator[torch.Tensor]:
+        """The user's tensors, in the order of `parts`."""
+        yield self.whole
+        yield from self.shown.values()
+
+    def take(self) -> None:
+        """The rank's part of the parameter as it is now."""
+        part = self._part_of(self.whole)
+        if part.shape != self.part.shape:
+            raise ConfigValueError(
+                f"parameter {self.name} has now shape {tuple(self.whole.shape)} and parts of {tuple(part.shape)}, but "
+                f"the step was compiled for parts of {tuple(self.part.shape)}: compile it again"
+            )
+        if part.dtype != self.part.dtype or part.device != self.part.device:
+            self.part.data = part
+        else:
+            self.part.copy_(part)
+
+    def has_state_of(self, held: dict[str, Any]) -> bool:
+        """Whether the user's state is still what `show` made it."""
+        return held.keys() == self.state.keys() and all(
+            value is self.shown.get(name, self.state[name]) for name, value in held.items()
+        )
+
+    def take_state(self, held: dict[str, Any], is_whole: bool) -> list[torch.Tensor]:
+        """The rank's part of the user's state. is_whole: what `shown` has is filled, and may have been changed.
+
+        Returns tensors that the user's optimizer has shown and no longer does.
+        """
+        dropped: list[torch.Tensor] = []
+        for name in [name for name in self.state if name not in held]:
+            del self.state[name]
+        for name in [name for name, shown in self.shown.items() if held.get(name) is not shown]:
+            dropped.append(self.shown.pop(name))
+        for name, value in held.items():
+            if not self._is_like_the_whole(value):
+                self.state[name] = value
+            elif is_whole or name not in self.shown:
+                self._take_into(name, value)
+        return dropped
+
+    def show(self, held: dict[str, Any]) -> list[torch.Tensor]:
+        """Let the user's optimizer have all states; returns new whole tensors, which have no memory yet."""
+        made: list[torch.Tensor] = []
+        for name, value in self.state.items():
+            if self._is_like_the_part(value):
+                if name not in self.shown:
+                    self.shown[name] = torch.empty_like(self.whole, dtype=value.dtype, requires_grad=False)
+                    made.append(self.shown[name])
+                    free(self.shown[name])
+                held[name] = self.shown[name]
+            else:
+                held[name] = value
+        return made
+
+    def fill(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Write the whole tensor, from the parts of the ranks of the group."""
+        whole.copy_(whole_of(parts, self.layout, self.mesh, self.rank))
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return part_of(whole.detach(), self.layout, self.mesh, self.rank)
+
+    def _take_into(self, name: str, value: torch.Tensor) -> None:
+        part, old = self._part_of(value), self.state.get(name)
+        if isinstance(old, torch.Tensor) and old.shape == part.shape and old.dtype == part.dtype:
+            if old.device == part.device:
+                old.copy_(part)
+                return
+        self.state[name] = torch.empty_like(self.part, dtype=part.dtype, requires_grad=False).copy_(part)
+
+    def _is_like_the_whole(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.whole.shape
+
+    def _is_like_the_part(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.part.shape
+
+
+def free(tensor: torch.Tensor) -> bool:
+    """Release a tensor's memory, unless it has more users: a view that somebody keeps would have no memory either.
+
+    Returns whether it was released.
+    """
+    torch.autograd.graph.increment_version(tensor)  # a backward that needs the old values has to fail
+    storage = tensor.untyped_storage()
+    if torch._C._storage_Use_Count(storage._cdata) > _OWN_USERS:
+        return False
+    if not storage.resizable() or _is_mapped(storage):  # it has been lent to numpy, or is a mapped file
+        tensor.data = torch.empty_like(tensor)
+        storage = tensor.untyped_storage()
+    storage.resize_(0)
+    return True
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether it lies in memory that processes share, as after pickling for one that is spawned.
+
+    Growing it would crash: it has no allocator, and calls itself resizable all the same (torch 2.13).
+    """
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Give a released tensor its memory back, with whatever it happens to hold."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(_extent(tensor) * tensor.element_size())
+
+
+_OWN_USERS = 2  # the tensor, and the handle to ask with
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the beginning of the storage to the last one of the tensor."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1

@@ -1,0 +1,200 @@
+"""Parameters that a step divides among ranks.
+
+Between steps a rank keeps its part of such a parameter and of its optimizer state. The user's own tensors keep their
+shape, but not their memory: the first one that is touched gathers all of them from all ranks, and the next step takes
+its parts from them again, with whatever the user has written meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.errors import CommFuseError
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.guard import Guard, finish_others
+from commfuse_fx.runtime.execute.modes import outside_modes
+from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free
+from commfuse_fx.runtime.memory.layout import divided_parameters
+from commfuse_fx.runtime.ranks.exchange import Exchange
+
+
+class Shards:
+    """The divided parameters of one rank, shared by all programs of a step that divide them alike.
+
+    values: what a graph works on, by parameter name: parts, and the user's own tensors where nothing is divided.
+    optimizer: the user's, as `Storage` should see it: with the states of the parts.
+
+    before_reading is called before parts are gathered: it has to finish updates that are still to come.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        exchange: Exchange,
+        before_reading: Callable[[], None],
+    ) -> None:
+        self.params = params
+        self.key = layouts_of(program)
+        self.exchange = exchange
+        self._users = optimizer
+        self._before_reading = before_reading
+        divided = divided_parameters(program)
+        self._divided = [DividedParameter(param, params[name], program.mesh, rank) for name, param in divided.items()]
+        self.values: Mapping[str, nn.Parameter] = {**params, **{each.name: each.part for each in self._divided}}
+        self.optimizer = DividedOptimizer(optimizer, {each.part: each.state for each in self._divided})
+        self._guard = Guard(self.open, alone=False)
+        self._taken = False
+        self._kept: list[torch.Tensor] = []  # not released yet, because somebody else uses their memory
+
+    @property
+    def guard(self) -> Guard:
+        return self._guard
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the user's tensors have to be gathered to be read."""
+        return self._guard.is_closed
+
+    def take(self) -> None:
+        """Before a step: take over what the user has written since the last one."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if self._guard.is_closed:
+                if self._take_replaced_states():
+                    self.show()
+            else:
+                finish_others(tensor for each in self._divided for tensor in each.wholes())
+                for each in self._divided:
+                    each.take()
+                    each.take_state(self._state(each), is_whole=True)
+        self._taken = True
+
+    def release(self) -> None:
+        """Once nothing can keep the step from running: from now on only the parts count."""
+        if not self._taken:
+            self.take()
+        self._taken = False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if self._guard.is_closed:
+                self._kept = [tensor for tensor in self._kept if not free(tensor)]
+            else:
+                wholes = [tensor for each in self._divided for tensor in each.wholes()]
+                self._kept = [tensor for tensor in wholes if not free(tensor)]
+                self._guard.close(wholes)
+                self.show()
+
+    def show(self) -> None:
+        """After an update: let the user's optimizer have the states that it has made."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for each in self._divided:
+                if each.state:
+                    self._guard.close(each.show(self._users.state[each.whole]))
+
+    def open(self) -> None:
+        """Gather the user's tensors. All ranks have to call this together; raises CollectiveError if some do not."""
+        with self._guard.lock:
+            self._before_reading()
+            if not self._guard.is_closed:
+                return
+            self.exchange.meet()
+            # A state that the user has replaced meanwhile is filled as well: it may have become another parameter's.
+            with outside_modes():
+                for group in dict.fromkeys(each.group for each in self._divided):
+                    self._gather(group)
+            self._kept.clear()
+            self._taken = False
+            self._guard.open()
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """The user's tensors have memory, and a class like any other, but no values: to trace the model with."""
+        if not self._guard.is_closed:
+            yield
+            return
+        wholes = [tensor for each in self._divided for tensor in each.wholes()]
+        self._guard.open()
+        try:
+            for tensor in wholes:
+                allocate(tensor)
+            yield
+        finally:
+            self._kept += [tensor for tensor in wholes if not free(tensor)]
+            self._guard.close(wholes)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """All tensors that this rank holds parts of, by the keys of `DividedParameter.parts`."""
+        return {key: part for each in self._divided for key, part in each.parts()}
+
+    def _gather(self, group: str) -> None:
+        members = [each for each in self._divided if each.group == group]
+        keyed = [pair for each in members for pair in each.parts()]
+        targets = [(each, tensor) for each in members for tensor in each.wholes()]
+        arriving = self.exchange.gather(group, [key for key, _ in keyed], [part.detach() for _, part in keyed])
+        for (each, whole), parts in zip(targets, arriving, strict=True):
+            allocate(whole)
+            each.fill(whole, list(parts))
+
+    def _take_replaced_states(self) -> bool:
+        """While divided the user can load optimizer state without touching a tensor. Returns whether he has."""
+        replaced = [each for each in self._divided if not each.has_state_of(self._state(each))]
+        if replaced:
+            self._before_reading()  # an update that is still to come belongs to the state before
+        for each in replaced:
+            for dropped in each.take_state(self._state(each), is_whole=False):
+                # Nobody will fill it, but the user may still have it.
+                self._guard.release(dropped)
+                _gone.mark(dropped)
+        return bool(replaced)
+
+    def _state(self, each: DividedParameter) -> dict[str, Any]:
+        held: dict[str, Any] = self._users.state.get(each.whole, {})
+        return held
+
+
+class DividedOptimizer:
+    """The user's optimizer, but for the states of parts."""
+
+    def __init__(self, users: torch.optim.Optimizer, parts: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self._users = users
+        self.state = _States(users, parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._users.param_groups
+
+
+class _States:
+    def __init__(self, users: torch.optim.Optimizer, parts: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self._users = users
+        self._parts = parts
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        held: dict[str, Any] = self._parts[param] if param in self._parts else self._users.state[param]
+        return held
+
+    def get(self, param: torch.Tensor) -> dict[str, Any] | None:
+        held: dict[str, Any] | None = self._parts[param] if param in self._parts else self._users.state.get(param)
+        return held
+
+
+def layouts_of(program: Program) -> Any:
+    """What programs have to share to work on the same parts."""
+    divided = divided_parameters(program)
+    return (program.mesh, *((name, param.layout, param.spec) for name, param in divided.items()))
+
+
+def _refuse() -> None:
+    raise CommFuseError(
+        "this tensor was optimizer state that has been replaced before anybody read it, so its values are gone: "
+        "call optimizer.state_dict() and copy it before you load another one"
+    )
+
+
+_gone = Guard(_refuse)

@@ -1,0 +1,1 @@
+"""What ranks do together: process groups, votes, failures, restarts and forks."""

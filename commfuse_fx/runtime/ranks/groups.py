@@ -1,0 +1,70 @@
+"""Process groups of mesh axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.runtime.ranks.forks import check_world
+from commfuse_fx.runtime.ranks.starts import name_of_start
+from commfuse_fx.runtime.ranks.world import world_timeout
+
+
+class Groups:
+    """Looks up the process group of "dp", or of several axes such as "dp,tp"; each is made once."""
+
+    def __init__(self, mesh: Mesh, device_mesh: Any) -> None:
+        self.mesh = mesh
+        self._device_mesh = device_mesh
+        self._groups: dict[str, Any] = {}
+        self._refined: dict[tuple[str, ...], Groups] = {}
+
+    def on(self, mesh: Mesh) -> Groups:
+        """The groups of a mesh of the same ranks whose axes are parts of this one's ("dp.0", "dp.1"). Every rank must
+        call it."""
+        if mesh.names == self.mesh.names:
+            return self
+        if mesh.names not in self._refined:
+            ranks = torch.tensor(mesh.devices or range(mesh.world)).view(mesh.shape)
+            made = DeviceMesh(self._device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
+            self._refined[mesh.names] = Groups(mesh, made)
+        return self._refined[mesh.names]
+
+    @classmethod
+    def of_world(cls, mesh: Mesh, device_type: str, device_mesh: Any = None) -> Groups:
+        """Groups over the running world. Every rank must call it.
+
+        Raises ConfigValueError if sizes do not match, ForkError in a forked child of a rank.
+        """
+        check_world()
+        world = dist.get_world_size()
+        if mesh.world != world:
+            raise ConfigValueError(
+                f"mesh={mesh.shape} has {mesh.world} devices, but the world has {world} processes: make the product "
+                "of the sizes equal to --nproc-per-node times the number of nodes"
+            )
+        if device_mesh is None:
+            name_of_start(world_timeout())  # before any group is made
+            device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
+        return cls(mesh, device_mesh)
+
+    def __getitem__(self, group: str) -> Any:
+        if group not in self._groups:
+            self._groups[group] = self._find(group)
+        return self._groups[group]
+
+    def _find(self, group: str) -> Any:
+        if self.mesh.size(group) == dist.get_world_size():
+            return dist.group.WORLD
+        axes = group.split(",")
+        if len(axes) == 1:
+            found = self._device_mesh.get_group(self.mesh.names.index(axes[0]))
+        else:
+            found = self._device_mesh[tuple(axes)]._flatten().get_group()
+        dist.distributed_c10d._set_pg_timeout(world_timeout(), found)
+        return found

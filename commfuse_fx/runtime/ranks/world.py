@@ -1,0 +1,81 @@
+"""Start-up of the distributed world, and the questions everybody asks of it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.runtime.ranks.starts import store_of_this_start, store_outlives_ranks
+from commfuse_fx.support.tracebacks import user_frames_only
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@user_frames_only
+def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+    """Join the world that torchrun started. Does nothing when torch.distributed is initialised already.
+
+    backend: None picks by device: Gloo on CPU; with CUDA, NCCL for GPU tensors and Gloo for CPU ones
+    (each process then uses the GPU of its LOCAL_RANK). timeout: seconds, or a timedelta, after which
+    a collective that some rank does not join is an error. Outside torchrun this is a world of one.
+    Under torchrun, whose store lives on when it restarts the ranks, nothing that an earlier start has written there is
+    read. Raises ConfigTypeError or ConfigValueError on a bad timeout, CollectiveError if some rank does not come.
+    """
+    limit = _timeout(timeout)
+    if not dist.is_available() or dist.is_initialized():
+        return
+    cuda = torch.cuda.is_available()
+    if cuda and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        _join(chosen, limit)
+    else:
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+
+
+def _join(backend: str, limit: timedelta) -> None:
+    if not store_outlives_ranks():
+        dist.init_process_group(backend, timeout=limit)
+        return
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    store = store_of_this_start(store, rank, size, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def _timeout(timeout: float | timedelta) -> timedelta:
+    if isinstance(timeout, timedelta):
+        limit = timeout
+    elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise ConfigTypeError(f"timeout={timeout!r} must be a number of seconds or a datetime.timedelta")
+    else:
+        limit = timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise ConfigValueError(f"timeout={timeout!r} must be positive")
+    return limit
+
+
+def world_timeout() -> timedelta:
+    """The time-out of the running world. torch gives new groups its own default of 30 minutes instead."""
+    world = dist.distributed_c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """This process's rank: 0 without torch.distributed."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def get_group_size() -> int:
+    """Number of processes in the world: 1 without torch.distributed."""
+    return dist.get_world_size() if is_distributed() else 1

@@ -1,0 +1,121 @@
+"""Which strategy a node takes: the one that sends the fewest bytes, given the layouts in which its inputs exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.placement import P, Partial, Placement, R, Shard
+from commfuse_fx.sharding.dividing.divided_value import FREE, Cost, Value
+from commfuse_fx.sharding.rules.call import Number, OpCall, Ref, Strategy
+from commfuse_fx.sharding.rules.rule_registry import strategies_of
+
+
+@dataclass(frozen=True)
+class Described:
+    """A call as rules see it, on tensors that are whole on this axis. inputs: its tensors, in order; numbers: nodes
+    that compute other arguments."""
+
+    call: OpCall
+    inputs: list[fx.Node]
+    numbers: list[fx.Node]
+
+
+class Chooser:
+    """`values` are those of the nodes that stand before the one in question, among `ways` ranks."""
+
+    def __init__(self, values: Mapping[fx.Node, Value], ways: int) -> None:
+        self.values = values
+        self.ways = ways
+
+    def describe(self, node: fx.Node) -> Described:
+        inputs: list[fx.Node] = []
+        specs: list[TensorSpec] = []
+        numbers: list[fx.Node] = []
+
+        def take(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                spec = self.values[value].whole
+                if isinstance(spec, TensorSpec):
+                    inputs.append(value)
+                    specs.append(spec)
+                    return Ref(len(inputs) - 1)
+                numbers.append(value)
+                return Number(len(numbers) - 1)
+            if isinstance(value, (list, tuple)):
+                return tuple(take(item) for item in value)
+            return value
+
+        args = tuple(take(arg) for arg in node.args)
+        kwargs = tuple((name, take(value)) for name, value in node.kwargs.items())
+        spec = info(node).spec
+        outputs: tuple[Any, ...] = spec if isinstance(spec, tuple) else (spec,)
+        blocks = {1: None, **{n: None for value in inputs for n in self._blocks_in(self.values[value])}}
+        call = OpCall(node.target, args, kwargs, tuple(specs), outputs, self.ways, tuple(sorted(blocks)))
+        return Described(call, inputs, numbers)
+
+    def _blocks_in(self, value: Value) -> list[int]:
+        """Numbers of blocks in which the value is, or could be, divided."""
+        if value.pending is None or value.pending.op == "placeholder":
+            return [placement.blocks for placement in value.versions if isinstance(placement, Shard)]
+        return self._blocks_in(self.values[value.pending.all_input_nodes[0]])
+
+    def choose(self, node: fx.Node, described: Described) -> Strategy:
+        """Bytes on the wire first; then bytes that are cut out of whole tensors; then what is sent here and now."""
+        call, inputs = described.call, described.inputs
+        values = [self.values[value] for value in inputs]
+        if all(value.is_whole for value in values):
+            return strategies_of(call)[0]
+        forward = info(node).phase == "forward"
+        best: tuple[Any, Strategy] | None = None
+        for number, strategy in enumerate(strategies_of(call)):
+            sent, cut = strategy.comm, 0
+            for given, value, placement in zip(inputs, values, strategy.inputs, strict=True):
+                cost = self.cost(value, placement)
+                if cost is None or (placement == P and P in value.versions and len(given.users) > 1):
+                    break  # what several ops need is summed once, before them
+                sent += cost[0]
+                cut += cost[1]
+            else:
+                # Somebody will have to sum it. In the backward that is so anyway, where gradients are reduced.
+                # What is a partial sum already is owed as it is; one that is made for this op relieves nobody.
+                owed = [R if P not in value.versions else p for value, p in zip(values, strategy.inputs, strict=True)]
+                debt = _debt(call.outputs, strategy.outputs) - _debt(call.inputs, owed)
+                rank = (sent + debt if forward else sent, cut, sent, debt, number)
+                if best is None or rank < best[0]:
+                    best = rank, strategy
+        assert best is not None, "every op can work on whole tensors"
+        return best[1]
+
+    def cost(self, value: Value, wanted: Placement) -> Cost | None:
+        """What it costs to have a value as `wanted`; None where that is impossible."""
+        if value.pending is None:
+            found = value.nearest(wanted, self.ways)
+            return None if found is None else found[0]
+        option = self.option(value, wanted)
+        return None if option is None else option[0]
+
+    def option(self, value: Value, wanted: Placement) -> tuple[Cost, Strategy | None] | None:
+        """How a value that is not decided yet can be had as `wanted`, and what that costs."""
+        node = value.pending
+        assert node is not None
+        if node.op == "placeholder":
+            possible = not isinstance(wanted, Partial) and value.transition(R, wanted, self.ways) is not None
+            return (FREE, None) if possible else None
+        described = self.describe(node)
+        best: tuple[Cost, Strategy | None] | None = None
+        for strategy in strategies_of(described.call):
+            if strategy.outputs == (wanted,):
+                cost = self.cost(self.values[described.inputs[0]], strategy.inputs[0])
+                if cost is not None and (best is None or cost < best[0]):
+                    best = cost, strategy
+        return best
+
+
+def _debt(specs: Sequence[TensorSpec | None], placements: Sequence[Placement]) -> int:
+    """Bytes that summing these partial sums will send."""
+    return sum(2 * spec.nbytes for spec, p in zip(specs, placements, strict=True) if p == P and spec is not None)

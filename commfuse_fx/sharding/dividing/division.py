@@ -1,0 +1,360 @@
+"""Divide a graph among the ranks of one group of mesh axes.
+
+One walk over the nodes in their order. For each, the strategy that sends the fewest bytes, given the layouts that
+its inputs exist in by then, is chosen and written into a new graph, with redistributions in front of it. Partial sums
+stay partial as long as the ops that follow are linear. What nothing decides (a parameter without a mark) takes
+the layout that its first user asks for.
+
+Nothing here depends on the number of ranks but the sizes of parts, nor on a rank at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.errors import CaptureError, CommFuseError, ConfigValueError
+from commfuse_fx.ir.dependence import is_view, written_nodes
+from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
+from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
+from commfuse_fx.ir.program import LAYOUT, Program, Source
+from commfuse_fx.ir.redistribution import sum_partial
+from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
+from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
+from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.dividing.local_graph import LocalGraph
+from commfuse_fx.sharding.dividing.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.variation import agrees, varies, varies_as_inputs
+from commfuse_fx.sharding.dividing.written_inputs import WrittenInputs, writes_input
+from commfuse_fx.sharding.marking.layout_op import is_mark
+from commfuse_fx.sharding.rules.call import AllReduce, Number, Rank, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.rule_registry import find_rule
+
+log = logging.getLogger("commfuse_fx.sharding")
+aten = torch.ops.aten
+
+DIVIDED_WEIGHT = 1 << 20
+"""Moving a parameter that is divided counts this often: activations travel, not weights."""
+
+_CASTS = (aten._to_copy.default, aten.clone.default)
+
+
+class Division:
+    """Divides `program` in place over one axis. `specs` is shared by the divisions of one compile."""
+
+    def __init__(self, program: Program, axis: Axis, specs: LocalSpecs) -> None:
+        self.program = program
+        self.axis = axis
+        self.local = LocalGraph(program, axis, specs)
+        self.values: dict[fx.Node, Value] = {}
+        self.chooser = Chooser(self.values, axis.ways)
+        self.written = WrittenInputs(program, axis, self.local, self.values, self._get, self._settle)
+        self._warned: dict[tuple[Any, str], None] = {}
+
+    def run(self) -> None:
+        for node in self.local.add_inputs():
+            self.values[node] = self._input(node)
+        for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = Value(info(node).spec, {R: self.local.copy(node)})
+            elif node.op == "call_function":
+                try:
+                    self._call(node)
+                except CommFuseError:
+                    raise
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    raise self._cannot_divide(node, error) from error
+        self._finish()
+
+    def _cannot_divide(self, node: fx.Node, error: Exception) -> CaptureError:
+        """Of an error of torch, which knows no modules."""
+        first = next(iter(str(error).splitlines()), "")
+        return CaptureError(
+            f"cannot divide {_where(node)} over {self.axis.group}: {node.target} does not run on the ranks' parts. "
+            'Compute it another way, or use parallel_mode="data_parallel". '
+            f"[{type(error).__name__}: {first}]"
+        )
+
+    # Inputs
+
+    def _input(self, node: fx.Node) -> Value:
+        source = self.program.sources[node]
+        made = self.local.inputs[node]
+        spec = info(node).spec
+        if source.kind == "parameter":
+            return self._parameter(node, made, source)
+        placement = self.axis.inputs.get(source.name, R) if source.kind == "input" else R
+        if isinstance(placement, Shard) and self.axis.local_inputs:
+            self.local.localize(made, placement)
+        elif isinstance(placement, Shard):
+            made = self.local.own_part(made, placement, f"slice/{source.name}", info(node))
+        return Value(spec, {placement: made})
+
+    def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
+        pin = self.axis.parameters.get(source.name)
+        spec = info(node).spec
+        if pin is None and self.axis.is_data:
+            return Value(spec, {R: made})
+        if pin is None:
+            return Value(spec, pending=node)
+        value = Value(spec)
+        self._settle(value, node, pin.placement)
+        return value
+
+    def _settle(self, value: Value, node: fx.Node, placement: Placement) -> None:
+        """Decide how a parameter lies on the ranks."""
+        made = self.local.inputs[node]
+        value.pending = None
+        name = self.program.sources[node].name
+        if isinstance(placement, Shard):
+            if self.axis.local_parameters:
+                self.local.localize(made, placement)
+                param = self.program.params[name]
+                if param.shares:
+                    raise ConfigValueError(
+                        f"parameter {name} is divided among ranks, but shares memory with {', '.join(param.shares)}, "
+                        "which would not see what a rank writes to its part: give the parameter memory of its own "
+                        "(clone it), or leave it whole"
+                    )
+                layout = (*param.layout, (self.axis.group, placement))
+                whole = param.whole or param.spec
+                local = param.spec.with_shape(local_shape(param.spec.shape, placement, self.axis.ways))
+                self.program.params[name] = replace(param, spec=local, whole=whole, layout=layout, movable=True)
+            else:
+                with self.local.graph.inserting_after(self.local.position()):
+                    made = self.local.own_part(made, placement, f"{name}/part", info(node))
+        value.versions = {placement: made}
+        value.weight = DIVIDED_WEIGHT if isinstance(placement, Shard) else 1
+        pin = self.axis.parameters.get(name)
+        why = pin.where if pin is not None else PROPAGATED
+        if isinstance(placement, Shard) or why != PROPAGATED:
+            self.program.note(LAYOUT, name, f"{placement} on {self.axis.group}: {why}")
+
+    # Calls
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and isinstance(info(node.args[0]).spec, tuple):  # type: ignore[arg-type]
+            self._item(node)
+        elif writes_input(node):
+            pass  # at the end
+        elif written_nodes(node):
+            self._write(node)
+        elif is_mark(node):
+            self._mark(node)
+        elif node.target is aten.ones_like.default and tensor_spec(node).numel == 1:
+            self._start_of_backward(node)
+        elif self._can_wait(node):
+            self.values[node] = Value(info(node).spec, pending=node)
+        else:
+            self._compute(node)
+
+    def _item(self, node: fx.Node) -> None:
+        """One result of an op with several; all of them were made when the op was."""
+        parent: Any = node.args[0]
+        value = self.values[parent]
+        ((placements, made),) = value.versions.items()
+        number: int = node.args[1]  # type: ignore[assignment]
+        placement = placements[number] if isinstance(placements, tuple) else R
+        if isinstance(made, tuple):
+            new = made[number]
+        else:
+            new = self.local.emit(operator.getitem, (made, number), {}, node)
+            self._lies(new, placement)
+        self.values[node] = Value(info(node).spec, {placement: new})
+
+    def _write(self, node: fx.Node) -> None:
+        """An op that changes memory of the graph's own: whole on every rank."""
+        args = fx.node.map_arg(node.args, lambda arg: self._get(arg, R, node))
+        kwargs = fx.node.map_arg(dict(node.kwargs), lambda arg: self._get(arg, R, node))
+        self.values[node] = Value(info(node).spec, {R: self.local.emit(node.target, args, kwargs, node)})
+
+    def _mark(self, node: fx.Node) -> None:
+        """A layout that the user asks for. What it says nothing about stays as it is."""
+        given: fx.Node = node.args[0]  # type: ignore[assignment]
+        value = self.values[given]
+        pin = self.axis.activations.get(info(node).name)
+        if pin is not None:
+            placement = pin.placement
+        else:
+            placement = R if value.pending is not None else next(iter(value.versions))
+        new = self.local.emit(node.target, (self._get(given, placement, node), *node.args[1:]), {}, node)
+        self._lies(new, placement)
+        self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
+
+    def _start_of_backward(self, node: fx.Node) -> None:
+        """The gradient of the loss: a one, which need not wait until the loss has been summed."""
+        spec = tensor_spec(node)
+        kwargs = {"dtype": spec.dtype, "device": torch.device(spec.device)}
+        self.values[node] = Value(spec, {R: self.local.emit(aten.full.default, (list(spec.shape), 1.0), kwargs, node)})
+
+    def _can_wait(self, node: fx.Node) -> bool:
+        """A view or a cast of a parameter whose layout nobody has asked for yet."""
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or not (is_view(node) or node.target in _CASTS):
+            return False
+        return isinstance(info(node).spec, TensorSpec) and self.values[inputs[0]].pending is not None
+
+    def _compute(self, node: fx.Node) -> None:
+        described = self.chooser.describe(node)
+        strategy = self.chooser.choose(node, described)
+        if find_rule(node.target) is None and not all(self.values[value].is_whole for value in described.inputs):
+            self._warn(node)
+        self._apply(node, described, strategy)
+
+    def _warn(self, node: fx.Node) -> None:
+        details = info(node)
+        key = (node.target, details.module)
+        if key in self._warned:
+            return
+        self._warned[key] = None
+        text = (
+            f"{node.target} has no sharding rule: its inputs are gathered over {self.axis.group}, and every rank "
+            "computes the whole (cf.register_rule adds one)"
+        )
+        where = _where(node)
+        self.program.note("replicated", where, text)
+        log.warning("%s: %s", where, text)
+
+    # Writing the new graph
+
+    def _get(self, node: fx.Node, wanted: Placement, consumer: fx.Node, serves: tuple[str, ...] = ()) -> fx.Node:
+        """The new node that holds this value in a layout; made if it is not there yet."""
+        value = self.values[node]
+        if value.pending is not None:
+            if wanted in value.versions:
+                return value.versions[wanted]
+            option = self.chooser.option(value, wanted)
+            if option is None:
+                self._decide(value, R)
+            elif option[1] is None:
+                self._settle(value, value.pending, wanted)
+            else:
+                pending, value.pending = value.pending, None
+                self._apply(pending, self.chooser.describe(pending), option[1])
+                value.versions = self.values[pending].versions
+                value.weight = self.values[pending].weight
+                self.values[pending] = value
+        if wanted in value.versions:
+            return value.versions[wanted]
+        found = value.nearest(wanted, self.axis.ways)
+        assert found is not None, f"{info(node).name} cannot become {wanted}"
+        return self.local.redistribute(value, node, found[1], wanted, consumer, serves)
+
+    def _decide(self, value: Value, placement: Placement) -> None:
+        node = value.pending
+        assert node is not None
+        if node.op == "placeholder":
+            self._settle(value, node, placement)
+            return
+        given = node.all_input_nodes[0]
+        if self.values[given].pending is not None:
+            self._decide(self.values[given], placement)
+        value.pending = None
+        self._compute(node)
+        value.versions = self.values[node].versions
+        self.values[node] = value
+
+    def _apply(self, node: fx.Node, described: Described, strategy: Strategy) -> None:
+        call, inputs, numbers = described.call, described.inputs, described.numbers
+        taken = [self._get(value, placement, node) for value, placement in zip(inputs, strategy.inputs, strict=True)]
+        unchanged = not strategy.steps and all(
+            info(value).spec == spec for value, spec in zip(taken, call.inputs, strict=True)
+        )
+        steps = strategy.steps or (Step(call.target, call.args, call.kwargs),)
+        made: list[fx.Node] = []
+
+        def bind(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return taken[value.index]
+            if isinstance(value, Number):
+                return self.values[numbers[value.index]].versions[R]
+            if isinstance(value, Result):
+                return self._result(made[value.step], value.item, node)
+            if isinstance(value, Rank):
+                return self.local.position()
+            if isinstance(value, tuple):
+                return [bind(item) for item in value]
+            return value
+
+        for number, step in enumerate(steps):
+            if isinstance(step, AllReduce):
+                args: tuple[Any, ...] = (bind(step.value), self.axis.group, step.op)
+                made.append(self._part_of(node, sum_partial, args, {}, f"step.{number}"))
+                continue
+            args, kwargs = tuple(bind(arg) for arg in step.args), {name: bind(value) for name, value in step.kwargs}
+            if number == len(steps) - 1 and not strategy.results:
+                made.append(self.local.emit(step.target, args, kwargs, node, unchanged))
+            else:
+                made.append(self._part_of(node, step.target, args, kwargs, f"step.{number}"))
+        several = isinstance(info(node).spec, tuple)
+        placements: Any = strategy.outputs if several else strategy.outputs[0]
+        result: Any = made[-1]
+        if strategy.results:
+            items = tuple(self._result(made[each.step], each.item, node) for each in strategy.results)
+            for item, placement in zip(items, strategy.outputs, strict=True):
+                self._lies(item, placement)
+            result = items if several else items[0]
+        else:
+            self._lies(result, *strategy.outputs)
+        weight = self.values[inputs[0]].weight if len(inputs) == 1 and is_view(node) else 1
+        self.values[node] = Value(info(node).spec, {placements: result}, weight=weight)
+
+    def _result(self, made: fx.Node, item: int | None, node: fx.Node) -> fx.Node:
+        if item is None:
+            return made
+        return self._part_of(node, operator.getitem, (made, item), {}, f"item.{item}")
+
+    def _part_of(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], suffix: str
+    ) -> fx.Node:
+        like = replace(info(node), collective=None, origin="")
+        made = self.local.make(target, args, kwargs, like, f"{info(node).name}/{suffix}")
+        varies_as_inputs(made)
+        return made
+
+    def _lies(self, made: fx.Node, *placements: Placement) -> None:
+        """A new node's value, or one of its values each, lies so: who holds the same follows from nothing else."""
+        if any(placement != R for placement in placements):
+            varies(made, self.axis.group)
+        else:
+            agrees(made, self.axis.group)
+
+    # The end
+
+    def _finish(self) -> None:
+        program = self.program
+        output = program.output
+        for node in program.graph.nodes:
+            if writes_input(node):
+                self.written.prepare(node)
+        for node in [node for node, value in self.values.items() if value.pending is not None]:
+            if node.op == "placeholder":
+                self._settle(self.values[node], node, R)
+        served: dict[fx.Node, list[str]] = {}
+        for name, grad in program.grads.items():
+            served.setdefault(grad, []).append(name)
+        grads: dict[str, fx.Node] = {}
+        for grad, names in served.items():
+            for name in names:
+                # A gradient lies as its parameter does; whole where every rank keeps the whole parameter.
+                layout = program.params[name].placement_on(self.axis.group)
+                grads[name] = self._get(grad, layout, output, tuple(names))
+        program.loss = self._get(program.loss, R, output)
+        program.grads = {name: grads[name] for name in program.grads}
+        self.written.emit()
+        self.local.graph.output((program.loss, *program.grads.values()))
+        self.local.graph.output_node().meta = output.meta.copy()
+        set_info(self.local.graph.output_node(), replace(info(output)))
+        program.replace_graph(self.local.graph, self.local.inputs)
+
+
+def _where(node: fx.Node) -> str:
+    """Module and source line."""
+    details = info(node)
+    return f"{details.module or 'the step'}{f' at {details.source}' if details.source else ''}"

@@ -1,0 +1,351 @@
+"""Fit the strategies of marks to a mesh: which axes, or parts of axes, hold the slices.
+
+Slices are counted before the mesh is known. The logical dimensions of one call take, in the order in which they first
+appear, the first unused axis of that size; else a run of unused axes with that product; else a part of an axis, the
+outermost first. What all marks need of an axis becomes its sub-axes ("dp.0", "dp.1"), the same for all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd, prod
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.placement import Placement, R, Shard
+from commfuse_fx.sharding.marking.strategy import Axes, Counts, Layout, Placements, TensorStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor of a marked call. dims: labels of its logical dimensions; label names it in messages."""
+
+    label: str
+    strategy: TensorStrategy
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    is_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Tensors whose strategies are fitted together. place: where the user marked them, `file:line`."""
+
+    members: tuple[Member, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """Part of axis number `axis`: written as a product of factors, outermost first, those from `begin` to `end`.
+
+    The whole axis of size n is Piece(axis, 1, n); its outermost two ranks are told apart by Piece(axis, 1, 2).
+    """
+
+    axis: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end // self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """How a tensor is divided, in the order of the mesh. decided: numbers of the axes that the mark speaks of."""
+
+    divided: tuple[tuple[Piece, Shard], ...]
+    decided: tuple[int, ...]
+
+
+def resolve(calls: Sequence[Call], mesh: Mesh) -> tuple[Mesh, list[list[Layout]]]:
+    """The mesh, refined as far as the calls need it, and a layout on it for each member of each call.
+
+    Raises ConfigValueError, naming the mark, its value and a fix, where a strategy does not fit its tensor or the mesh.
+    """
+    fitted = [fit_call(call, mesh) for call in calls]
+    factors = factors_needed(calls, fitted, mesh)
+    return refine(mesh, factors), [[_layout(each, mesh, factors) for each in members] for members in fitted]
+
+
+def refine(mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Mesh:
+    """The same ranks with axes split: factors {"dp": (2, 4)} make of dp=8 the axes dp.0=2 and dp.1=4, outermost first.
+
+    Raises ConfigValueError where the product of an axis' factors is not its size.
+    """
+    shape: list[int] = []
+    names: list[str] = []
+    for name, size in zip(mesh.names, mesh.shape, strict=True):
+        sizes = tuple(factors.get(name, (size,)))
+        if prod(sizes) != size:
+            raise ConfigValueError(f"factors of axis {name!r} are {sizes}; give factors whose product is {size}")
+        shape.extend(sizes)
+        names.extend(_sub_axes(name, len(sizes)))
+    return Mesh(tuple(shape), tuple(names), mesh.devices)
+
+
+def factors_needed(calls: Sequence[Call], fitted: Sequence[Sequence[Fitted]], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """Axis name -> factors, outermost first, for the axes of which some tensor needs only a part.
+
+    Raises ConfigValueError where two marks cut an axis in ways that do not nest.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True)):
+        cuts: dict[int, str] = {}  # where the axis is cut -> who was the first to need it
+        for call, members in zip(calls, fitted, strict=True):
+            for member, each in zip(call.members, members, strict=True):
+                for piece, _ in each.divided:
+                    if piece.axis == axis:
+                        cuts.setdefault(piece.begin, f"{member.label} ({call.place})")
+                        cuts.setdefault(piece.end, f"{member.label} ({call.place})")
+        ends = [1, *sorted(cut for cut in cuts if 1 < cut < size), size]
+        for low, high in pairwise(ends):
+            if high % low:
+                raise ConfigValueError(
+                    f"axis {name!r} of size {size} would have to be cut into {low} parts for {cuts[low]} and into "
+                    f"{high} parts for {cuts[high]}; give counts of which one divides the other, or a mesh with an "
+                    "axis for each"
+                )
+        if len(ends) > 2:
+            found[name] = tuple(high // low for low, high in pairwise(ends))
+    return found
+
+
+def fit_call(call: Call, mesh: Mesh) -> list[Fitted]:
+    """What divides each tensor of one call. Raises ConfigValueError as `resolve` does."""
+    for member in call.members:
+        _check(member, call.place, mesh)
+    chosen: dict[str, tuple[Piece, ...]] = {}
+    used: list[Piece] = []
+    inputs = [member for member in call.members if not member.is_output]
+    for member in inputs:
+        for pieces, dim in _pieces_named(member, call.place, mesh):
+            chosen.setdefault(member.dims[dim], pieces)
+            used.extend(pieces)
+    for member in inputs:
+        for dim, count in _counted(member):
+            label = member.dims[dim]
+            if label not in chosen:
+                chosen[label] = _allocate(count, dim, member, call.place, used, mesh)
+                used.extend(chosen[label])
+            elif _size(chosen[label]) != count:
+                raise ConfigValueError(
+                    f"{call.place}: {member.label} is {member.strategy}, which divides dimension {dim} by {count}, but "
+                    f"another tensor of the same call divides the same dimension by {_size(chosen[label])}; give both "
+                    "the same count, or 1"
+                )
+    return [_fit_member(member, call.place, chosen, mesh) for member in call.members]
+
+
+def _fit_member(member: Member, place: str, chosen: Mapping[str, tuple[Piece, ...]], mesh: Mesh) -> Fitted:
+    strategy = member.strategy
+    every = tuple(range(len(mesh.shape)))
+    if not isinstance(strategy, Counts):
+        blocks = _blocks(member, place, mesh)
+        named = _pieces_named(member, place, mesh)
+        divided = [(piece, Shard(dim, blocks.get(piece.axis, 1))) for pieces, dim in named for piece in pieces]
+        _check_sizes(member, place, divided)
+        decided = every
+        if isinstance(strategy, Placements):
+            decided = tuple(sorted(_axis(key, member, place, mesh) for key, _ in strategy.by_axis))
+        return Fitted(tuple(sorted(divided, key=lambda pair: pair[0])), decided)
+    held: dict[int, tuple[Piece, ...]] = {}
+    counted = _counted(member)
+    for dim, count in counted:
+        pieces = chosen.get(member.dims[dim], ())
+        if pieces and _size(pieces) == count:
+            held[dim] = pieces
+    for dim, count in counted:  # of results only: all dimensions of the inputs have been chosen
+        if dim not in held:
+            held[dim] = _allocate(count, dim, member, place, [p for pieces in held.values() for p in pieces], mesh)
+    divided = [(piece, Shard(dim)) for dim, pieces in held.items() for piece in pieces]
+    return Fitted(tuple(sorted(divided, key=lambda pair: pair[0])), every)
+
+
+def _allocate(count: int, dim: int, member: Member, place: str, used: Sequence[Piece], mesh: Mesh) -> tuple[Piece, ...]:
+    free = _gaps(used, mesh)
+    whole = [piece for piece in free if piece.begin == 1 and piece.end == mesh.shape[piece.axis]]
+    for piece in whole:
+        if piece.size == count:
+            return (piece,)
+    for first in range(len(whole)):
+        for last in range(first + 1, len(whole) + 1):
+            run = whole[first:last]
+            if run[-1].axis - run[0].axis == len(run) - 1 and _size(run) == count:
+                return tuple(run)
+    for piece in free:
+        if piece.size % count == 0:
+            return (Piece(piece.axis, piece.begin, piece.begin * count),)
+    found: list[Piece] = []
+    left = count
+    for piece in free:
+        part = gcd(left, piece.size)
+        if part > 1:
+            found.append(Piece(piece.axis, piece.begin, piece.begin * part))
+            left //= part
+    if left > 1:
+        taken = ", ".join(
+            f"{piece.size} of {mesh.names[piece.axis]}={mesh.shape[piece.axis]}" for piece in sorted(used)
+        )
+        raise ConfigValueError(
+            f"{place}: {member.label} is {member.strategy}: {count} slices of dimension {dim} do not fit what is left "
+            f"of mesh {mesh}{f', of which other dimensions take {taken}' if taken else ''}; give counts whose product "
+            f"over the dimensions of one call divides {mesh.world} along its axes"
+        )
+    return tuple(found)
+
+
+def _gaps(used: Sequence[Piece], mesh: Mesh) -> list[Piece]:
+    """The unused parts of the axes."""
+    found: list[Piece] = []
+    for axis, size in enumerate(mesh.shape):
+        begin = 1
+        for piece in sorted({piece: None for piece in used if piece.axis == axis}):
+            if piece.begin > begin:
+                found.append(Piece(axis, begin, piece.begin))
+            begin = max(begin, piece.end)
+        if begin < size:
+            found.append(Piece(axis, begin, size))
+    return found
+
+
+def _size(pieces: Sequence[Piece]) -> int:
+    return prod(piece.size for piece in pieces)
+
+
+def _counted(member: Member) -> list[tuple[int, int]]:
+    """The dimensions that are divided by a count, and the counts."""
+    if not isinstance(member.strategy, Counts):
+        return []
+    return [(dim, count) for dim, count in enumerate(member.strategy.slices) if count > 1]
+
+
+def _pieces_named(member: Member, place: str, mesh: Mesh) -> list[tuple[tuple[Piece, ...], int]]:
+    """The whole axes that a strategy names, with the dimension that they divide."""
+    strategy = member.strategy
+    if isinstance(strategy, Axes):
+        by_dim = [[_axis(name, member, place, mesh) for name in names] for names in strategy.names]
+    elif isinstance(strategy, Placements):
+        by_dim = [[] for _ in member.shape]
+        for key, placement in strategy.by_axis:
+            if isinstance(placement, Shard):
+                by_dim[_dim(placement, member, place)].append(_axis(key, member, place, mesh))
+        by_dim = [sorted(axes) for axes in by_dim]
+    else:
+        return []
+    for dim, axes in enumerate(by_dim):
+        if axes != sorted(axes):
+            names = tuple(mesh.names[axis] for axis in sorted(axes))
+            raise ConfigValueError(
+                f"{place}: {member.label} is {strategy}, which names the axes of dimension {dim} in another order than "
+                f"the mesh {mesh}; write {names}"
+            )
+    return [(tuple(Piece(axis, 1, mesh.shape[axis]) for axis in axes), dim) for dim, axes in enumerate(by_dim) if axes]
+
+
+def _blocks(member: Member, place: str, mesh: Mesh) -> dict[int, int]:
+    """Axis number -> blocks of the dimension that it divides."""
+    if not isinstance(member.strategy, Placements):
+        return {}
+    pairs = member.strategy.by_axis
+    return {
+        _axis(key, member, place, mesh): placement.blocks for key, placement in pairs if isinstance(placement, Shard)
+    }
+
+
+def _axis(name: str | int, member: Member, place: str, mesh: Mesh) -> int:
+    if isinstance(name, int):
+        return name % len(mesh.shape)
+    if name not in mesh.names:
+        near = difflib.get_close_matches(name, mesh.names, 1)
+        raise ConfigValueError(
+            f"{place}: {member.label} is {member.strategy}, which names no mesh axis: {name!r}; axes are "
+            f"{', '.join(mesh.names)}{f' (did you mean {near[0]!r}?)' if near else ''}"
+        )
+    return mesh.names.index(name)
+
+
+def _dim(placement: Shard, member: Member, place: str) -> int:
+    ndim = len(member.shape)
+    if not -ndim <= placement.dim < ndim:
+        raise ConfigValueError(
+            f"{place}: {member.label} is {member.strategy}, which divides dimension {placement.dim}, but the tensor "
+            f"has shape {member.shape}; give a dimension in {-ndim}..{ndim - 1}"
+        )
+    return placement.dim % ndim
+
+
+def _check(member: Member, place: str, mesh: Mesh) -> None:
+    strategy = member.strategy
+    check_shape(strategy, member.shape, f"{place}: {member.label}")
+    if isinstance(strategy, Placements):
+        if strategy.total is not None and strategy.total != len(mesh.shape):
+            raise ConfigValueError(
+                f"{place}: {member.label} is {strategy}: {strategy.total} placements, but mesh {mesh} has "
+                f"{len(mesh.shape)} axes; give one placement per axis, None for an axis to be left open"
+            )
+        for key, _ in strategy.by_axis:
+            _axis(key, member, place, mesh)  # which refuses unknown names
+    if isinstance(strategy, Counts):
+        slices = prod(strategy.slices)
+        if mesh.world % slices:
+            raise ConfigValueError(
+                f"{place}: {member.label} is {strategy}: {slices} slices in all, which does not divide the world of "
+                f"{mesh.world} ranks (mesh {mesh}); give counts whose product divides {mesh.world}"
+            )
+
+
+def check_shape(strategy: TensorStrategy, shape: Sequence[int], label: str) -> None:
+    """Raise ConfigValueError where a strategy and a tensor of this shape do not fit, on any mesh."""
+    entries = (
+        strategy.slices if isinstance(strategy, Counts) else strategy.names if isinstance(strategy, Axes) else None
+    )
+    if entries is not None and len(entries) != len(shape):
+        raise ConfigValueError(
+            f"{label} is {strategy}, which has {len(entries)} entries, but the tensor has {len(shape)} dimensions "
+            f"(shape {tuple(shape)}); give one entry per dimension"
+        )
+    if isinstance(strategy, Counts):
+        for dim, count in enumerate(strategy.slices):
+            _check_divides(count, 1, dim, strategy, shape, label)
+
+
+def _check_sizes(member: Member, place: str, divided: Sequence[tuple[Piece, Shard]]) -> None:
+    for dim in dict.fromkeys(placement.dim for _, placement in divided):
+        count = prod(piece.size for piece, placement in divided if placement.dim == dim)
+        blocks = max(placement.blocks for _, placement in divided if placement.dim == dim)
+        _check_divides(count, blocks, dim, member.strategy, member.shape, f"{place}: {member.label}")
+
+
+def _check_divides(
+    count: int, blocks: int, dim: int, strategy: TensorStrategy, shape: Sequence[int], label: str
+) -> None:
+    size = shape[dim]
+    if size % (count * blocks):
+        each = f" of each of {blocks} blocks" if blocks > 1 else ""
+        raise ConfigValueError(
+            f"{label} is {strategy}: dimension {dim} of shape {tuple(shape)} has size {size}, which does not divide "
+            f"into {count} slices{each}; give a number of slices that divides {size}, or pad the dimension"
+        )
+
+
+def _layout(fitted: Fitted, mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Layout:
+    found: list[tuple[str, Placement]] = []
+    for axis in fitted.decided:
+        name, begin = mesh.names[axis], 1
+        sizes = factors.get(name, (mesh.shape[axis],))
+        for sub_axis, size in zip(_sub_axes(name, len(sizes)), sizes, strict=True):
+            inside = [
+                shard for piece, shard in fitted.divided if piece.axis == axis and piece.begin <= begin < piece.end
+            ]
+            found.append((sub_axis, inside[0] if inside else R))
+            begin *= size
+    return Layout(tuple(found))
+
+
+def _sub_axes(name: str, number: int) -> list[str]:
+    return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]

@@ -1,0 +1,96 @@
+"""What a step changes of its inputs in place: parameters, buffers and tensors of the batch that the model writes to.
+
+After capture these are `copy_` nodes at the end of the graph, each from a value that has been computed before. A rank
+holds of an input either the whole or its part, and is written what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.placement import Placement, R, Shard
+from commfuse_fx.ir.program import Program
+from commfuse_fx.sharding.dividing.axis import Axis
+from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.dividing.local_graph import LocalGraph
+from commfuse_fx.sharding.dividing.variation import agrees, varies
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def writes_input(node: fx.Node) -> bool:
+    """Whether the node writes a whole input of the step."""
+    return node.target is _COPY and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
+
+
+@dataclass
+class _Write:
+    node: fx.Node
+    target: fx.Node  # in the new graph, as are the arguments
+    rest: tuple[fx.node.Argument, ...]
+    placement: Placement
+
+
+class WrittenInputs:
+    """The writes of one division. All values are made before the first write: they may be computed from what another
+    write changes.
+
+    get(node, placement, consumer) gives the new node of an old one's value; settle(value, node, placement) decides how
+    a parameter lies.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        axis: Axis,
+        local: LocalGraph,
+        values: Mapping[fx.Node, Value],
+        get: Callable[[fx.Node, Placement, fx.Node], fx.Node],
+        settle: Callable[[Value, fx.Node, Placement], None],
+    ) -> None:
+        self.program = program
+        self.axis = axis
+        self.local = local
+        self.values = values
+        self._get = get
+        self._settle = settle
+        self._writes: list[_Write] = []
+
+    def prepare(self, node: fx.Node) -> None:
+        """Bring the value that an old node writes into the layout of what it writes to."""
+        target, given = node.args[:2]
+        assert isinstance(target, fx.Node) and isinstance(given, fx.Node)
+        placement = self._held(target, given)
+        value = self._get(given, placement, node)
+        self._writes.append(_Write(node, self.local.inputs[target], (value, *node.args[2:]), placement))
+
+    def emit(self) -> None:
+        for write in self._writes:
+            made = self.local.emit(_COPY, (write.target, *write.rest), write.node.kwargs, write.node)
+            if write.placement == R:
+                agrees(made, self.axis.group)
+            else:
+                varies(made, self.axis.group)
+
+    def _held(self, target: fx.Node, given: fx.Node) -> Placement:
+        """The layout in which a rank's memory holds an input."""
+        source = self.program.sources[target]
+        if source.kind == "input":
+            return self.axis.inputs.get(source.name, R) if self.axis.local_inputs else R
+        if source.kind != "parameter":
+            return R
+        value = self.values[target]
+        if value.pending is not None:  # the step writes it without reading it
+            self._settle(value, value.pending, self._like(value, given))
+        return self.program.params[source.name].placement_on(self.axis.group)
+
+    def _like(self, value: Value, given: fx.Node) -> Placement:
+        """A layout that spares moving what is written, for a parameter that nothing else decides."""
+        found = [placement for placement in self.values[given].versions if isinstance(placement, Shard)]
+        if found and self.axis.local_parameters and value.transition(R, found[0], self.axis.ways) is not None:
+            return found[0]
+        return R

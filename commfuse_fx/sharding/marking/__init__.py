@@ -1,0 +1,1 @@
+"""What users say about how a model is divided: marks, ready-made plans, and what they mean."""

@@ -1,0 +1,177 @@
+"""Marks while a step is traced: those of modules, functions and tensors become nodes of its graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from commfuse_fx.config.options import show
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.sharding.dividing.fit_marks import check_shape
+from commfuse_fx.sharding.marking.layout_op import NodeMark, mark_tensor
+from commfuse_fx.sharding.marking.logical import kind_of_function, kind_of_module
+from commfuse_fx.sharding.marking.marks import ModuleMark, marks_of
+from commfuse_fx.sharding.marking.strategy import TensorStrategy
+
+_calls: ContextVar[Iterator[int] | None] = ContextVar("commfuse_marked_calls", default=None)
+"""The numbers of marked calls while a step is traced with its marks; None otherwise."""
+
+
+def tracing_marks() -> bool:
+    """Whether a step is being traced, in which marks become nodes."""
+    return _calls.get() is not None
+
+
+@contextmanager
+def marks_traced(model: nn.Module) -> Iterator[None]:
+    """While a step is traced: marks of modules, functions and tensors become nodes of the graph."""
+    numbers = count()
+    token = _calls.set(numbers)
+    handles: list[Any] = []
+    try:
+        for path, module in model.named_modules():
+            for index, mark in enumerate(marks_of(module)):
+                if mark.on_activations:
+                    hooks = _ModuleHooks(module, path, index, mark, numbers)
+                    handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
+                    handles.append(module.register_forward_hook(hooks.after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        _calls.reset(token)
+
+
+@dataclass(frozen=True)
+class MarkedFunction:
+    """A function with layouts for the tensors of its call; outside of a compiled step it is just that function.
+
+    inputs: one strategy per tensor argument, in the order in which they are given, those in lists included.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[TensorStrategy | None, ...]
+    outputs: tuple[TensorStrategy | None, ...]
+    place: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigValueError while traced, where there are not as many tensors as strategies."""
+        numbers = _calls.get()
+        if numbers is None:
+            return self.function(*args, **kwargs)
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+        name = name_of(self.function)
+        if self.inputs and len(self.inputs) != len(tensors):
+            raise ConfigValueError(
+                f"{self.place}: in_strategy of {name} has {len(self.inputs)} entries, but it is called with "
+                f"{len(tensors)} tensors; give one per tensor, None for one to be left unmarked"
+            )
+        kind = kind_of_function(self.function, tuple(flat[i].ndim for i in tensors))
+        call = _TracedCall(next(numbers), kind, name, 0, self.place)
+        for position, (i, strategy) in enumerate(zip(tensors, self.inputs, strict=False)):
+            if strategy is not None:
+                flat[i] = call.mark(flat[i], strategy, f"in{position}")
+        args, kwargs = pytree.tree_unflatten(flat, structure)
+        return call.mark_results(self.function(*args, **kwargs), self.outputs)
+
+
+def marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torch.Tensor:
+    """The tensor, marked while a step is traced. Raises ConfigValueError for a strategy that does not fit its shape."""
+    numbers = _calls.get()
+    if numbers is None:
+        return x
+    check_shape(strategy, x.shape, f"{place}: the strategy of a tensor")
+    return _TracedCall(next(numbers), "tensor", "a tensor", 0, place).mark(x, strategy, "in0")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What messages call a function."""
+    name = str(getattr(function, "__name__", None) or show(function))
+    return f"torch.{name}" if getattr(torch, name, None) is function else name
+
+
+@dataclass(frozen=True)
+class _TracedCall:
+    number: int
+    kind: str
+    subject: str
+    index: int
+    place: str
+    gradient: bool = True
+
+    def mark(self, x: torch.Tensor, strategy: TensorStrategy, position: str) -> torch.Tensor:
+        mark = NodeMark(strategy, self.number, self.kind, self.subject, self.index, position, False, self.place)
+        return mark_tensor(x, mark, self.gradient)
+
+    def mark_results(self, results: Any, strategies: tuple[TensorStrategy | None, ...]) -> Any:
+        """The results of the call, the first tensors of which are marked."""
+        if not any(strategies):
+            return results
+        flat, structure = pytree.tree_flatten(results)
+        tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+        if len(strategies) > len(tensors):
+            raise ConfigValueError(
+                f"{self.place}: out_strategy of {self.subject} has {len(strategies)} entries, but it returns "
+                f"{len(tensors)} tensors; give at most one per tensor"
+            )
+        for position, (i, strategy) in enumerate(zip(tensors, strategies, strict=False)):
+            if strategy is not None:
+                flat[i] = self.mark(flat[i], strategy, f"out{position}")
+        return pytree.tree_unflatten(flat, structure)
+
+
+@dataclass
+class _ModuleHooks:
+    """Marks inputs and results of one module. Calls may nest: activation checkpointing runs a module inside another."""
+
+    module: nn.Module
+    path: str
+    index: int
+    mark: ModuleMark
+    numbers: Iterator[int]
+    open: list[_TracedCall] = field(default_factory=list)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mark = self.mark
+        kind = kind_of_module(module)
+        call = _TracedCall(next(self.numbers), kind, self.path, self.index, mark.place, mark.gradient)
+        self.open.append(call)
+        given, named = list(args), dict(kwargs)
+        for key, strategy in mark.inputs:
+            held, at = self._slot(key, given, named)
+            if not isinstance(held[at], torch.Tensor):
+                raise ConfigValueError(
+                    f"{mark.place}: input {at!r} of module {self.path or 'the model'} is marked {strategy}, but is "
+                    f"{show(held[at])}; give None for what is no tensor"
+                )
+            held[at] = call.mark(held[at], strategy, f"in{key}" if isinstance(key, int) else f"in:{key}")
+        return tuple(given), named
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.open.pop().mark_results(output, self.mark.outputs)
+
+    def _slot(self, key: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Where an input is found: the list or dict that holds it, and its place there."""
+        if isinstance(key, int) and key < len(args):
+            return args, key
+        names = list(inspect.signature(self.module.forward).parameters)
+        name = key if isinstance(key, str) else names[key] if key < len(names) else ""
+        if name in kwargs:
+            return kwargs, name
+        if name in names and names.index(name) < len(args):
+            return args, names.index(name)
+        raise ConfigValueError(
+            f"{self.mark.place}: in_strategy of module {self.path or 'the model'} marks its input {key!r}, but forward "
+            f"is called with {len(args)} positional inputs and {', '.join(kwargs) or 'no named ones'}; give None for "
+            "an input that is not there"
+        )

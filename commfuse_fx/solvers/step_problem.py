@@ -1,0 +1,432 @@
+"""Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers.
+
+The searches (`cost.cuts`, `cost.consumers`, `cost.cyclic`) are exact about what they know: readiness, sizes, lines.
+What they leave out, such as the core that a backend shares with the step, the engine knows; so several cuts are
+played on it, and the one that ends first is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from commfuse_fx.cost.collective_cost import CollectiveCost
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.ir.builder import aten
+from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.naming import parameter_of
+from commfuse_fx.ir.program import Program
+from commfuse_fx.simulate.engine import Transfer
+from commfuse_fx.solvers.consumers import Item, optimal_plan
+from commfuse_fx.solvers.cuts import optimal_cuts
+from commfuse_fx.solvers.cyclic import PIECES, CyclicMember, merged_member, piece_choices
+from commfuse_fx.solvers.loop import Loop
+from commfuse_fx.solvers.played_cuts import Message, PlayedCuts, Ranges, moved_cuts
+
+MOST_MEMBERS = 512
+"""Above this many collectives of one key, neighbours are merged until so many are left, before the search begins."""
+
+MANY_MEMBERS = 96
+"""Above this many fewer sizes of buckets and pieces are tried."""
+
+FEW_BYTES = 4 << 20
+"""Up to so many bytes in all, halves and thirds of them are tried too: the sizes above are too coarse for them."""
+
+FEW_MEMBERS = 24
+"""Up to so many collectives boundaries between buckets are moved across steps, too."""
+
+SEVERAL_MEMBERS, FEW_BUCKETS = 256, 64
+"""Up to so many collectives, in up to so many buckets, neighbouring buckets are joined across steps, too."""
+
+FEW_MOVES = 48
+"""How often at most: each is several plans of a loop."""
+
+THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
+"""Bytes at which neighbours are cut for comparison with the optimal cuts."""
+
+_Groups = tuple[list[list[fx.Node]], str]
+"""Collectives to be merged, and what `explain()` says of them."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """number: collectives of one number are to be merged. reasons: (subject, reason) lines for `explain()`."""
+
+    number: Mapping[fx.Node, int]
+    reasons: tuple[tuple[str, str], ...]
+
+
+def group_collectives(
+    program: Program,
+    by_key: Mapping[Hashable, Sequence[fx.Node]],
+    costs: CostModel,
+    across_steps: bool,
+    given: Sequence[Sequence[fx.Node]] = (),
+) -> Grouping:
+    """The cut of each key's collectives (starts, in graph order) that minimises the predicted step time.
+
+    Collectives that are waited for at the end of the step are cut optimally under the prices of all algorithms
+    (`optimal_cuts`), compared with cuts by size, and adjusted where the engine sees that as faster; those whose
+    consumers stand in between are cut by `optimal_plan`; with `across_steps`, gradients by `Loop`. Then keys that are
+    waited for at the end are cut once more, beside the buckets of the others and those that are `given`.
+    """
+    graph = _Graph(program, costs)
+    keys = [list(starts) for starts in by_key.values() if len(starts) > 1]
+    found = [graph.groups(starts, across_steps) for starts in keys]
+    alone = [list(starts) for starts in by_key.values() if len(starts) == 1]
+    if not across_steps and len(keys) + len(alone) + len(given) > 1:
+        found = graph.together(keys, found, [*alone, *given])
+    number: dict[fx.Node, int] = {}
+    reasons: list[tuple[str, str]] = []
+    for starts, (groups, reason) in zip(keys, found, strict=True):
+        first = len(dict.fromkeys(number.values()))
+        for i, group in enumerate(groups):
+            number.update(dict.fromkeys(group, first + i))
+        kind = _details(starts[0]).kind
+        reasons.append((f"{len(starts)} {kind} -> {len(groups)}", reason))
+    return Grouping(number, tuple(reasons))
+
+
+def line(costs: CostModel, start: fx.Node, program: Program, nbytes: int) -> tuple[float, float]:
+    """(alpha, beta) of messages of about this size: seconds, seconds per byte."""
+    cost: CollectiveCost = costs.cost_of(start, nbytes, mesh=program.mesh)
+    return cost.latency, cost.transfer / nbytes
+
+
+def busy_beta(cost: CollectiveCost, nbytes: int) -> float:
+    """Seconds per byte beside compute that never rests: as in the engine, the backend gets half of the core at most."""
+    return max(cost.transfer / cost.busy_speed, 2 * cost.host) / nbytes
+
+
+class _Graph:
+    """Times and places in the graph before fusion."""
+
+    def __init__(self, program: Program, costs: CostModel) -> None:
+        self.program = program
+        self.costs = costs
+        self.nodes = list(program.graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        # Starts are what is to be merged, and what is cast is what they yield: both cost as much as buckets are left.
+        self.seconds = [
+            0.0 if is_start(node) or _casts_back(node) else costs.compute_seconds(node) for node in self.nodes
+        ]
+        self.clock = list(accumulate(self.seconds, initial=0.0))
+
+    def groups(self, starts: list[fx.Node], across_steps: bool) -> _Groups:
+        sizes = [_details(start).nbytes for start in starts]
+        if not self._at_end(starts):
+            alpha, beta = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
+            return self._between(starts, [self._first_use(wait_of(start)) for start in starts], sizes, alpha, beta)
+        if across_steps and self.program.updates:
+            found = self._across(starts, sizes)
+            if found is not None:
+                return found
+        played = self._played(starts, sizes)
+        return self._cut(played, starts, played.best(self._cuts(starts, sizes)))
+
+    def together(
+        self, keys: Sequence[list[fx.Node]], found: Sequence[_Groups], given: Sequence[Sequence[fx.Node]]
+    ) -> list[_Groups]:
+        """The groups of each key, cut beside those of all the others and the given ones."""
+        groups = list(found)
+        late = [k for k, starts in enumerate(keys) if self._at_end(starts)]
+        sizes = [[_details(start).nbytes for start in starts] for starts in keys]
+
+        def beside(k: int) -> PlayedCuts:
+            others = [bucket for i, (buckets, _) in enumerate(groups) if i != k for bucket in buckets]
+            return self._played(keys[k], sizes[k], traffic=[self._message(each) for each in (*others, *given)])
+
+        def seconds() -> float:
+            played = beside(late[0])
+            return played.seconds(_ranges(groups[late[0]][0]))
+
+        if len(late) > 1:
+            best = seconds()
+            for threshold in THRESHOLDS:
+                kept = list(groups)
+                for k in late:
+                    cuts = _cut_by_size(sizes[k], threshold)
+                    groups[k] = ([keys[k][begin:end] for begin, end in cuts], "")
+                if (now := seconds()) < best * (1 - EQUAL):
+                    best = now
+                else:
+                    groups = kept
+        once = len(late) == 1 or sum(map(len, keys)) > MANY_MEMBERS
+        for k in late if once else late * 2:
+            played = beside(k)
+            cuts = played.best([_ranges(groups[k][0]), *self._cuts(keys[k], sizes[k])])
+            groups[k] = self._cut(played, keys[k], cuts)
+        return groups
+
+    def _cut(self, played: PlayedCuts, starts: Sequence[fx.Node], cuts: Ranges) -> _Groups:
+        late = played.play(cuts).arrival - self.clock[self.place[starts[-1]]]
+        text = f"the last one arrives {_ms(late)} after the last gradient, by the cost model"
+        return [list(starts[begin:end]) for begin, end in cuts], text
+
+    def _message(self, bucket: Sequence[fx.Node]) -> Message:
+        nbytes = sum(_details(start).nbytes for start in bucket)
+        transfer = self.costs.transfer_of(bucket[0], nbytes, mesh=self.program.mesh)
+        return Message(self.clock[max(map(self.place.__getitem__, bucket))], transfer)
+
+    def _at_end(self, starts: Sequence[fx.Node]) -> bool:
+        """Whether all of these are waited for at the end of the step."""
+        last_ready = self.place[starts[-1]]
+        needs = (self._first_use(wait_of(start)) for start in starts)
+        return all(need >= last_ready and self._is_late(need) for need in needs)
+
+    def _played(
+        self, starts: Sequence[fx.Node], sizes: Sequence[int], each: float = 0.0, traffic: Sequence[Message] = ()
+    ) -> PlayedCuts:
+        device = self.costs.cluster.device
+        # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
+        handed_out = not self.program.updates
+        divided = handed_out and _details(starts[0]).reduce_op == "avg"
+        return PlayedCuts(
+            [self.clock[self.place[start]] for start in starts],
+            sizes,
+            self.compute_behind(starts[-1]),
+            self.price(starts[0]),
+            device,
+            allocation=device.op_overhead if handed_out else 0.0,
+            passes=divided + any(map(_casts_back, wait_of(starts[0]).users)),
+            each=each,
+            traffic=sorted(traffic, key=lambda message: message.ready),
+        )
+
+    def _cuts(self, starts: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Ranges]:
+        """The cuts that are optimal for all prices together, for the price of one size, and cuts by size."""
+        ready = [self.clock[self.place[start]] for start in starts]
+        total = sum(sizes)
+        ladder = sorted({*THRESHOLDS, *sizes, total, max(total // 8, 1)})
+        lines = list(dict.fromkeys(line(self.costs, starts[0], self.program, size) for size in ladder if size))
+        yield optimal_cuts(ready, sizes, *lines[0], also=lines[1:]).buckets
+        alpha, beta = line(self.costs, starts[0], self.program, max(total // 8, 1))
+        yield optimal_cuts(ready, sizes, alpha, beta).buckets
+        for threshold in THRESHOLDS:
+            yield _cut_by_size(sizes, threshold)
+        yield ((0, len(sizes)),)
+        yield tuple((i, i + 1) for i in range(len(sizes)))
+
+    def compute_behind(self, last: fx.Node) -> float:
+        """Seconds of compute from this collective on that does not wait for it."""
+        place = self.place[last]
+        behind = zip(self.nodes[place:], self.seconds[place:], strict=True)
+        return sum(seconds for node, seconds in behind if info(node).phase != "update")
+
+    def _is_late(self, place: int) -> bool:
+        node = self.nodes[place]
+        return node.op == "output" or info(node).phase == "update"
+
+    def _first_use(self, node: fx.Node) -> int:
+        """Place of the first node that works on this value: views do not, nor casts of what a collective yields, which
+        stand where their result is used."""
+        found = len(self.nodes) - 1
+        pending = [node]
+        while pending:
+            for user in pending.pop().users:
+                if is_view(user) or is_wait(user) or _casts_back(user):
+                    pending.append(user)
+                else:
+                    found = min(found, self.place[user])
+        return found
+
+    def _between(self, starts: list[fx.Node], needs: list[int], sizes: list[int], alpha: float, beta: float) -> _Groups:
+        """Results are used along the way: each bucket must be there for the first of its uses."""
+        events: dict[int, list[Item]] = {}
+        for i, start in enumerate(starts):
+            events.setdefault(self.place[start], []).append(("ready", i))
+            events.setdefault(needs[i], []).append(("need", i))
+        items: list[Item] = []
+        reached = 0
+        for place in sorted(events):
+            items.append(("run", self.clock[place] - self.clock[reached]))
+            items.extend(sorted(events[place], key=lambda item: item[0], reverse=True))
+            reached = place
+        items.append(("run", self.clock[-1] - self.clock[reached]))
+        plan = optimal_plan(items, sizes, alpha, beta)
+        return [[starts[i] for i in bucket] for bucket in plan.buckets], "fewest and earliest for their consumers"
+
+    def _across(self, starts: list[fx.Node], sizes: list[int]) -> _Groups | None:
+        """Gradients that the next step waits for: send order and buckets by the need of its forward.
+
+        Each further bucket is one more update. Where a step that waits for all at its end is no slower, its cuts.
+        """
+        loop = self._loop(starts, sizes)
+        if loop is None:
+            return None
+        members, forward, backward = loop
+        coarse = _coarse(members)
+        merged = [merged_member([members[i] for i in group]) for group in coarse]
+        nbytes = max(sum(sizes) // 16, 1)
+        cost = self.costs.cost_of(starts[0], nbytes, mesh=self.program.mesh)
+        prices = cost.latency, busy_beta(cost, nbytes), cost.host / nbytes
+        message = self.costs.cluster.device.collective_overhead
+        each = self._update_overhead()
+        judge = Loop(forward, backward, self.price(starts[0]), message, each)
+        merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[:2] + PIECES[3::3]
+        if sum(sizes) <= FEW_BYTES:
+            merges = (*merges, *(-(-sum(sizes) // parts) for parts in (2, 3)))
+        pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
+        choice, period = judge.best(
+            piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
+        )
+        parts = choice.groups
+        tail = (*prices, message + each)
+
+        def judged(cuts: Ranges, pieces: Sequence[int]) -> float:
+            buckets = [merged_member(merged[begin:end]) for begin, end in cuts]
+            return judge.best(piece_choices(forward, backward, buckets, *tail, pieces=pieces, merges=()))[1]
+
+        if len(merged) <= FEW_MEMBERS:
+            period, cuts = _adjusted(period, _ranges(parts), lambda cuts: judged(cuts, pieces))
+            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
+        elif len(merged) <= SEVERAL_MEMBERS and len(parts) <= FEW_BUCKETS:
+            # Buckets of one size are larger than they may be in one place, and smaller than they could be in another.
+            same = () if choice.piece is None else (choice.piece,)
+            period, cuts = _joined(period, _ranges(parts), lambda cuts: judged(cuts, same))
+            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
+        across = [[i for part in group for i in coarse[part]] for group in parts]
+        played = self._played(starts, sizes, each)
+        cuts = played.best(self._cuts(starts, sizes))
+        in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
+        if in_step <= period * (1 + EQUAL):
+            groups = [starts[begin:end] for begin, end in cuts]
+            return (
+                groups,
+                f"a step takes {_ms(in_step)} with all communication waited for at its end, by the cost model",
+            )
+        reason = f"a step takes {_ms(period)} with communication across steps, by the cost model"
+        return [[starts[i] for i in group] for group in across], reason
+
+    def _loop(
+        self, starts: list[fx.Node], sizes: list[int]
+    ) -> tuple[list[CyclicMember], list[float], list[float]] | None:
+        """The step as a loop for `cost.cyclic`: members, and seconds of the blocks of forward and backward."""
+        uses = [self._first_parameter_use(start) for start in starts]
+        first_ready = self.place[starts[0]]
+        if any(use is None for use in uses):
+            return None
+        wanted = [min(use, first_ready) for use in uses if use is not None]
+        cuts = sorted({0, *wanted})
+        forward = [self.clock[e] - self.clock[b] for b, e in zip(cuts, [*cuts[1:], first_ready], strict=True)]
+        block = {cut: i for i, cut in enumerate(cuts)}
+        places = [self.place[start] for start in starts]
+        backward = [self.clock[e] - self.clock[b] for b, e in zip([first_ready, *places], places, strict=False)]
+        update = sum(s for node, s in zip(self.nodes, self.seconds, strict=True) if info(node).phase == "update")
+        rest = self.clock[-1] - self.clock[places[-1]] - update
+        total = sum(sizes)
+        members = [
+            CyclicMember(size, i, block[need], update * size / total)
+            for i, (size, need) in enumerate(zip(sizes, wanted, strict=True))
+        ]
+        return members, forward, [*backward, max(rest, 0.0)]
+
+    def price(self, start: fx.Node) -> Callable[[int], Transfer]:
+        return cache(lambda nbytes: self.costs.transfer_of(start, nbytes, mesh=self.program.mesh))
+
+    def _update_overhead(self) -> float:
+        """Seconds that an update takes at least, whatever its size."""
+        ops = [n for n, s in zip(self.nodes, self.seconds, strict=True) if s and info(n).phase == "update"]
+        return len(ops) * self.costs.cluster.device.op_overhead
+
+    def _first_parameter_use(self, start: fx.Node) -> int | None:
+        found: int | None = None
+        for name in _details(start).members:
+            param = self.program.placeholder("parameter", parameter_of(name))
+            if param is None:
+                return None
+            use = self._first_use(param)
+            found = use if found is None else min(found, use)
+        return found
+
+
+def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
+    """Neighbours together until they have so many bytes."""
+    edges = [0]
+    filled = 0
+    for i, size in enumerate(sizes, start=1):
+        filled += size
+        if filled >= threshold or i == len(sizes):
+            edges.append(i)
+            filled = 0
+    return tuple(pairwise(edges))
+
+
+def _adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
+    """The cuts with boundaries moved, left out or put in as long as that helps, and what they take."""
+    tried = {cuts: seconds}
+    while True:
+        for other in (*moved_cuts(cuts), *_split(cuts)):
+            if len(tried) > FEW_MOVES:
+                return seconds, cuts
+            if other not in tried:
+                tried[other] = judged(other)
+                if tried[other] < seconds * (1 - EQUAL):
+                    seconds, cuts = tried[other], other
+                    break
+        else:
+            return seconds, cuts
+
+
+def _joined(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
+    """The cuts with boundaries left out where that helps, looking twice at each, and what they take."""
+    for _ in range(2):
+        i = len(cuts) - 1
+        while i > 0:
+            (first, _), (_, last) = cuts[i - 1], cuts[i]
+            other = (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
+            if (found := judged(other)) < seconds * (1 - EQUAL):
+                seconds, cuts = found, other
+            i = min(i, len(cuts)) - 1
+    return seconds, cuts
+
+
+def _split(cuts: Ranges) -> Iterator[Ranges]:
+    """The cuts with one boundary more, from the first on."""
+    for i, (begin, end) in enumerate(cuts):
+        for edge in range(begin + 1, end):
+            yield (*cuts[:i], (begin, edge), (edge, end), *cuts[i + 1 :])
+
+
+def _ranges(groups: Sequence[Sequence[object]]) -> Ranges:
+    """Groups of neighbours as ranges."""
+    edges = list(accumulate(map(len, groups), initial=0))
+    return tuple(pairwise(edges))
+
+
+def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
+    """Neighbours together, so that at most MOST_MEMBERS groups are left."""
+    if len(members) <= MOST_MEMBERS:
+        return [[i] for i in range(len(members))]
+    limit = sum(member.nbytes for member in members) / MOST_MEMBERS * 2
+    groups: list[list[int]] = [[]]
+    size = 0
+    for i, member in enumerate(members):
+        if groups[-1] and size + member.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += member.nbytes
+    return groups
+
+
+def _casts_back(node: fx.Node) -> bool:
+    """Whether this casts what a collective yields: it stands where its result is used, once for each bucket."""
+    return node.target is aten._to_copy.default and is_wait(node.all_input_nodes[0])
+
+
+def _details(start: fx.Node) -> CollectiveInfo:
+    details = info(start).collective
+    assert details is not None
+    return details
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

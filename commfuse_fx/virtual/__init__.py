@@ -1,0 +1,1 @@
+"""All ranks of a world in one process."""

@@ -1,0 +1,381 @@
+"""Run one program for all ranks in one process, node by node, with no devices and no process groups.
+
+Collectives are carried out on the list of the ranks' tensors, with the worst timing that a real
+network could have: the result of a start is poisoned until its wait, and what is sent is read at the wait
+where the runtime does not copy it at the start. A piece of a bucket is on the wire from the moment it is
+sent. Memory that nobody has written yet is poisoned, and so is memory that is kept between steps, once its step has
+used it for the last time. A graph that touches memory on the wire, or reads memory of another step, gives NaN or
+wrong numbers here, every time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait, memory_on_wire, result_of_start
+from commfuse_fx.ir.declared_specs import is_declared
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.meta import Stretch, info, spec_of, tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.unwritten import is_unwritten
+from commfuse_fx.ir.update_layout import takes_blocks, unequal_blocks
+from commfuse_fx.runtime.execute.executor import Executor, seed_of_rank
+from commfuse_fx.runtime.execute.recorded import as_recorded, computed, proven
+
+Tensors = list[torch.Tensor]
+
+Observer = Callable[[fx.Node, Sequence[Mapping[fx.Node, Any]]], None]
+"""Sees a node once all ranks have run it, and each rank's values so far."""
+
+
+class Lockstep:
+    """All ranks of one program, step after step.
+
+    executors: one per rank of the program's mesh, with storage that is bound. Values that the program updates
+        (parameters, state, buffers) are updated in place, so ranks must not share them.
+
+    Nodes that belong into the following step run there, just before the node that they are to precede; `finish`
+    runs those that are left.
+    """
+
+    def __init__(self, program: Program, executors: Sequence[Executor]) -> None:
+        self.program = program
+        self.executors = executors
+        nodes = list(program.graph.nodes)
+        self.starts = {info(node).name: node for node in nodes if is_start(node)}
+        self.body = [node for node in nodes if info(node).next_step is None]
+        self.deferred = [node for node in nodes if info(node).next_step is not None]
+        self.until = {info(node).next_step: number + 1 for number, node in enumerate(self.deferred)}
+        order = [*self.body, *self.deferred]
+        self.dead_after = _last_uses(order)
+        self.kept = [node for node in nodes if node.op == "call_function" and info(node).kept]
+        self.memory_dead_after = _last_uses_of_memory(order, self.kept, Roots(program.graph, program.aliases()))
+        self.computed = computed(program)
+        self.proofs = {node: proven(node) for node in nodes if is_declared(node)}
+        self.observe: Observer | None = None
+        self._left: _Step | None = None
+        self._next = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step has left something to the following one."""
+        return self._left is not None
+
+    def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], drop: Collection[str] = ()) -> list[tuple[Any, ...]]:
+        """One step of every rank; returns each rank's outputs, (loss, *gradients).
+
+        inputs: for each rank, the leaves of its call's arguments.
+        drop: names of collectives of this step to leave out, as in the canonical text. A dropped one does not
+            communicate: every rank goes on with its own data, in the right shape.
+
+        Raises ConfigValueError when a name in `drop` is not that of a collective. If the step itself raises, the step
+        before is complete.
+        """
+        for name in drop:
+            if name not in self.starts:
+                raise ConfigValueError(
+                    f"drop={name!r} is not a collective of this program: choose from {list(self.starts)}"
+                )
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            if not self.is_pending:
+                for rank in range(len(self.executors)):
+                    for node in self.kept:
+                        _poison(self.memory(node, rank))
+            step = _Step(self, inputs, [self.starts[name] for name in drop])
+            try:
+                for node in self.body:
+                    self._advance(self.until.get(node, 0))
+                    step.run(node)
+            except BaseException:
+                self._advance(len(self.deferred))
+                for executor in self.executors:
+                    executor.storage.pool.forget_memory()
+                raise
+            if self.deferred:
+                self._left, self._next = step, 0
+            return step.outputs
+
+    def finish(self) -> None:
+        """Run what the last step has left."""
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            self._advance(len(self.deferred))
+
+    def memory(self, node: fx.Node, rank: int) -> torch.Tensor:
+        """What a node that stands for kept memory yields on a rank, the same in every step."""
+        return self.executors[rank].storage.pool.memory(info(node).name, tensor_spec(node))
+
+    def _advance(self, until: int) -> None:
+        """Run the deferred nodes of the step before up to this one, if it has not."""
+        while self._left is not None and self._next < until:
+            self._left.run(self.deferred[self._next])
+            self._next += 1
+            if self._next == len(self.deferred):
+                self._left = None
+
+
+def _last_uses(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it."""
+    last = {value: node for node in order for value in node.all_input_nodes}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        found.setdefault(node, []).append(value)
+    return found
+
+
+def _last_uses_of_memory(
+    order: Sequence[fx.Node], kept: Sequence[fx.Node], roots: Roots
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the kept memory that its step does not need after it."""
+    memory = dict.fromkeys(kept)
+    last = {
+        roots[value]: node
+        for node in order
+        for value in (*_on_wire(node), node, *node.all_input_nodes)
+        if roots[value] in memory
+    }
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        found.setdefault(node, []).append(value)
+    return found
+
+
+def _on_wire(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a wait still needs besides its input: a collective that makes no copy sends until then."""
+    sent = memory_on_wire(node) if is_wait(node) else None
+    return () if sent is None else (sent,)
+
+
+class _Step:
+    """One step of all ranks: its values, and what it has on the wire."""
+
+    def __init__(
+        self, world: Lockstep, inputs: Sequence[Mapping[str, torch.Tensor]], dropped: Collection[fx.Node]
+    ) -> None:
+        self.world = world
+        self.program = program = world.program
+        self.executors = world.executors
+        self.dropped = dropped
+        self.ranks = range(len(world.executors))
+        self.values: list[dict[fx.Node, Any]] = [
+            dict(zip(program.sources, executor.gather(given), strict=True))
+            for executor, given in zip(world.executors, inputs, strict=True)
+        ]
+        self.arrivals: dict[fx.Node, list[Callable[[], None]]] = {}
+        self.streams = _RankStreams(program, world.executors[0].seed)
+        self.outputs: list[tuple[Any, ...]] = []
+
+    def run(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self.outputs = [tuple(self._arguments(node.args[0], rank)) for rank in self.ranks]
+        elif is_start(node):
+            self._start(node)
+        elif is_wait(node):
+            self._wait(node)
+        elif node.op != "placeholder":
+            for rank in self.ranks:
+                self.values[rank][node] = self._compute(node, rank)
+        if self.world.observe is not None and node.op != "output":
+            self.world.observe(node, self.values)
+        for start, stretch in info(node).sends:
+            self._send(start, (stretch,))
+        for value in self.world.dead_after.get(node, ()):
+            for values in self.values:
+                del values[value]
+        for memory in self.world.memory_dead_after.get(node, ()):
+            for rank in self.ranks:
+                _poison(self.world.memory(memory, rank))
+
+    def _arguments(self, value: Any, rank: int) -> Any:
+        return fx.node.map_arg(value, self.values[rank].__getitem__)
+
+    def _compute(self, node: fx.Node, rank: int) -> Any:
+        if node.op == "get_attr":
+            return self.program.constants[str(node.target)]
+        if info(node).kept:
+            return self.world.memory(node, rank)
+        function: Any = self.executors[rank].wire.bind(node) or node.target
+        if node.target is optimizer_step:
+            function = self.executors[rank].step_optimizer
+        args, kwargs = self._arguments(node.args, rank), self._arguments(node.kwargs, rank)
+        if takes_blocks(node) and (wrong := unequal_blocks([spec_of(arg) for arg in args])) is not None:
+            raise VerificationError(f"{info(node).name} {wrong}")
+        try:
+            if draws_random_numbers(node):
+                result = self.streams.draw(rank, lambda: function(*args, **kwargs))
+            else:
+                result = function(*args, **kwargs)
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"on rank {rank} at {info(node).name} {info(node).source}")
+            raise
+        if is_unwritten(node):
+            _poison(result)
+        if (prove := self.world.proofs.get(node)) is not None:
+            return prove(result)
+        return as_recorded(result, info(node).spec) if node in self.world.computed else result
+
+    def _start(self, node: fx.Node) -> None:
+        if info(node).rest:
+            self._send(node, info(node).rest)
+            storage = node.args[0]
+            assert isinstance(storage, fx.Node)
+            for values in self.values:
+                values[node] = values[storage]
+            return
+        arguments = [self._arguments(node.args, rank) for rank in self.ranks]
+        for values, result in zip(self.values, self._issue(node, arguments), strict=True):
+            values[node] = result
+
+    def _send(self, start: fx.Node, stretches: Sequence[Stretch]) -> None:
+        """Put parts of a bucket onto the wire, each as a message of its own."""
+        assert start.target in _IN_PLACE, "only what is reduced where it lies can be sent in pieces"
+        for stretch in stretches:
+            arguments = [self._arguments(start.args, rank) for rank in self.ranks]
+            self._issue(start, [(args[0][stretch.begin : stretch.end], *args[1:]) for args in arguments])
+
+    def _issue(self, node: fx.Node, arguments: Sequence[Sequence[Any]]) -> Tensors:
+        """Allocate and poison every rank's result, and note how to fill it."""
+        exchange = _EXCHANGE[node.target]
+        group = group_of(node)
+        given: Tensors = [args[0] for args in arguments]
+        if node.target in _COPIES_ITS_INPUT:
+            given = [value.clone() for value in given]
+        results = [result_of_start(node.target, args) for args in arguments]
+        if (prove := self.world.proofs.get(node)) is not None and not info(node).rest:
+            results = list(map(prove, results))
+        arrivals = self.arrivals.setdefault(node, [])
+        for rank in self.ranks:
+            members = self.program.mesh.ranks(group, rank)
+            mine = members.index(rank)
+            out, args = results[rank], arguments[rank][1:]
+            sent = [given[rank]] * len(members) if node in self.dropped else [given[member] for member in members]
+            operation = _own_part if node in self.dropped else exchange
+            arrivals.append(_arrival(operation, out, sent, mine, args))
+        for out in results:
+            _poison(out)
+        return results
+
+    def _wait(self, node: fx.Node) -> None:
+        start = node.args[0]
+        assert isinstance(start, fx.Node)
+        for arrive in self.arrivals.pop(start):
+            arrive()
+        for values in self.values:
+            values[node] = values[start]
+
+
+def _arrival(
+    operation: Callable[..., None], out: torch.Tensor, sent: Tensors, mine: int, args: Sequence[Any]
+) -> Callable[[], None]:
+    return lambda: operation(out, sent, mine, *args)
+
+
+def _poison(value: torch.Tensor) -> None:
+    if value.is_floating_point() or value.is_complex():
+        value.fill_(float("nan"))
+    elif value.dtype == torch.bool:
+        value.fill_(True)  # either value may be right: at least it is the same on every rank and in every run
+    else:
+        value.fill_(torch.iinfo(value.dtype).min)
+
+
+_REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def _reduce(values: Tensors, op: str) -> torch.Tensor:
+    """In rank order, in the tensors' own dtype."""
+    total = values[0]
+    for value in values[1:]:
+        total = _REDUCE[op](total, value)
+    return total / len(values) if op == "avg" else total
+
+
+# Each fills one rank's result. `sent`: what the group's ranks send, in order; `mine`: this rank's place in it.
+
+
+def _all_reduce(out: torch.Tensor, sent: Tensors, mine: int, op: str, group: str) -> None:
+    out.copy_(_reduce(sent, op))
+
+
+def _all_gather(out: torch.Tensor, sent: Tensors, mine: int, size: int, group: str) -> None:
+    out.copy_(torch.cat(sent))
+
+
+def _reduce_scatter(out: torch.Tensor, sent: Tensors, mine: int, op: str, size: int, group: str) -> None:
+    out.copy_(_reduce([value.chunk(size)[mine] for value in sent], op))
+
+
+def _broadcast(out: torch.Tensor, sent: Tensors, mine: int, src: int, group: str) -> None:
+    out.copy_(sent[src])
+
+
+def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int], inputs: list[int], group: str) -> None:
+    out.copy_(torch.cat([value.split(inputs)[mine] for value in sent]))
+
+
+def _own_part(out: torch.Tensor, sent: Tensors, mine: int, *args: Any) -> None:
+    """A dropped collective: this rank's own data, repeated or sliced to the shape of the result."""
+    own = sent[mine]
+    if own.shape == out.shape:
+        out.copy_(own)
+    elif own.shape[0] < out.shape[0]:
+        out.copy_(torch.cat([own] * len(sent)))
+    else:
+        out.copy_(own.chunk(len(sent))[mine])
+
+
+_EXCHANGE: dict[Any, Callable[..., None]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.broadcast.default: _broadcast,
+    c10d.broadcast_.default: _broadcast,
+    c10d.all_to_all_single.default: _all_to_all,
+}
+
+_IN_PLACE = (c10d.all_reduce_.default, c10d.broadcast_.default)
+_COPIES_ITS_INPUT = (*_IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default)
+
+
+class _RankStreams:
+    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike.
+
+    shared: the seed of a graph that is divided among the ranks, which all of them draw from alike.
+    """
+
+    def __init__(self, program: Program, shared: int) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+        world = program.mesh.world
+        if world == 1 or not any(draws_random_numbers(node) for node in program.graph.nodes):
+            return
+        divided = program.config.divides_graphs
+        seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
+        for rank in range(world):
+            own = seed_of_rank(seed, 0 if divided else rank)
+            self.states[rank] = torch.Generator().manual_seed(own).get_state()
+
+    def draw(self, rank: int, function: Callable[[], Any]) -> Any:
+        if rank not in self.states:
+            return function()
+        held = torch.get_rng_state()
+        torch.set_rng_state(self.states[rank])
+        try:
+            return function()
+        finally:
+            self.states[rank] = torch.get_rng_state()
+            torch.set_rng_state(held)

@@ -1,0 +1,244 @@
+"""Run all ranks of a virtual world in this process: to debug a compiled step, and to check it against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.differences import cause
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.frontends.step import CompiledStep, accumulate
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.planning.plan_cache import Plan
+from commfuse_fx.planning.planner import Call
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.guard import Guard
+from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes
+from commfuse_fx.runtime.memory.layout import divided_parameters
+from commfuse_fx.runtime.memory.shards import Shards, layouts_of
+from commfuse_fx.runtime.memory.storage import FlatPool, LayoutConflict
+from commfuse_fx.runtime.ranks.exchange import LocalExchange
+from commfuse_fx.runtime.ranks.seeds import Seeds
+from commfuse_fx.support.tracebacks import user_frames_only
+from commfuse_fx.virtual.rank_copies import copy_for_rank
+from commfuse_fx.virtual.ranks_program import Lockstep, Observer
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank's step gives. `grads`: parameter name -> synchronised gradient of this step, empty with an
+    optimizer."""
+
+    loss: torch.Tensor
+    grads: Mapping[str, torch.Tensor]
+
+
+class LockstepWorld:
+    """The ranks of a step. Rank 0 is the step's own model and optimizer, unless `own_model` is False.
+
+    `models` and `optimizers` hold one copy per rank (of the values at construction), as each process of a
+    real world would; attach one learning-rate scheduler to each optimizer. `world(batches)` runs one
+    step of all ranks. Reading a parameter that the step divides among ranks gathers the parts of all ranks. Whoever
+    replaces modules or parameters does so in the step's own model as well, which is the one that is looked at.
+
+    With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, here as on devices. Reading a
+    parameter or an optimizer's state of any rank finishes them; so does `synchronize`.
+    """
+
+    def __init__(self, step: CompiledStep, own_model: bool = True) -> None:
+        self.step = step
+        ranks = [(step.model, step.optimizer)] if own_model else []
+        while len(ranks) < step.mesh.world:
+            ranks.append(copy_for_rank(step.model, step.optimizer))
+        self.models: list[nn.Module] = [model for model, _ in ranks]
+        self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
+        self._pools = [FlatPool() for _ in ranks]
+        self._known: dict[int, Lockstep] = {}
+        self._shards: dict[Any, list[Shards]] = {}
+        self._running: Lockstep | None = None  # that of the last step, which may have left updates
+        self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
+        self._seeds = Seeds(0, None)
+        self._steps = 0
+        self._guard = Guard(self.synchronize)
+
+    @user_frames_only
+    def __call__(
+        self, batches: Sequence[tuple[Any, ...]], *, drop: Collection[str] = (), observe: Observer | None = None
+    ) -> list[RankResult]:
+        """One step. `batches[rank]` are the arguments of that rank's call (with full_batch: the same for all).
+
+        drop: names of collectives to leave out; what follows must then differ from a correct step. observe: sees
+        every node and the ranks' values.
+        Raises ConfigValueError when batches differ in structure or shapes, or their number is not the world's.
+        """
+        if len(batches) != len(self.models):
+            raise ConfigValueError(f"{len(batches)} batches for {len(self.models)} ranks: give one per rank")
+        return self.run(self._calls(batches), drop=drop, observe=observe)
+
+    def run(
+        self, calls: Sequence[Call], *, drop: Collection[str] = (), observe: Observer | None = None
+    ) -> list[RankResult]:
+        """As a call, with each rank's arguments taken apart already."""
+        with outside_inference_mode():
+            return self._run(calls, drop, observe)
+
+    def _run(self, calls: Sequence[Call], drop: Collection[str], observe: Observer | None) -> list[RankResult]:
+        running = self._running = self._runner(calls[0])
+        running.observe = observe
+        self._steps += 1
+        for executor in running.executors:
+            if executor.needs_seed:
+                executor.seed = self._seeds.of_step(self._steps)
+            if executor.shards is not None:
+                executor.shards.release()
+        try:
+            outputs = running.step([dict(call.leaves) for call in calls], drop)
+        except BaseException:
+            self.synchronize()
+            raise
+        results: list[RankResult] = []
+        # Looks at guarded parameters, but not at their values.
+        with torch._C.DisableTorchFunctionSubclass():
+            for executor, (loss, *grads) in zip(running.executors, outputs, strict=True):
+                executor.publish()
+                if executor.optimizer is not None and running.program.training:
+                    executor.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a rank's own step does
+                results.append(RankResult(loss, dict(zip(running.program.grads, grads, strict=True))))
+                for name, grad in results[-1].grads.items():
+                    accumulate(executor.params[name], grad)
+            if running.is_pending and not self._guard.is_closed:
+                self._guard.close(tensor for each in running.executors for tensor in each.storage.tensors())
+        return results
+
+    @user_frames_only
+    def synchronize(self) -> None:
+        """Finish what the last step has left to the following one."""
+        with self._guard.lock:
+            try:
+                if self._running is not None:
+                    with outside_modes():
+                        self._running.finish()
+            finally:
+                self._guard.open()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether updates of the last step are still to come."""
+        return self._running is not None and self._running.is_pending
+
+    @user_frames_only
+    def collectives(self, batch: tuple[Any, ...]) -> list[str]:
+        """Names of the collectives of a call with these arguments, in issue order: what `drop` takes."""
+        self.synchronize()
+        program = self._plan(self.step.planner.take_apart(batch, {})).compiled.program
+        return [info(node).name for node in program.collectives()]
+
+    def _calls(self, batches: Sequence[tuple[Any, ...]]) -> list[Call]:
+        """The ranks' arguments, which have to be alike."""
+        with torch._C.DisableTorchFunctionSubclass():
+            calls = [self.step.planner.take_apart(batch, {}) for batch in batches]
+            signatures = [self.step.planner.signature(call) for call in calls]
+        for rank, signature in enumerate(signatures):
+            if signature != signatures[0]:
+                raise ConfigValueError(
+                    f"the batch of rank {rank} is not like that of rank 0: {cause(signature, signatures[0])}"
+                )
+        return calls
+
+    def _runner(self, call: Call) -> Lockstep:
+        """What runs this call; another program than that of the last step begins when that step is complete."""
+        planner = self.step.planner
+        with torch._C.DisableTorchFunctionSubclass():
+            known, running = planner.known_plan(call), self._running
+            same = self._params is planner.watch.params
+            if same and known is not None and running is not None and running.program is known.compiled.program:
+                if all(executor.is_bound() for executor in running.executors):
+                    return running
+        self.synchronize()
+        if not same:
+            self._forget_parameters()
+        plan = self._plan(call)
+        found = self._of(plan.compiled.program)
+        try:
+            self._bind(found.executors)
+        except LayoutConflict as conflict:
+            with self._shapes_only():
+                planner.replan(plan, call, conflict)
+            found = self._of(plan.compiled.program)
+            self._bind(found.executors)
+        return found
+
+    def _forget_parameters(self) -> None:
+        """Some were replaced: whatever works on the models' parameters is made anew."""
+        for shards in (each for known in self._shards.values() for each in known):
+            shards.open()
+        self._shards.clear()
+        self._known.clear()
+        self._params = self.step.planner.watch.params
+
+    def _plan(self, call: Call) -> Plan:
+        with self._shapes_only():
+            return self.step.planner.plan(call)
+
+    @contextmanager
+    def _shapes_only(self) -> Iterator[None]:
+        """To trace the step's own model, which may be that of rank 0."""
+        with ExitStack() as entered:
+            entered.enter_context(self.step.shapes_only())
+            for shards in self._shards.values():
+                entered.enter_context(shards[0].shapes_only())
+            yield
+
+    def _bind(self, executors: Sequence[Executor]) -> None:
+        # Parameters that this program divides in another way, or not at all, have to be whole before it.
+        for known in self._shards.values():
+            for shards, executor in zip(known, executors, strict=True):
+                if shards is not executor.shards:
+                    shards.open()
+        for executor in executors:
+            if not executor.is_bound():
+                executor.bind()
+
+    def _of(self, program: Program) -> Lockstep:
+        """The ranks of a program, kept as long as the program is: they hold the flat storage."""
+        if id(program) not in self._known:
+            shards = self._shards_of(program)
+            executors = [
+                Executor(
+                    program,
+                    dict(model.named_parameters()),
+                    dict(model.named_buffers()),
+                    self.optimizers[rank],
+                    None,
+                    rank,
+                    self._pools[rank],
+                    shards[rank] if shards else None,
+                )
+                for rank, model in enumerate(self.models)
+            ]
+            for executor in executors:
+                executor.guard = self._guard
+            self._known[id(program)] = Lockstep(program, executors)
+        return self._known[id(program)]
+
+    def _shards_of(self, program: Program) -> list[Shards]:
+        """The ranks' parts, the same for all programs that divide the same parameters alike; [] for a program that
+        divides none."""
+        if not divided_parameters(program):
+            return []
+        key = layouts_of(program)
+        if key not in self._shards:
+            made: list[Shards] = []
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                assert optimizer is not None, "only a step with an optimizer keeps parameters divided"
+                exchange = LocalExchange(program.mesh, rank, lambda other: made[other].parts())
+                params = dict(model.named_parameters())
+                made.append(Shards(program, params, optimizer, rank, exchange, self.synchronize))
+            self._shards[key] = made
+        return self._shards[key]

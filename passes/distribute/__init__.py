@@ -1,0 +1,1 @@
+"""Passes that insert collectives."""

@@ -1,0 +1,148 @@
+"""Divide the step among the ranks of the mesh: from one device's graph to the one that every rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ops import COLLECTIVES
+from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
+from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
+from commfuse_fx.sharding.dividing.division import Division
+from commfuse_fx.sharding.dividing.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
+from commfuse_fx.sharding.marking.blocks import sections
+from commfuse_fx.sharding.marking.layout_op import erase_marks
+from commfuse_fx.sharding.marking.marks import Marks
+
+Layouts = Mapping[str, tuple[tuple[str, Any], ...]]
+
+
+@dataclass(frozen=True)
+class Divide:
+    """One mesh axis after the other, those over which the batch is divided first.
+
+    marks: the layouts that the user asks for. batch: paths of the call's tensors whose dimension 0 is the batch.
+    local_inputs: every rank is handed its part of the batch, not the whole. local_parameters: every rank keeps its
+    part of a parameter. fixed: layouts of parameters that an earlier graph of the same step has decided, or None.
+    """
+
+    marks: Marks
+    batch: tuple[str, ...] = ()
+    local_inputs: bool = True
+    local_parameters: bool = False
+    fixed: Layouts | None = field(default=None, hash=False)
+    name: str = "divide"
+    requires: tuple[str, ...] = ("simplified",)
+    ensures: tuple[str, ...] = ("divided",)
+
+    def __call__(self, program: Program) -> bool:
+        _refuse_user_collectives(program)
+        resolved = resolve_marks(self.marks, program)
+        program.mesh = resolved.mesh
+        erase_marks(program, resolved.parameter_nodes)
+        program.batch_axes = ",".join(resolved.data_axes)
+        for node in program.graph.nodes:
+            info(node).varies = ""
+        specs = LocalSpecs()
+        axes = self._axes(program, resolved)
+        for axis in axes:
+            Division(program, axis, specs).run()
+        erase_marks(program)
+        program.set_output()
+        return bool(axes)
+
+    def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:
+        """Axes on which everything is marked alike count as one."""
+        mesh, data = resolved.mesh, resolved.data_axes
+        marks = {info(node).name: layout for node, layout in resolved.activations.items()}
+        pins = {name: pin.layout for name, pin in resolved.parameters.items()}
+        order = [name for name in mesh.names if name in data] + [name for name in mesh.names if name not in data]
+        classes: list[tuple[Any, list[str]]] = []
+        for axis in order:
+            if mesh.size(axis) == 1:
+                continue
+            key = (
+                axis in data,
+                tuple((name, layout.get(axis)) for name, layout in pins.items()),
+                tuple((name, layout.get(axis)) for name, layout in marks.items()),
+            )
+            if classes and classes[-1][0] == key:
+                classes[-1][1].append(axis)
+            else:
+                classes.append((key, [axis]))
+        return [self._axis(program, resolved, names) for _, names in classes]
+
+    def _axis(self, program: Program, resolved: Resolved, names: Sequence[str]) -> Axis:
+        group = ",".join(names)
+        ways = prod(resolved.mesh.size(name) for name in names)
+        first = names[0]
+        is_data = first in resolved.data_axes
+        return Axis(
+            group,
+            ways,
+            parameters=self._parameters(program, resolved, group, first, ways),
+            inputs=self._inputs(program, group, resolved) if is_data else {},
+            activations={
+                info(node).name: Pin(placement, "mark")
+                for node, layout in resolved.activations.items()
+                if (placement := layout.get(first)) is not None
+            },
+            local_inputs=self.local_inputs,
+            local_parameters=self.local_parameters,
+            is_data=is_data,
+        )
+
+    def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:
+        total = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
+        for path in self.batch:
+            node = program.placeholder("input", path)
+            if node is not None and tensor_spec(node).shape[0] % total:
+                rows = tensor_spec(node).shape[0]
+                raise ConfigValueError(
+                    f"the global batch of {rows} ({path}) does not divide by the {total} ranks of {group}; pad or cut "
+                    f"it to {rows - rows % total or total} rows"
+                )
+        return dict.fromkeys(self.batch, S(0))
+
+    def _parameters(self, program: Program, resolved: Resolved, group: str, first: str, ways: int) -> dict[str, Pin]:
+        if self.fixed is not None:
+            known = {name: dict(layout).get(group) for name, layout in self.fixed.items()}
+            places = {name: pin.place for name, pin in resolved.parameters.items()}
+            return {
+                name: Pin(R if placement is None else placement, places.get(name, PROPAGATED))
+                for name, placement in known.items()
+            }
+        found: dict[str, Pin] = {}
+        for name, pin in resolved.parameters.items():
+            placement = pin.layout.get(first)
+            if placement is not None:
+                found[name] = Pin(self._with_blocks(program, name, placement, ways), pin.place)
+        return found
+
+    def _with_blocks(self, program: Program, name: str, placement: Placement, ways: int) -> Placement:
+        node = program.placeholder("parameter", name)
+        if not isinstance(placement, Shard) or node is None:
+            return placement
+        inside = Shard(placement.dim, sections(node, placement.dim))
+        return inside if divides(tensor_spec(node).shape, inside, ways) else placement
+
+
+def _refuse_user_collectives(program: Program) -> None:
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in COLLECTIVES:
+            details = info(node)
+            raise ConfigValueError(
+                f"the model calls cf.ops.{op_label(node.target)} in {details.module or 'its forward'} "
+                f'({details.source}), but a step with parallel_mode="semi_auto" is written for one device, and the '
+                'compiler puts in the collectives: remove the call, or use parallel_mode="data_parallel"'
+            )

@@ -1,0 +1,1 @@
+"""Passes that merge collectives and decide what memory they use."""

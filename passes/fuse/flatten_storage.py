@@ -1,0 +1,384 @@
+"""Let fused gradient buckets live in flat storage, so that concat and split cost nothing.
+
+Gradients are written into their place in the bucket, by the op that computes them where it can write
+its result there, else by a copy. The collective runs in place. Parameters of one bucket, param group
+and dtype lie in flat storage in the same order, and are updated as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
+from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.naming import parameter_of
+from commfuse_fx.ir.program import Program, Segment
+from commfuse_fx.passes.rewrite.simplify import erase_upwards, remove_dead_nodes, replace_all
+from commfuse_fx.passes.rewrite.update_parameters import gradients_of, is_node_list, update_nodes
+
+# Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
+# same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
+# one by one, and may round them otherwise than in the middle of a flat tensor.
+ALIGNMENT = 64
+
+# Ops that compute straight into memory they are given, and the variant that does so.
+WRITES_INTO: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+}
+
+
+@dataclass
+class _Member:
+    name: str
+    value: fx.Node  # the gradient as it enters the collective
+    result: fx.Node  # the reduced gradient
+    spec: TensorSpec  # its place in the bucket: wire dtype, strides of the parameter
+    place: tuple[int, int] | None  # (update, position in its lists) if flat storage can serve that update
+    offset: int = 0
+    padded: int = 0  # elements up to the next member
+
+
+@dataclass
+class _Run:
+    """Members that are updated together: one stretch of the bucket."""
+
+    owner: int | None
+    members: list[_Member] = field(default_factory=list)
+    offset: int = 0
+    numel: int = 0
+    padded_from: int | None = None  # some padding lies behind this offset
+
+    @property
+    def is_flat(self) -> bool:
+        return self.owner is not None and len(self.members) > 1
+
+
+@dataclass(frozen=True)
+class FlattenStorage:
+    """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all.
+
+    `singles`: gradients that are reduced alone get storage of their own as well, so that it can be kept between
+    steps, sent in pieces, and waited for in the next step: those of at least `least` bytes, and others where that takes
+    no op more (None: only these).
+    """
+
+    flat_updates: bool = True
+    singles: bool = False
+    least: int | None = 0
+    name: str = "flatten_storage"
+    requires: tuple[str, ...] = ("fused",)
+    ensures: tuple[str, ...] = ("flat",)
+
+    def __call__(self, program: Program) -> bool:
+        for start in self.alone(program):
+            info(start).parts = (_own_part(start),)
+        buckets = [node for node in program.collectives() if info(node).parts and _sums_gradients(node)]
+        if not buckets:
+            return False
+        places = _update_places(program) if self.flat_updates else {}
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        flat: dict[int, list[tuple[_Run, fx.Node]]] = {}
+        results: dict[fx.Node, fx.Node] = {}
+        for start in buckets:
+            bucket = _Bucket(Builder(program), start, places, position)
+            wait = bucket.rewrite()
+            for run in bucket.runs:
+                if run.is_flat and run.owner is not None:
+                    flat.setdefault(run.owner, []).append((run, wait))
+            results.update(bucket.results)
+        replace_all(program, results)
+        for result in results:
+            erase_upwards(program, result)
+        nodes = update_nodes(program)
+        states = _states(program)
+        for owner, runs in flat.items():
+            _use_flat_parameters(Builder(program), owner, runs, nodes[owner], states[owner])
+        remove_dead_nodes(program)
+        return True
+
+    def alone(self, program: Program) -> list[fx.Node]:
+        """The starts of gradients that are reduced alone and get storage of their own."""
+        found: list[fx.Node] = []
+        for start in program.collectives() if self.singles else ():
+            details = info(start)
+            if details.parts or details.collective is None or not _sums_gradients(start):
+                continue
+            if all(parameter_of(name) in program.params for name in details.collective.members):
+                enough = self.least is not None and details.collective.nbytes >= self.least
+                if enough or _costs_nothing(program, start):
+                    found.append(start)
+        return found
+
+
+def _own_part(start: fx.Node) -> Part:
+    """Of a gradient that is reduced alone, as a bucket of one member."""
+    details = info(start).collective
+    value = start.args[0]
+    assert details is not None and isinstance(value, fx.Node)
+    return Part(details.members, value, wait_of(start))
+
+
+def _costs_nothing(program: Program, start: fx.Node) -> bool:
+    """Whether a bucket of this gradient alone is as many ops as the gradient by itself: the op that computes it writes
+    into the bucket, or a cast does."""
+    if not program.updates:
+        return False  # its storage would be allocated in every step
+    member = _member_of(program, _own_part(start), None)
+    itemsize = min(member.spec.itemsize, program.params[parameter_of(member.name)].spec.itemsize)
+    if member.spec.numel % (ALIGNMENT // itemsize):
+        return False  # padding is zeroed
+    source = _source(member)
+    return tensor_spec(source).dtype != member.spec.dtype or _writes_into(source, member)
+
+
+def _sums_gradients(start: fx.Node) -> bool:
+    collective = info(start).collective
+    return collective is not None and collective.role == "gradient" and kind_of(start) == "all_reduce"
+
+
+def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
+    """Reduced gradient -> (update, position in its lists), for parameters whose memory can be moved."""
+    places: dict[fx.Node, tuple[int, int]] = {}
+    nodes = update_nodes(program)
+    for owner, update in enumerate(program.updates):
+        grads = gradients_of(nodes[owner])
+        for position, segment in enumerate(update.segments):
+            name = segment.members[0][0]
+            if not program.params[name].movable:
+                program.note(
+                    "not flat",
+                    name,
+                    "it shares memory with another tensor or has gaps between its elements: it is updated by itself, "
+                    "as torch.optim does without fused=True",
+                )
+                continue
+            grad = grads[position]
+            places[grad] = (owner, position)
+            if grad.target is aten._to_copy.default and len(grad.all_input_nodes[0].users) == 1:
+                places[grad.all_input_nodes[0]] = (owner, position)
+    return places
+
+
+def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[_Run]:
+    """Group members by update; inside, sizes that keep the alignment come first, so that padding gathers at the end."""
+    runs: dict[int | None, _Run] = {}
+    for member in members:
+        owner = member.place[0] if member.place else None
+        runs.setdefault(owner, _Run(owner)).members.append(member)
+    offset = 0
+    for run in runs.values():
+        smallest = min(min(m.spec.itemsize, param_itemsize[m.name]) for m in run.members)
+        unit = ALIGNMENT // smallest
+        run.members.sort(key=lambda member: member.spec.numel % unit != 0)
+        run.offset = offset
+        for member in run.members:
+            member.offset = offset
+            offset += member.spec.numel
+            if offset % unit:
+                run.padded_from = member.offset if run.padded_from is None else run.padded_from
+                offset += unit - offset % unit
+            member.padded = offset - member.offset
+        run.numel = offset - run.offset
+    return list(runs.values())
+
+
+def _member_of(program: Program, part: Part, place: tuple[int, int] | None) -> _Member:
+    # A collective of the user's own may share the bucket; then there is no parameter.
+    param = program.params.get(part.names[0])
+    like = param.spec if param else tensor_spec(part.value)
+    layout = like if like.is_dense else like.with_shape(like.shape)
+    spec = layout.with_dtype(tensor_spec(part.value).dtype)
+    return _Member(part.names[0], part.value, part.result, spec, place)
+
+
+class _Bucket:
+    """Rewrites one fused gradient all_reduce into flat storage."""
+
+    def __init__(
+        self,
+        build: Builder,
+        start: fx.Node,
+        places: dict[fx.Node, tuple[int, int]],
+        position: dict[fx.Node, int],
+    ) -> None:
+        self.build = build
+        self.program = build.program
+        self.start = start
+        self.wait = wait_of(start)
+        self.position = position
+        self.label = info(start).name.rsplit("/", 1)[0]
+        self.members = [_member_of(self.program, part, places.get(part.result)) for part in info(start).parts]
+        self.results: dict[fx.Node, fx.Node] = {}  # what takes the place of each member's result
+        params = self.program.params
+        itemsize = {m.name: params.get(m.name, m).spec.itemsize for m in self.members}
+        self.runs = _layout(self.members, itemsize)
+        self.spec = TensorSpec.flat(self.runs[-1].offset + self.runs[-1].numel, tensor_spec(start))
+
+    def rewrite(self) -> fx.Node:
+        """Returns the wait, which yields the reduced flat storage."""
+        sources = [_source(member) for member in self.members]
+        first = min(sources, key=self.position.__getitem__)
+        storage = self._allocate(first)
+        writes = tuple(
+            (self._write(storage, member, source), Stretch(member.offset, member.offset + member.padded))
+            for member, source in zip(self.members, sources, strict=True)
+        )
+        details = info(self.start)
+        with self.build.before(self.start):
+            start = self.build.call(
+                IN_PLACE[self.start.target],  # type: ignore[index]
+                (storage, *self.start.args[1:]),
+                spec=self.spec,
+                like=details,
+                name=f"{self.label}/in_place",
+                collective=details.collective,
+                writes=writes,
+            )
+        with self.build.before(self.wait):
+            wait = self.build.wait(start, f"{self.label}/reduced")
+            for member in self.members:
+                name = f"{self.label}/reduced.{member.name}"
+                self.results[member.result] = self.build.strided(wait, member.spec, member.offset, name)
+        return wait
+
+    def _allocate(self, first: fx.Node) -> fx.Node:
+        """The flat storage, made just before the first gradient; padding is zeroed so that it stays harmless."""
+        like = info(self.start)
+        kwargs = {"dtype": self.spec.dtype, "device": torch.device(self.spec.device)}
+        with self.build.before(first):
+            size = ([self.spec.numel],)
+            name = f"{self.label}/storage"
+            # Without an optimizer the user keeps the gradients, and with them this memory.
+            kept = bool(self.program.updates)
+            storage = self.build.call(
+                aten.empty.memory_format, size, kwargs, spec=self.spec, like=like, name=name, kept=kept
+            )
+            for number, run in enumerate(self.runs):
+                if run.padded_from is not None:
+                    tail = TensorSpec.flat(run.offset + run.numel - run.padded_from, self.spec)
+                    name = f"{self.label}/padding.{number}"
+                    view = self.build.strided(storage, tail, run.padded_from, name)
+                    self.build.call(aten.zero_.default, (view,), spec=tail, like=like, name=f"{name}.zero")
+        return storage
+
+    def _write(self, storage: fx.Node, member: _Member, source: fx.Node) -> fx.Node:
+        """Compute the gradient straight into its place, or copy it there."""
+        name = f"{self.label}/write.{member.name}"
+        spec = tensor_spec(source)
+        if _writes_into(source, member):
+            target = WRITES_INTO[source.target]
+            with self.build.before(source):
+                place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
+                kwargs = {**source.kwargs, "out": place}
+                origin = info(source).origin or info(source).name
+                return self.build.call(
+                    target, source.args, kwargs, spec=spec, like=info(source), name=name, origin=origin
+                )
+        place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
+        with self.build.after(source):
+            place = self.build.strided(storage, place_spec, member.offset, f"{self.label}/place.{member.name}")
+        info(place).phase = info(source).phase
+        with self.build.after(place):
+            return self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
+
+
+def _writes_into(source: fx.Node, member: _Member) -> bool:
+    """Whether the op that computes a gradient can do so in its place."""
+    computed = tensor_spec(source)
+    fits = computed.dtype == member.spec.dtype and computed.is_contiguous and member.spec.is_contiguous
+    return source.target in WRITES_INTO and len(source.users) == 1 and fits
+
+
+def _source(member: _Member) -> fx.Node:
+    """What to write into the bucket: the gradient before casts, copies and reshapes that serve only the bucket."""
+    value = member.value
+    while len(value.users) == 1:
+        inner = value.args[0] if value.args else None
+        if not isinstance(inner, fx.Node) or inner.op != "call_function":
+            break
+        # Before a reshape the elements stand in row-major order: its place must have the same one.
+        is_reshape = (
+            value.target in (aten.view.default, aten._unsafe_view.default)
+            and tensor_spec(inner).is_contiguous
+            and member.spec.is_contiguous
+        )
+        if not is_reshape and value.target not in (aten._to_copy.default, aten.clone.default):
+            break
+        if len(inner.users) != 1:
+            # Others use it too: it can still be copied from.
+            return inner
+        value = inner
+    return value
+
+
+def _states(program: Program) -> list[list[fx.Node]]:
+    """For each update the inputs that hold its state."""
+    found: list[list[fx.Node]] = [[] for _ in program.updates]
+    for node, source in program.sources.items():
+        if source.kind == "state":
+            found[source.owner].append(node)
+    return found
+
+
+def _use_flat_parameters(
+    build: Builder, owner: int, runs: list[tuple[_Run, fx.Node]], nodes: list[fx.Node], states: list[fx.Node]
+) -> None:
+    """Replace the entries of each run in an update's lists by one: flat parameters and flat gradients.
+
+    nodes, states: those of the update.
+    """
+    program = build.program
+    update = program.updates[owner]
+    count = len(update.segments)
+    casts = [node.target is aten._to_copy.default for node in gradients_of(nodes)]
+    segments: dict[int, Segment] = {}
+    params: dict[int, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    dropped: dict[int, None] = {}
+    for run, wait in runs:
+        positions = [member.place[1] for member in run.members if member.place]
+        first = positions[0]
+        dropped.update(dict.fromkeys(positions[1:]))
+        members = tuple((member.name, member.offset - run.offset) for member in run.members)
+        segments[first] = Segment(members, run.numel)
+        name = members[0][0]
+        flat = TensorSpec.flat(run.numel, program.params[name].spec)
+        params[first] = build.placeholder("flat", name, flat, owner)
+        with build.before(nodes[0]):
+            spec = TensorSpec.flat(run.numel, tensor_spec(wait))
+            grad = build.strided(wait, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module="")
+            if casts[first]:
+                grad = build.cast(grad, flat.dtype, f"update.{owner}/grads.{name}.cast")
+        grads[first] = grad
+
+    def shorten(items: Sequence[Any], instead: dict[int, Any]) -> list[Any]:
+        return [instead.get(i, item) for i, item in enumerate(items) if i not in dropped]
+
+    update.segments = shorten(update.segments, segments)
+    for node in nodes:
+        args = list(node.args)
+        for i, arg in enumerate(args):
+            if is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
+                is_params = all(item.op == "placeholder" for item in arg)  # type: ignore[union-attr]
+                args[i] = shorten(arg, params if is_params else grads)  # type: ignore[arg-type]
+        node.args = tuple(args)
+        details = info(node)
+        if isinstance(details.spec, tuple) and len(details.spec) == count:
+            details.spec = tuple(shorten(details.spec, {i: tensor_spec(p) for i, p in params.items()}))
+    for state in states:
+        details = info(state)
+        assert isinstance(details.spec, tuple)
+        is_step = program.sources[state].name in ("steps", "step")
+        instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
+        details.spec = tuple(shorten(details.spec, instead))

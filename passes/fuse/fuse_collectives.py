@@ -1,0 +1,198 @@
+"""Merge collectives of one kind, group, reduce op, dtype, device and phase into one node each.
+
+The buckets are decided in `commfuse_fx.solvers.assign_buckets`; here they are applied: flatten, concat, one
+collective, one wait, split, restore shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.config.fusion_config import FusionConfig
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
+from commfuse_fx.ir.dependence import Dependence
+from commfuse_fx.ir.merge import Merge, before_merged
+from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
+from commfuse_fx.ir.order import nearest_above, stable_sort
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.rewrite.simplify import replace_all
+from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
+from commfuse_fx.solvers.step_problem import group_collectives
+
+log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
+
+
+Buckets = tuple[tuple[str, ...], ...]
+"""The members of each bucket, all of them sorted."""
+
+
+@dataclass(frozen=True)
+class FuseCollectives:
+    """`fusion` is the parsed comm_fusion; `costs` decide in mode "optimal", for a schedule within or `across_steps`.
+
+    Bitwise neutral for groups of two; else within reduction order.
+    """
+
+    fusion: FusionConfig
+    costs: CostModel | None = None
+    across_steps: bool = False
+    name: str = "fuse_collectives"
+    requires: tuple[str, ...] = ("lowered", "reduced", "updated")
+    ensures: tuple[str, ...] = ("fused",)
+
+    def __call__(self, program: Program) -> bool:
+        modified = _merge_repeated(program)
+        starts = _fusible(program)
+        before = Dependence(program.graph, program.aliases()).direct
+        bucketing = self._bucketing(program, starts, before)
+        self._report(program, bucketing)
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        build = Builder(program)
+        merges: list[Merge] = []
+        results: dict[fx.Node, fx.Node] = {}
+        for bucket in bucketing.buckets:
+            if len(bucket) > 1:
+                merge = Merge(build, [starts[i] for i in bucket], f"bucket.{len(merges)}", position)
+                results.update(zip(merge.waits, merge.run(), strict=True))
+                merges.append(merge)
+        if merges:
+            before = before_merged(before, merges)
+            _replace_waits(program, results)
+            stable_sort(program.graph, position, before)
+        return modified or bool(merges)
+
+    def buckets(self, program: Program) -> Buckets:
+        """What `buckets_of` finds once this has run; cheap but in mode "optimal"."""
+        starts = _fusible(program)
+        found = self._bucketing(program, starts, Dependence(program.graph, program.aliases()).direct).buckets
+        return _in_order([name for i in bucket for name in _details(starts[i]).members] for bucket in found)
+
+    def _bucketing(
+        self, program: Program, starts: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]]
+    ) -> Bucketing:
+        members = [_member(node) for node in starts]
+        groups = self._optimal_groups(program, starts, members)
+        numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
+        return assign_buckets(
+            members,
+            nearest_above(before, starts),
+            lambda member: self._policy_of(member, numbers[id(member)]),
+            numbered=_numbered(program, starts),
+        )
+
+    def _optimal_groups(
+        self, program: Program, starts: Sequence[fx.Node], members: Sequence[Member]
+    ) -> Mapping[fx.Node, int]:
+        """Bucket numbers for the collectives that mode "optimal" decides about."""
+        if not self.fusion.is_optimal:
+            return {}
+        assert self.costs is not None, 'mode "optimal" needs a cost model'
+        by_key: dict[Hashable, list[fx.Node]] = {}
+        for start in starts:
+            if _details(start).role == "buffer" or _details(start).fusion_id is not None:
+                continue
+            if self.fusion.for_kind(kind_of(start)).mode == "optimal":
+                by_key.setdefault(_key(start), []).append(start)
+        searched = dict.fromkeys(start for each in by_key.values() for start in each)
+        others = [i for i, start in enumerate(starts) if start not in searched]
+        given = assign_buckets(
+            [members[i] for i in others],
+            [()] * len(others),
+            lambda member: self._policy_of(member, None),
+            numbered=_numbered(program, starts),
+        )
+        buckets = [[starts[others[i]] for i in bucket] for bucket in given.buckets]
+        grouping = group_collectives(program, by_key, self.costs, self.across_steps, buckets)
+        for subject, reason in grouping.reasons:
+            program.note("fusion", subject, reason)
+        return grouping.number
+
+    def _policy_of(self, member: Member, group: int | None) -> Policy:
+        assert isinstance(member.key, tuple)
+        if member.key[0] == "broadcast":  # of buffers: they are ready together, and no kind of comm_fusion is theirs
+            return Policy(self.fusion.openstate, None, None, group=0)
+        kind = self.fusion.for_kind(member.key[0])
+        return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts, group)
+
+    def _report(self, program: Program, bucketing: Bucketing) -> None:
+        for conflict in bucketing.conflicts:
+            path = " -> ".join(conflict.path)
+            program.note(
+                "not merged",
+                f"{conflict.first} with {conflict.second}",
+                f"the second depends on the first: {path}",
+            )
+        if bucketing.ignored_cuts and program.training:
+            cuts = ", ".join(map(str, bucketing.ignored_cuts))
+            log.warning("comm_fusion index %s is at or past the number of all_reduces and is ignored", cuts)
+            program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
+
+
+def buckets_of(program: Program) -> Buckets:
+    """The members of every collective that may be fused."""
+    return _in_order(_details(node).members for node in _fusible(program))
+
+
+def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
+    return tuple(sorted(tuple(sorted(bucket)) for bucket in buckets))
+
+
+def _fusible(program: Program) -> list[fx.Node]:
+    return [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS or _details(node).role == "buffer"]
+
+
+def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:
+    """Let everybody use these results instead of the waits, and erase the waits with their starts."""
+    replace_all(program, results)
+    for wait in results:
+        start = wait.all_input_nodes[0]
+        program.graph.erase_node(wait)
+        program.graph.erase_node(start)
+
+
+def _numbered(program: Program, starts: Sequence[fx.Node]) -> int:
+    """How many all_reduces count for index cuts, those included that are not there as the optimizer does not hold their
+    parameters."""
+    reduced = sum(kind_of(start) == "all_reduce" for start in starts)
+    if program.optimizer is None:
+        return reduced
+    held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
+    return reduced + sum(param.trainable and name not in held for name, param in program.params.items())
+
+
+def _details(node: fx.Node) -> CollectiveInfo:
+    collective = info(node).collective
+    assert collective is not None
+    return collective
+
+
+def _key(node: fx.Node) -> tuple[Hashable, ...]:
+    details = _details(node)
+    device = tensor_spec(node).device
+    # Compute waits for a change of layout: it must not wait for gradients.
+    is_urgent = details.role == "redistribution"
+    return (details.kind, details.group, details.reduce_op, details.dtype, device, info(node).phase, is_urgent)
+
+
+def _member(node: fx.Node) -> Member:
+    details = _details(node)
+    return Member(details.members[0], _key(node), details.nbytes, details.fusion_id, details.sequence)
+
+
+def _merge_repeated(program: Program) -> bool:
+    """A tensor that is reduced twice with the same key is reduced once."""
+    first: dict[tuple[object, ...], fx.Node] = {}
+    results: dict[fx.Node, fx.Node] = {}
+    for node in program.collectives():
+        key = (node.args[0], node.target, node.args[1:], _key(node), _details(node).fusion_id)
+        seen = first.setdefault(key, node)
+        if seen is not node:
+            results[wait_of(node)] = wait_of(seen)
+    _replace_waits(program, results)
+    return bool(results)

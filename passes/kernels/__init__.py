@@ -1,0 +1,1 @@
+"""Passes that only make a rank's own computation faster."""

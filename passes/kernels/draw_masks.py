@@ -1,0 +1,39 @@
+"""Draw the masks of dropout from 16 random bits per number on CPUs, where torch's kernel takes 64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.kernels.masks import bernoulli
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DrawMasks:
+    """Probabilities stay the same, and masks those of the rank's own stream; other numbers come from it.
+
+    `at_least`: smaller masks, in numbers, stay with torch's kernel, which is one call.
+    """
+
+    at_least: int = 16384
+    name: str = "draw_masks"
+    requires: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ()
+
+    def __call__(self, program: Program) -> bool:
+        found = [node for node in program.graph.nodes if self._is_mask(node)]
+        for node in found:
+            node.target = bernoulli
+        return bool(found)
+
+    def _is_mask(self, node: fx.Node) -> bool:
+        if node.target is not aten.bernoulli.p or len(node.args) != 2 or node.kwargs:
+            return False
+        spec = tensor_spec(node)
+        return spec.device == "cpu" and spec.numel >= self.at_least

@@ -1,0 +1,1 @@
+"""Passes that replace nodes by others that do the same."""

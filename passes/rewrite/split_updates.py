@@ -1,0 +1,179 @@
+"""Updates as their kernels want them: one per bucket, to run as soon as that has arrived, on gradients that lie in
+memory as the parameters do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
+from commfuse_fx.ir.program import Program, Source, Update
+from commfuse_fx.ir.update_layout import takes_blocks
+from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.rewrite.update_parameters import emit_update, gradients_of, update_nodes
+
+_LIKE = NodeInfo("update")
+
+
+@dataclass(frozen=True)
+class SplitUpdates:
+    """Bitwise neutral: the rules are elementwise. Gradients that nobody reduces share one update.
+
+    `across_steps` False: all updates run together at the end of the step, and one is as good as many. Either way fused
+    updates get gradients with the strides of their parameters, by a copy where they have others.
+    """
+
+    across_steps: bool = True
+    name: str = "split_updates"
+    requires: tuple[str, ...] = ("flat",)
+    ensures: tuple[str, ...] = ("split",)
+
+    def __call__(self, program: Program) -> bool:
+        if not program.updates:
+            return False
+        split = self.across_steps and self._split(program)
+        return _lay_out_gradients(program) or split
+
+    def _split(self, program: Program) -> bool:
+        nodes = update_nodes(program)
+        work = [_Old(program, owner, nodes[owner]) for owner in range(len(program.updates))]
+        if all(len(old.by_bucket()) == 1 for old in work):
+            return False
+        inputs: list[list[fx.Node]] = [[] for _ in work]
+        for node, source in program.sources.items():
+            if source.kind in ("state", "hyper"):
+                inputs[source.owner].append(node)
+        for old in work:
+            old.erase(inputs[old.owner])
+        program.updates = []
+        for old in work:
+            for positions in old.by_bucket():
+                old.emit(positions)
+        return True
+
+
+class _Old:
+    """One update as it was, taken apart."""
+
+    def __init__(self, program: Program, owner: int, nodes: list[fx.Node]) -> None:
+        self.program = program
+        self.owner = owner
+        self.update = program.updates[owner]
+        self.nodes = nodes
+        self.grads = gradients_of(nodes)
+        self.params = [self._param(i) for i in range(len(self.update.segments))]
+        assert program.optimizer is not None
+        self.flags = dict(program.optimizer.groups[self.update.group].flags)
+        self._mine = dict.fromkeys(nodes)
+
+    def _param(self, position: int) -> fx.Node:
+        segment = self.update.segments[position]
+        name = segment.members[0][0]
+        found = (
+            self.program.placeholder("flat", name, self.owner)
+            if segment.is_flat
+            else self.program.placeholder("parameter", name)
+        )
+        assert found is not None
+        return found
+
+    def by_bucket(self) -> list[list[int]]:
+        """Positions in the update's lists, grouped by the collective that brings their gradients.
+
+        Parameters that share memory stay together, to be updated in the optimizer's order.
+        """
+        groups: dict[fx.Node | str | None, list[int]] = {}
+        for position, grad in enumerate(self.grads):
+            shares = any(self.program.params[name].shares for name, _ in self.update.segments[position].members)
+            groups.setdefault("shared" if shares else _wait_behind(grad), []).append(position)
+        return list(groups.values())
+
+    def erase(self, inputs: Sequence[fx.Node]) -> None:
+        """Take the update's own nodes and `inputs` out of the graph; parameters and gradients stay."""
+        program = self.program
+        kept = dict.fromkeys(self.grads)
+        for node in reversed(self.nodes):
+            program.names.release(info(node).name)
+            if node not in kept and not node.users:
+                program.graph.erase_node(node)
+        for node in inputs:
+            program.names.release(info(node).name)
+            program.remove_source(node)
+            program.graph.erase_node(node)
+
+    def emit(self, positions: Sequence[int]) -> None:
+        program = self.program
+        number = len(program.updates)
+        segments = [self.update.segments[i] for i in positions]
+        for i in positions:
+            if self.update.segments[i].is_flat:
+                name = self.update.segments[i].members[0][0]
+                program.add_source(self.params[i], Source("flat", name, number))
+        update = Update(self.update.rule, self.update.group, segments)
+        params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
+        self._rename(grads, number)
+        emit_update(Builder(program), update, self.flags, params, grads)
+
+    def _rename(self, grads: Sequence[fx.Node], number: int) -> None:
+        """Views and casts of gradients that were made for the update carry its number."""
+        old, new = f"update.{self.owner}/", f"update.{number}/"
+        for grad in grads:
+            for node in (grad, *grad.all_input_nodes):
+                if node in self._mine:
+                    info(node).name = self.program.names.reserve(new + info(node).name.removeprefix(old))
+
+
+def _lay_out_gradients(program: Program) -> bool:
+    """Copy gradients whose strides are not those of their parameters, which fused and list ops do not look at."""
+    nodes = update_nodes(program)
+    build = Builder(program)
+    modified = False
+    for owner, update in enumerate(program.updates):
+        if not any(map(takes_blocks, nodes[owner])):
+            continue
+        for segment, grad in zip(update.segments, gradients_of(nodes[owner]), strict=True):
+            name, _ = segment.members[0]
+            spec, given = program.params[name].spec, tensor_spec(grad)
+            if segment.is_flat or same_layout(spec.shape, spec.stride, given.stride):
+                continue
+            with build.before(nodes[owner][0]):
+                laid_out = _laid_out(build, grad, spec, f"update.{owner}/grads.{name}")
+            for node in nodes[owner]:
+                node.replace_input_with(grad, laid_out)
+            modified = True
+    return modified
+
+
+def _laid_out(build: Builder, grad: fx.Node, wanted: TensorSpec, name: str) -> fx.Node:
+    """A copy of a gradient with the strides of its parameter, which is dense."""
+    dims = range(len(wanted.shape))
+    order = sorted(dims, key=lambda dim: (-wanted.stride[dim], dim))
+    by_memory = _permuted(build, grad, order, f"{name}.permute")
+    plain = tensor_spec(by_memory).with_shape(tensor_spec(by_memory).shape)
+    kwargs = {"memory_format": torch.contiguous_format}
+    made = build.call(aten.clone.default, (by_memory,), kwargs, spec=plain, like=_LIKE, name=f"{name}.laid_out")
+    return _permuted(build, made, [order.index(dim) for dim in dims], f"{name}.as_parameter")
+
+
+def _permuted(build: Builder, value: fx.Node, order: list[int], name: str) -> fx.Node:
+    if order == sorted(order):
+        return value
+    spec = tensor_spec(value)
+    shape, stride = (tuple(each[dim] for dim in order) for each in (spec.shape, spec.stride))
+    permuted = TensorSpec(shape, spec.dtype, stride, spec.device)
+    return build.call(aten.permute.default, (value, order), spec=permuted, like=_LIKE, name=name)
+
+
+def _wait_behind(grad: fx.Node) -> fx.Node | None:
+    node = grad
+    while not is_wait(node):
+        if not is_view(node) and node.target not in (aten._to_copy.default, put_rows_):
+            return None
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,1 @@
+"""Passes that decide the order of nodes, so that communication overlaps computation."""
