@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from commfuse_fx.runtime.execute.timeline import Span as Collective
+from commfuse_fx.machine.timeline import Span as Collective
 
 Span = tuple[str, str, float, float]
 """(lane, name, begin, end); seconds from the begin of the step."""

@@ -31,8 +31,9 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import Pass
-from commfuse_fx.planning.recipe import build_pipeline, plan_step
+from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
 MIB = 1 << 20

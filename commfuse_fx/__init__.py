@@ -24,18 +24,20 @@ from commfuse_fx.errors import (
     VirtualWorldError,
 )
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.inspect.diff.graph_diff import diff
-from commfuse_fx.inspect.diff.result import GraphDiff
+from commfuse_fx.inspect.diff.diff_graphs import diff
+from commfuse_fx.inspect.diff.graph_diff import GraphDiff
 from commfuse_fx.inspect.dumps.load import load
-from commfuse_fx.inspect.lowered import Collective, Lowered
+from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
 from commfuse_fx.machine.presets import preset_names
 from commfuse_fx.machine.step_profile import StepProfile
-from commfuse_fx.runtime.ranks.world import get_group_size, get_rank, init
+from commfuse_fx.planning.compiled import Collective
+from commfuse_fx.runtime.ranks.world import init
 from commfuse_fx.sharding.marking import plans
 from commfuse_fx.sharding.marking.shard import shard
 from commfuse_fx.sharding.rules.register import register_rule
 from commfuse_fx.simulate.simulation import Simulation
+from commfuse_fx.support.ranks import get_group_size, get_rank
 from commfuse_fx.virtual.lockstep import lockstep
 
 __version__ = "0.1.0"

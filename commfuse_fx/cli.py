@@ -21,7 +21,7 @@ from commfuse_fx.commands import calibrate, demo, diff, explain, lower, opt, rep
 from commfuse_fx.commands.completion import SHELLS, completion
 from commfuse_fx.commands.console import rank, say
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.runtime.ranks.world import is_distributed
+from commfuse_fx.support.ranks import is_distributed
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -30,7 +30,7 @@ from benchmarks.step_summary import (
 from benchmarks.step_task import Measured, Result, Task
 from benchmarks.step_time import VARIANTS, environments, in_order, parser, table_line
 from benchmarks.workloads import WORKLOADS
-from commfuse_fx.runtime.execute.timeline import Span
+from commfuse_fx.machine.timeline import Span
 
 SVG = "{http://www.w3.org/2000/svg}"
 

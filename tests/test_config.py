@@ -12,6 +12,7 @@ from torch import nn
 from commfuse_fx import compile, errors
 from commfuse_fx.config.compile_config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
 from commfuse_fx.config.context import set_auto_parallel_context
+from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import (
     CommFuseError,
     ConfigKeyError,
@@ -20,7 +21,7 @@ from commfuse_fx.errors import (
     NotAvailableError,
 )
 from commfuse_fx.machine.presets import preset
-from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint
+from commfuse_fx.machine.step_profile import StepProfile
 from tests.configs import CLUSTER, index, optimal, raises_naming, size
 
 # --- errors

@@ -32,7 +32,7 @@ def test_a_copy_of_a_used_step_trains_its_own_model() -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_step_of_several_ranks_says_why_it_is_not_copied(copied: Callable[[Any], Any]) -> None:
     step = cf.compile(nn.Linear(4, 2), loss_fn=nn.functional.mse_loss)
-    step._agreement = object()  # type: ignore[assignment]
+    step.session.agreement = object()  # type: ignore[assignment]
     with pytest.raises(
         cf.CommFuseError, match="several ranks cannot be copied or pickled.*compile a step for the copy"
     ):

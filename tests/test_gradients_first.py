@@ -21,7 +21,7 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.passes.schedule.tile_first_gradient import MOST_TILES, UNIT
 from commfuse_fx.planning import recipe
-from commfuse_fx.planning.recipe import Variant
+from commfuse_fx.planning.variants import Variant
 from tests.oracle import ACROSS, OPTIMAL, Batch, Case, assert_same, make_world, sgd, train_world
 
 GBIT = "gloo-1gbit"

@@ -20,15 +20,17 @@ from torch import fx
 
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.collectives import WAIT, c10d
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
-from commfuse_fx.machine.source import cost_model
 from commfuse_fx.planning import recipe
-from commfuse_fx.planning.recipe import Variant, build_pipeline, plan_step
+from commfuse_fx.planning.compile_call import plan_step
+from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.variants import Variant
 from commfuse_fx.simulate.rounds import play
 from commfuse_fx.solvers import step_problem
 from tests.cost.graphs import f32

@@ -14,10 +14,10 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.presets import preset
-from commfuse_fx.machine.source import cost_model
-from commfuse_fx.planning.recipe import plan_step
+from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.simulate.rounds import play
 
 KINDS = ("allreduce", "allgather", "reducescatter")

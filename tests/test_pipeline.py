@@ -14,13 +14,13 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.machine.source import cost_model
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
 from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
@@ -28,8 +28,11 @@ from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.schedule.vote_first import VoteFirst
 from commfuse_fx.planning import recipe
+from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
-from commfuse_fx.planning.recipe import AMPLE, Sharding, Variant, build_pipeline, most_plans, plan_step, variants
+from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.request import Sharding
+from commfuse_fx.planning.variants import AMPLE, Variant, most_plans, variants
 from commfuse_fx.sharding.marking.marks import collect
 
 PASSES = Path(__file__).parents[1] / "passes"

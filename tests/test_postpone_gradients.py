@@ -11,7 +11,8 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.planning import recipe
-from commfuse_fx.planning.recipe import Variant, build_pipeline
+from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.variants import Variant
 from tests.models import CONV, DIGITS, GPT2, TIED, Case, shards
 from tests.oracle import (
     ACROSS,

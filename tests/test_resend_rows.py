@@ -16,7 +16,7 @@ from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.planning import recipe
-from commfuse_fx.planning.recipe import Variant
+from commfuse_fx.planning.variants import Variant
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case, randomised, shards
 from tests.oracle import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_fx.runtime.execute.timeline import Span, Timeline
+from commfuse_fx.machine.timeline import Span, Timeline
 
 
 def test_a_step_that_is_woken_late_was_not_blocked_for_longer_than_its_collective_flew() -> None:

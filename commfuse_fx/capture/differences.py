@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import argument_path
+from commfuse_fx.capture.signature import Signature
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.ir.meta import dtype_name
-
-if TYPE_CHECKING:
-    from commfuse_fx.capture.signature import Signature
 
 NAMES = ("shape", "dtype", "device", "strides", "requires_grad")
 """Of what a signature has of a tensor."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from commfuse_fx.capture.this_thread import patched_here
-from commfuse_fx.capture.user_files import is_user_file
 from commfuse_fx.errors import CaptureError
+from commfuse_fx.support.user_lines import is_user_file
 
 _HERE = dist.__file__.removesuffix("__init__.py")
 _WRAPPERS = ("c10d_logger.py", "_composable_state.py")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,34 +27,11 @@ from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.python_numbers import PythonNumbers
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
-from commfuse_fx.capture.user_files import is_user_file
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.random_draws import call_draws, draws_random_numbers
+from commfuse_fx.support.user_lines import _location, is_user_file, user_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-def _location(filename: str, line: int) -> str:
-    return f"{filename}:{line}"
-
-
-def user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame that is neither torch's nor ours, or an empty string."""
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return _location(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
-
-
-def user_line_of(traceback: TracebackType | None) -> str:
-    """The same for the place where an exception was raised."""
-    found = ""
-    while traceback is not None:
-        if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = _location(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
 
 
 def innermost_function(traceback: TracebackType | None) -> str:

@@ -19,9 +19,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from commfuse_fx.capture.provenance import user_line
 from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
+from commfuse_fx.support.user_lines import user_line
 
 log = logging.getLogger("commfuse_fx.trace")
 

@@ -33,13 +33,7 @@ from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.other_leaves import other_gradients_kept
-from commfuse_fx.capture.provenance import (
-    OriginRecorder,
-    innermost_function,
-    keeping_origins,
-    origin_of,
-    user_line_of,
-)
+from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.substitute import Attributes, substituted
@@ -51,6 +45,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
 from commfuse_fx.sharding.dividing.decompose import decompose, decomposed
 from commfuse_fx.sharding.marking.traced_marks import marks_traced
+from commfuse_fx.support.user_lines import user_line_of
 
 aten = torch.ops.aten
 

@@ -17,9 +17,10 @@ from commfuse_fx.config.fusion_marks import set_comm_fusion
 from commfuse_fx.errors import ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.table import collectives_table
+from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.ops import all_reduce
-from commfuse_fx.runtime.execute.timeline import Timeline
-from commfuse_fx.runtime.ranks.world import get_group_size, get_rank, init, is_distributed
+from commfuse_fx.runtime.ranks.world import init
+from commfuse_fx.support.ranks import get_group_size, get_rank, is_distributed
 
 BATCH = 64
 """Rows of a batch of all ranks together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from commfuse_fx.inspect.diff.graph_diff import diff
+from commfuse_fx.inspect.diff.diff_graphs import diff
 
 SAME, DIFFERENT = 0, 1
 

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.dumps.load import GIVE, read_program
 from commfuse_fx.ir.program import Program
-from commfuse_fx.machine.source import priced_for, resolve_costs
+from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.planning.pass_text import Written
 from commfuse_fx.planning.pass_values import OWN_COSTS, option_from_data
 from commfuse_fx.planning.pipeline import Pass, PassPipeline
-from commfuse_fx.planning.recipe import Sharding, build_pipeline
+from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES, PassEntry, PassOption, find_pass
+from commfuse_fx.planning.request import Sharding
 from commfuse_fx.sharding.marking.marks import Marks
 
 

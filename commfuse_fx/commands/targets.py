@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.support.checks import show
 
 KEYS = ("model", "loss_fn", "optimizer", "inputs")
 

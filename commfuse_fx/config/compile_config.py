@@ -10,16 +10,10 @@ from typing import Any
 
 from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.fusion_config import KINDS, FusionConfig, KindFusion
-from commfuse_fx.config.options import (
-    DEFAULTS,
-    PARALLEL_MODE_ALIASES,
-    Default,
-    ScheduleConfig,
-    show,
-    validated,
-)
+from commfuse_fx.config.options import DEFAULTS, PARALLEL_MODE_ALIASES, Default, ScheduleConfig, validated
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
 from commfuse_fx.machine.source import costs_label, resolve_costs
+from commfuse_fx.support.checks import show
 
 __all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig"]
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from commfuse_fx.config.fusion_config import FusionConfig, KindFusion, check_cuts
-from commfuse_fx.config.options import DEFAULTS, show, validated
+from commfuse_fx.config.options import DEFAULTS, validated
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.support.warned import forget_given_warnings
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_fx.config.options import check_bool, is_int, show
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.source import resolve_costs
+from commfuse_fx.support.checks import check_bool, is_int, show
 
 MIB = 1 << 20
 AUTO_THRESHOLD_MIB = 64

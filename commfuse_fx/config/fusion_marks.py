@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from commfuse_fx.config.options import check_bool, check_int, show
 from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.support.checks import check_bool, check_int, show
 from commfuse_fx.support.tracebacks import user_frames_only
 
 _FUSION_ID = "comm_fusion"

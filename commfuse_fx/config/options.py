@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.machine.source import resolve_costs
+from commfuse_fx.support.checks import check_bool, check_choice, check_int, is_int, show
 
 MAX_DEVICES = 4096
 """Largest `device_num`."""
@@ -60,47 +62,6 @@ class Default:
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-
-def show(value: object) -> str:
-    """`repr(value)` on one line, cut to what fits an error message."""
-    text = " ".join(repr(value).splitlines())
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def is_int(value: object) -> TypeGuard[int]:
-    """Whether `value` is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_bool(value: object, where: str) -> bool:
-    """`value` if it is a bool, else ConfigTypeError."""
-    if not isinstance(value, bool):
-        raise ConfigTypeError(f"{where} is {show(value)}; give True or False")
-    return value
-
-
-def check_int(value: object, where: str, low: int, high: int | None = None, limit: str = "") -> int:
-    """`value` if it is an int in `low`..`high` (`limit` says where `high` comes from).
-
-    Raises ConfigTypeError for a bool or non-int, ConfigValueError out of range.
-    """
-    allowed = f"an int >= {low}" if high is None else f"an int in {low}..{high}{limit}"
-    if not is_int(value):
-        raise ConfigTypeError(f"{where} is {show(value)}; give {allowed}")
-    if value < low or (high is not None and value > high):
-        raise ConfigValueError(f"{where} is {value}; give {allowed}")
-    return value
-
-
-def check_choice(value: object, where: str, choices: Sequence[str]) -> str:
-    """`value` if it is one of `choices`, else ConfigTypeError (not a str) or ConfigValueError."""
-    allowed = ", ".join(f'"{choice}"' for choice in choices)
-    if not isinstance(value, str):
-        raise ConfigTypeError(f"{where} is {show(value)}; give one of {allowed}")
-    if value not in choices:
-        raise ConfigValueError(f"{where} is {show(value)}, which is unknown; use one of {allowed}")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +156,6 @@ def _check_parallel_optimizer_config(value: object, where: str) -> object:
 
 
 def _check_cluster(value: object, where: str) -> object:
-    from commfuse_fx.machine.source import resolve_costs  # which checks its own figures with this module
-
     return None if value is None else resolve_costs(value, where)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_config import KINDS, FusionConfig
-from commfuse_fx.config.options import DEFAULTS, ScheduleConfig, show
+from commfuse_fx.config.options import DEFAULTS, ScheduleConfig
 from commfuse_fx.errors import CommFuseError, ConfigValueError
-
-if TYPE_CHECKING:
-    from commfuse_fx.config.compile_config import CompileConfig
-    from commfuse_fx.machine.source import Costs
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.source import Costs
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.support.checks import show
 
 _OF_THE_SESSION = ("mesh", "device_num", "global_rank", "strategy_ckpt_load_file", "strategy_ckpt_save_file")
 _SAVED = tuple(name for name in DEFAULTS if name not in _OF_THE_SESSION)
@@ -40,10 +41,6 @@ def config_from_dict(data: Mapping[str, Any], where: str) -> CompileConfig:
 
     Raises ConfigValueError, which names `where`, the option and its value.
     """
-    from commfuse_fx.config.compile_config import (
-        CompileConfig,  # which the program knows, and its cost model knows the program
-    )
-
     for name in _SAVED:
         if name not in data:
             raise ConfigValueError(f'{where}: "{name}" is missing; write the dump again')
@@ -91,9 +88,6 @@ def _costs(data: Any, where: str) -> Costs | None:
     # Never a name or a path, which `cluster=` takes as well: a file does not make us read another one.
     if data is None:
         return None
-    from commfuse_fx.machine.cluster import ClusterSpec
-    from commfuse_fx.machine.step_profile import StepProfile
-
     if not isinstance(data, dict) or data.get("kind") not in ("cluster", "profile"):
         raise ConfigValueError(f'{where} is neither null nor an object of kind "cluster" or "profile"')
     reader = ClusterSpec if data["kind"] == "cluster" else StepProfile

@@ -11,12 +11,13 @@ from torch import fx
 
 from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
 from commfuse_fx.cost.roofline import is_free, roofline_seconds
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.machine.cluster import ClusterSpec
-from commfuse_fx.simulate.engine import Transfer
+from commfuse_fx.machine.source import Costs
 
 PER_ELEMENT = "update.per_element/"
 """Keys of measured parameter updates: this and the op's name, such as `update.per_element/_fused_adamw_`."""
@@ -153,3 +154,10 @@ class RememberingModel(CostModel):
         if known is None or known[0] is not target or known[1] is not kept:
             known = self._seconds[node] = (target, kept, super().compute_seconds(node))
         return known[2]
+
+
+def cost_model(costs: Costs) -> CostModel:
+    """Prices for compute nodes and collectives."""
+    if isinstance(costs, ClusterSpec):
+        return CostModel(costs)
+    return CostModel(costs.cluster, costs.node_seconds)

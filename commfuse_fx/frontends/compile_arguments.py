@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.kernels.update_rules import check_optimizer
+from commfuse_fx.support.checks import show
 
 
 def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimizer: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.table import collectives_table
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import LAYOUT
-from commfuse_fx.planning.recipe import Compiled
+from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.torch_trace import is_tracing, write_artifact
 
@@ -27,21 +28,26 @@ _traced = count()
 _warned = False
 
 
-def is_dumped() -> bool:
-    """Whether every compile is dumped, for which the graph as captured has to be kept."""
-    return bool(os.environ.get(VARIABLE))
+@dataclass(frozen=True)
+class Publisher:
+    """Tells of the compiles of one rank."""
 
+    rank: int
 
-def publish(compiled: Compiled, rank: int) -> None:
-    """Log what was compiled, and write it where files are asked for. A file that cannot be written is a warning."""
-    _log_compile(compiled)
-    if is_dumped():
-        _dump(compiled, rank)
-    if is_tracing():
-        number, lowered = next(_traced), _lowered(compiled, rank)
-        name = f"commfuse_{number:03d}_{_mode(compiled)}"
-        write_artifact(f"{name}_graph", lowered.text)
-        write_artifact(f"{name}_explain", lambda: lowered.explain().text())
+    def keeps_captured(self) -> bool:
+        """Whether every compile is dumped, for which the graph as captured has to be kept."""
+        return bool(os.environ.get(VARIABLE))
+
+    def __call__(self, compiled: Compiled) -> None:
+        """Log what was compiled, and write it where files are asked for. A file that cannot be written is a warning."""
+        _log_compile(compiled)
+        if self.keeps_captured():
+            _dump(compiled, self.rank)
+        if is_tracing():
+            number, lowered = next(_traced), _lowered(compiled, self.rank)
+            name = f"commfuse_{number:03d}_{_mode(compiled)}"
+            write_artifact(f"{name}_graph", lowered.text)
+            write_artifact(f"{name}_explain", lambda: lowered.explain().text())
 
 
 def _mode(compiled: Compiled) -> str:

@@ -50,3 +50,11 @@ def unequal_blocks(args: Sequence[Any]) -> str | None:
                     f"strides {first.stride} and {other.stride} (shape {list(first.shape)})"
                 )
     return None
+
+
+class LayoutConflict(Exception):
+    """The optimizer's present state does not allow this plan. `remedy`: "separate" updates, or "opaque" ones."""
+
+    def __init__(self, remedy: str, reason: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy

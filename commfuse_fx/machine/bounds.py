@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.documents import check_number
 
 

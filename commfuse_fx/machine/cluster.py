@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from commfuse_fx.config.options import check_int, is_int, show
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.bounds import (
     BYTES,
@@ -18,6 +17,7 @@ from commfuse_fx.machine.bounds import (
     SPEED,
     SPEED_OR_NONE,
 )
+from commfuse_fx.support.checks import check_int, is_int, show
 from commfuse_fx.support.documents import Document, check_keys, check_object, check_text, made_of
 
 _Spec = TypeVar("_Spec", "Level", "Device")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
 from commfuse_fx.support import documents
+from commfuse_fx.support.checks import show
 
 GPUS_PER_NODE = 8
 MAX_NODES = 512

@@ -5,22 +5,16 @@ A profile is taken wherever a cluster is; `cost.profiling` measures it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from commfuse_fx.config.options import check_int, show
-from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.meta import TensorSpec, dtype_name
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.bounds import MOST_RANKS, NODE_SECONDS
 from commfuse_fx.machine.cluster import ClusterSpec
-from commfuse_fx.machine.presets import resolve_cluster
-from commfuse_fx.support import documents
+from commfuse_fx.support.checks import check_int, show
 from commfuse_fx.support.documents import Document, check_keys, check_object, check_text, made_of
 
 _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
@@ -88,24 +82,3 @@ class StepProfile(Document, kind="profile"):
         cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
         check_object(body["node_seconds"], f"{where}: node_seconds")
         return made_of(cls, {**body, "cluster": cluster}, where)
-
-
-def resolve_costs(value: object, where: str = "cluster") -> tuple[ClusterSpec, StepProfile | None]:
-    """The cluster that an option stands for, and the profile, if that is what was given.
-
-    value: what `resolve_cluster` takes, a StepProfile, or the path of a file with one. Raises like `resolve_cluster`.
-    """
-    if documents.is_path(value):
-        try:
-            value = documents.load_document(value)
-        except (ConfigTypeError, ConfigKeyError, ConfigValueError) as error:
-            raise type(error)(f"{where}: {error.args[0]}") from None
-    if isinstance(value, StepProfile):
-        return value.cluster, value
-    return resolve_cluster(value, where), None
-
-
-def model_fingerprint(params: Mapping[str, torch.Tensor | TensorSpec]) -> str:
-    """SHA-256, in hex, of the names, shapes and dtypes of parameters, in their order."""
-    lines = [f"{name} {dtype_name(p.dtype)} {tuple(int(size) for size in p.shape)}" for name, p in params.items()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -25,7 +25,8 @@ from commfuse_fx.measure.network_probe import NetworkFigures, measure_group, sho
 from commfuse_fx.measure.probe import probe, slowest_figures
 from commfuse_fx.measure.probe_group import Group
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
-from commfuse_fx.runtime.ranks.world import is_distributed, world_timeout
+from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.ranks import is_distributed
 
 DEFAULT_SECONDS = 15.0
 

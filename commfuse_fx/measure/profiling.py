@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from commfuse_fx.config.options import check_int
 from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, PER_VIEW, CostModel, profile_key, update_elements
 from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.ir.collectives import is_start, is_wait
@@ -25,12 +24,11 @@ from commfuse_fx.ir.naming import op_label
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.undo import step_undone, undone
+from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import as_recorded, computed
-from commfuse_fx.runtime.ranks.world import is_distributed
 from commfuse_fx.simulate.rounds import play
-
-if TYPE_CHECKING:
-    from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.support.checks import check_int
+from commfuse_fx.support.ranks import is_distributed
 
 MOST_STEPS = 40
 """Whole steps that are timed at most."""

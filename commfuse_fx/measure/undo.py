@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
-
-if TYPE_CHECKING:
-    from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.executor import Executor
 
 
 @contextmanager

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from commfuse_fx.config.fusion_config import FusionConfig
-from commfuse_fx.config.options import check_bool, is_int, show
 from commfuse_fx.config.plain_data import fusion_from_dict, fusion_to_dict
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.json.values import ValueReader
 from commfuse_fx.ir.program import Program
-from commfuse_fx.machine.source import cost_model
 from commfuse_fx.planning.registry import PassEntry, PassOption
 from commfuse_fx.sharding.marking.marks import Marks
 from commfuse_fx.sharding.marking.marks_json import marks_from_dict, marks_to_dict
+from commfuse_fx.support.checks import check_bool, is_int, show
 
 OWN_COSTS = "cluster"
 """What stands for the prices of the program's own cluster."""

@@ -7,25 +7,21 @@ from typing import Any
 
 from commfuse_fx.capture.guards import Guards
 from commfuse_fx.capture.signature import Signature
-from commfuse_fx.planning.recipe import Compiled
-from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.ranks.agreement import Ballot
+from commfuse_fx.planning.compiled import Compiled
 
 MAX_GRAPHS = 16
 """Graphs kept per compiled step; the least recently used one goes first."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
-    """One graph, what it was traced for, and what runs it. `ballot`: what ranks that run it together vote for."""
+    """One graph, and what it was traced for. Whoever runs it keeps what runs it, by the plan itself."""
 
     compiled: Compiled
     signature: Signature
     guards: Guards
     flat_updates: bool = True
     opaque: str = ""
-    executor: Executor | None = None
-    ballot: Ballot | None = None
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,18 +18,19 @@ from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import Structure, flatten
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.on_compile import is_dumped, publish
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo
+from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
-from commfuse_fx.machine.source import cost_model
 from commfuse_fx.passes.distribute.divide import Layouts
+from commfuse_fx.planning.compile_call import compile_call
+from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
-from commfuse_fx.planning.recipe import Compiled, OtherBatch, Sharding, batch_ways, compile_call
+from commfuse_fx.planning.request import OtherBatch, Sharding, batch_ways
 from commfuse_fx.planning.retrace_log import Findings, Traces
 from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
-from commfuse_fx.runtime.memory.storage import LayoutConflict
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.progress import progress
@@ -45,8 +46,20 @@ class Call:
     leaves: list[tuple[str, torch.Tensor]]
 
 
+class OnCompile(Protocol):
+    """What is to happen with each compile, besides its being used."""
+
+    def keeps_captured(self) -> bool:
+        """Whether the graph as captured has to be kept until the call."""
+        ...
+
+    def __call__(self, compiled: Compiled) -> None:
+        """A graph has been compiled."""
+        ...
+
+
 class Planner:
-    """Finds or makes the plan of a call."""
+    """Finds or makes the plan of a call. on_compile: sees each compile."""
 
     def __init__(
         self,
@@ -55,14 +68,14 @@ class Planner:
         optimizer: torch.optim.Optimizer | None,
         config: CompileConfig,
         mesh: Mesh,
-        rank: int = 0,
+        on_compile: OnCompile,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
         self.mesh = mesh
-        self.rank = rank
+        self._on_compile = on_compile
         self.watch = Watch(model, optimizer)
         self.plans = PlanCache()
         self._traces = Traces(type(model).__qualname__)
@@ -126,7 +139,6 @@ class Planner:
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.guards = self._guards()
-        plan.executor = None
 
     @property
     def has_common_plan(self) -> bool:
@@ -147,12 +159,6 @@ class Planner:
         """Make all plans for the model as it is now anew, and from now on, with prices that all ranks have."""
         self._common[self._mode] = seconds
         self.plans.clear()
-
-    def forget_replaced_parameters(self) -> None:
-        """Let go of what has run with parameters that are no longer the model's; it would keep their memory."""
-        for plan in self.plans.values():
-            if plan.executor is not None and plan.executor.params is not self.watch.params:
-                plan.executor = None
 
     def _why(self, signature: Signature) -> str:
         """What has changed since the last call; empty for the first one."""
@@ -234,12 +240,12 @@ class Planner:
                 optimizer,
                 sliced,
                 flat_updates,
-                keep_captured or is_dumped(),
+                keep_captured or self._on_compile.keeps_captured(),
                 sharding,
                 self._common.get(self._mode) if self._common else None,
                 self._reads,
             )
-        publish(compiled, self.rank)
+        self._on_compile(compiled)
         if not keep_captured:
             compiled.captured = None
         return compiled

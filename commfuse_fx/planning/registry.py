@@ -8,7 +8,6 @@ from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigKeyError
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
@@ -39,6 +38,7 @@ from commfuse_fx.passes.schedule.schedule import Schedule
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.passes.schedule.tile_first_gradient import TileFirstGradient
 from commfuse_fx.passes.schedule.vote_first import VoteFirst
+from commfuse_fx.support.checks import show
 
 # In the order in which a compile runs them.
 _CLASSES: tuple[type[Any], ...] = (

@@ -13,12 +13,13 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import alike
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.ir.collectives import WAIT, is_start
 from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 
 DEFERRED_ROUNDS = 4
 """Rounds to play at least where nodes run in the following step."""

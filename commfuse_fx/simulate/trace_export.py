@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from commfuse_fx.simulate.simulation import Event, SimulatedCollective
+from commfuse_fx.simulate.events import Event, SimulatedCollective
 
 _PROCESS = 0
 _COMPUTE = 0

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from commfuse_fx.cost.numbers import EQUAL, alike
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.cost.transfer import Transfer
+from commfuse_fx.simulate.engine import Engine
 from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan, PieceChoice
 
 MOST_ROUNDS = 8

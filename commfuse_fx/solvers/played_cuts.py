@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.machine.cluster import Device
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 
 MOST_MOVES = 256
 """How many cuts are played at most to move the boundaries between buckets."""

@@ -17,13 +17,13 @@ from torch import fx
 from commfuse_fx.cost.collective_cost import CollectiveCost
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
-from commfuse_fx.simulate.engine import Transfer
 from commfuse_fx.solvers.consumers import Item, optimal_plan
 from commfuse_fx.solvers.cuts import optimal_cuts
 from commfuse_fx.solvers.cyclic import PIECES, CyclicMember, merged_member, piece_choices

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
-from commfuse_fx.config.options import is_int, show
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.support.checks import is_int, show
 
 SCHEMA = 1
 """The schema that this version writes, and the newest that it reads."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from commfuse_fx.errors import ConfigKeyError
-from commfuse_fx.runtime.ranks.world import get_rank
+from commfuse_fx.support.ranks import get_rank
 
 VARIABLE = "COMMFUSE_LOGS"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from commfuse_fx.runtime.ranks.world import get_group_size, get_rank
+from commfuse_fx.support.ranks import get_group_size, get_rank
 
 _given: dict[str, None] = {}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commfuse_fx.config.options import check_choice, check_int
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.lowered import Collective, Lowered
+from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.meta import PHASES, dtype_name
-from commfuse_fx.testing.checks import check_lowered
+from commfuse_fx.planning.compiled import Collective
+from commfuse_fx.support.checks import check_choice, check_int
+from commfuse_fx.testing.check_lowered import check_lowered
 
 _LISTED = 20
 _MEMBERS = 4

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commfuse_fx.config.options import show
 from commfuse_fx.cost.collective_cost import bus_bandwidth
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.lowered import Collective, Lowered
+from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.simulate.simulation import Simulation
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.documents import check_number
-from commfuse_fx.testing.checks import check_lowered
+from commfuse_fx.testing.check_lowered import check_lowered
 
 _LISTED = 10
 

@@ -105,7 +105,7 @@ def _report(golden: str, text: str) -> str:
 
 
 def _semantic(golden: str, text: str) -> str:
-    from commfuse_fx.inspect.diff.graph_diff import diff  # only where something differs
+    from commfuse_fx.inspect.diff.diff_graphs import diff  # only where something differs
 
     try:
         found = replace(diff(golden, text), before="golden", after="this graph")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.testing.checks import check_lowered
+from commfuse_fx.support.checks import show
+from commfuse_fx.testing.check_lowered import check_lowered
 from commfuse_fx.testing.goldens import Comparison, compare, golden_path, read_golden, write_golden
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")

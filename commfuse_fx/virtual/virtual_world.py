@@ -12,9 +12,11 @@ from torch import nn
 
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.frontends.step import CompiledStep, accumulate
+from commfuse_fx.frontends.session import accumulate
+from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Call
 from commfuse_fx.runtime.execute.executor import Executor
@@ -22,7 +24,7 @@ from commfuse_fx.runtime.execute.guard import Guard
 from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.shards import Shards, layouts_of
-from commfuse_fx.runtime.memory.storage import FlatPool, LayoutConflict
+from commfuse_fx.runtime.memory.storage import FlatPool
 from commfuse_fx.runtime.ranks.exchange import LocalExchange
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -190,7 +192,7 @@ class LockstepWorld:
     def _shapes_only(self) -> Iterator[None]:
         """To trace the step's own model, which may be that of rank 0."""
         with ExitStack() as entered:
-            entered.enter_context(self.step.shapes_only())
+            entered.enter_context(self.step.session.shapes_only())
             for shards in self._shards.values():
                 entered.enter_context(shards[0].shapes_only())
             yield

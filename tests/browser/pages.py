@@ -13,7 +13,7 @@ from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total
 from commfuse_fx.inspect.report.data import NodeRow, Prediction, ReportData, StageRow
 from commfuse_fx.inspect.report.fusion import Fusion, Unfused
 from commfuse_fx.inspect.report.lanes import Bar, Lane
-from commfuse_fx.runtime.execute.timeline import Span, Timeline
+from commfuse_fx.machine.timeline import Span, Timeline
 
 HOSTILE = ("<script>hacked=1</script>", '"><img src=x onerror=hacked=1>', "</script><b>", "a\u2028b & c", "back\\slash")
 

@@ -10,12 +10,12 @@ from torch import fx
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.ir.collectives import WAIT, c10d
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
-from commfuse_fx.simulate.engine import Transfer
 
 aten = torch.ops.aten
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 import commfuse_fx as cf
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.measure.fit_alpha_beta import Burst, Sample, burst
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 from commfuse_fx.simulate.rounds import play
 from commfuse_fx.simulate.simulation import simulate
 from tests.cost.graphs import Graph, Priced

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 import commfuse_fx as cf
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 from tests.cost.graphs import CORE, Graph, f32
 
 HALF = Transfer("dp", 1.0, 2.0, busy_speed=0.5)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 from tests.work import calls
 
 

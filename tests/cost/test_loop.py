@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_fx.simulate.engine import Transfer
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.solvers import loop
 from commfuse_fx.solvers.cyclic import CyclicMember, PieceChoice, cyclic_plans, merged_member, piece_choices
 from commfuse_fx.solvers.loop import Loop

@@ -15,11 +15,13 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, profile_key
+from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.machine.presets import preset
-from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint, resolve_costs
+from commfuse_fx.machine.source import resolve_costs
+from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.profiling import measure_step, profile_step, typical
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.support import documents
@@ -59,14 +61,14 @@ def test_a_profile_stands_for_its_cluster(tmp_path: Path) -> None:
     original = profile()
     original.save(tmp_path / "step.json")
     original.cluster.save(tmp_path / "cluster.json")
-    assert resolve_costs(original) == (original.cluster, original)
-    assert resolve_costs(tmp_path / "step.json") == (original.cluster, original)
-    assert resolve_costs(str(tmp_path / "step.json")) == (original.cluster, original)
+    assert resolve_costs(original) == original
+    assert resolve_costs(tmp_path / "step.json") == original
+    assert resolve_costs(str(tmp_path / "step.json")) == original
     original.save(tmp_path / "step")  # a path by its separator
-    assert resolve_costs(str(tmp_path / "step")) == resolve_costs(tmp_path / "step") == (original.cluster, original)
-    assert resolve_costs(tmp_path / "cluster.json") == (original.cluster, None)
-    assert resolve_costs("gloo-10gbit") == (original.cluster, None)
-    assert resolve_costs(original.cluster) == (original.cluster, None)
+    assert resolve_costs(str(tmp_path / "step")) == resolve_costs(tmp_path / "step") == original
+    assert resolve_costs(tmp_path / "cluster.json") == original.cluster
+    assert resolve_costs("gloo-10gbit") == original.cluster
+    assert resolve_costs(original.cluster) == original.cluster
     with pytest.raises(ConfigTypeError, match="cluster is 3"):
         resolve_costs(3)
 
@@ -211,7 +213,7 @@ class Ready:
             self.step(*self.batch)
         call = self.step.planner.take_apart(self.batch, {})
         self.inputs = dict(call.leaves)
-        self.executor: Executor = self.step._executor(self.step.planner.plan(call), call)
+        self.executor: Executor = self.step.session.executor(self.step.planner.plan(call), call)
 
     def everything(self) -> Any:
         """All that belongs to the user, its objects' identities included."""

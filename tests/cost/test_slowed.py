@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import commfuse_fx as cf
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.simulate.engine import Engine, Transfer
+from commfuse_fx.simulate.engine import Engine
 from tests.cost.graphs import CORE
 
 SLOW = Transfer("dp", 1.0, 2.0, slowed=4.0, last=0.5)

@@ -81,7 +81,7 @@ def values(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def is_deferred(step: cf.CompiledStep) -> bool:
-    return step._running is not None and step._running.tail.is_pending
+    return step.session.running is not None and step.session.running.tail.is_pending
 
 
 def train(schedule: Any, fusion: Any, optimizer: str) -> tuple[dict[str, torch.Tensor], list[float], bool]:
@@ -319,8 +319,8 @@ def interrupted_between_parts() -> tuple[bool, dict[str, torch.Tensor], dict[str
         data = batches(cf.get_rank(), 2)
         step(*data[0])
         if interrupt:
-            assert step._running is not None
-            tail = step._running.tail
+            assert step.session.running is not None
+            tail = step.session.running.tail
             run = tail.advance
 
             def once(until: int, run: Any = run, tail: Any = tail) -> None:

@@ -241,7 +241,7 @@ def dropped() -> tuple[list[bool], list[bool], bool]:
         model, _, step = make(ACROSS, SEVERAL)
         step(*batches(cf.get_rank(), 1)[0])
         assert is_deferred(step)
-        return [weakref.ref(each) for each in (step, step._running, model)], model
+        return [weakref.ref(each) for each in (step, step.session.running, model)], model
 
     def alive(refs: list[weakref.ref[Any]]) -> list[bool]:
         gc.collect()

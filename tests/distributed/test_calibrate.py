@@ -14,10 +14,11 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.cli import main
+from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import preset, resolve_cluster
-from commfuse_fx.machine.step_profile import StepProfile, model_fingerprint
+from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure import calibration
 from commfuse_fx.measure.calibration import Calibration, calibrate
 from commfuse_fx.measure.profiling import profile_step

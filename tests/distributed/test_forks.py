@@ -93,7 +93,7 @@ def read_while_pending(methods: tuple[str, ...]) -> list[bool]:
     same: list[bool] = []
     for number, method in enumerate(methods):
         step(*xy(number))
-        assert step._running is not None and step._running.tail.is_pending
+        assert step.session.running is not None and step.session.running.tail.is_pending
         if method == "state":
             (state, *_) = step.optimizer.state.values()  # type: ignore[union-attr]
             found = in_fork(lambda buffer=state["momentum_buffer"]: float(buffer.norm()))
@@ -137,8 +137,8 @@ def fork_beside_a_training() -> list[Any]:
     while not stop.is_set():
         found.append(in_fork(lambda: len(norms(model))))
     thread.join()
-    assert step._running is not None
-    guard, held, done = step._running.guard, threading.Event(), threading.Event()
+    assert step.session.running is not None
+    guard, held, done = step.session.running.guard, threading.Event(), threading.Event()
     step.synchronize()
 
     def hold() -> None:
@@ -205,8 +205,8 @@ def lost_before_a_fork() -> tuple[list[str], bool]:
     """The updates that a fork has to finish never come."""
     _, step = make()
     step(*xy(0))
-    assert step._running is not None
-    tail = step._running.tail
+    assert step.session.running is not None
+    tail = step.session.running.tail
     tail.parts = [replace(part, run=_lose) for part in tail.parts]
     with logged() as messages:
         in_fork(lambda: 0)
@@ -214,7 +214,7 @@ def lost_before_a_fork() -> tuple[list[str], bool]:
         step(*xy(1))
     with pytest.raises(cf.CollectiveError, match="an earlier step ended"):
         step(*xy(1))
-    return messages, step._running.tail.is_pending
+    return messages, step.session.running.tail.is_pending
 
 
 def _lose(values: list[Any]) -> None:

@@ -115,8 +115,8 @@ def timeouts() -> list[float]:
     model = Exchange("tp")
     step = cf.compile(model, mesh=(2, 2))
     step(values_of(cf.get_rank()), torch.ones(100))
-    assert step._groups is not None
-    groups = [ballot_box().group, step._groups["tp"], step._groups["dp"]]
+    assert step.session.runners.groups is not None
+    groups = [ballot_box().group, step.session.runners.groups["tp"], step.session.runners.groups["dp"]]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 

@@ -17,7 +17,7 @@ from commfuse_fx.inspect.report.collective_rows import ranks_text
 from commfuse_fx.inspect.report.data import ReportData, report_data
 from commfuse_fx.inspect.report.fusion import fusion
 from commfuse_fx.inspect.report.page import embedded, report
-from commfuse_fx.runtime.execute.timeline import Span, Timeline
+from commfuse_fx.machine.timeline import Span, Timeline
 from tests.inspect.steps import Net, train
 
 if sys.version_info >= (3, 11):

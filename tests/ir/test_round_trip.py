@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.cost.model import cost_model
+from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.inspect.explanation import explain
 from commfuse_fx.ir.functions import FUNCTIONS
 from commfuse_fx.ir.json.known_ops import OPERATORS, find_target
@@ -24,8 +26,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.machine.source import cost_model, resolve_costs
-from commfuse_fx.machine.step_profile import model_fingerprint
+from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
 from commfuse_fx.simulate.simulation import simulate
 from examples.ci_graph_diff.model import lowered as example

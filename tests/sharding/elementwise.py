@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import R, S, local_shape
+from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.planner import Call, Planner
-from commfuse_fx.planning.recipe import Compiled
 from tests import captures
 from tests.oracle import cluster
 
@@ -99,7 +100,7 @@ def _compiler(step: cf.CompiledStep, layouts: Layouts) -> Any:
     captures.share(model, Elementwise)
     assert optimizer is not None
     mine = type(optimizer)(model.parameters(), **_options(optimizer))
-    planner = Planner(model, None, mine, step.config, Mesh((mesh.shape[0],), ("dp",)))
+    planner = Planner(model, None, mine, step.config, Mesh((mesh.shape[0],), ("dp",)), Publisher(0))
 
     def compile_parts(call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = "") -> Compiled:
         model.train(step.model.training)

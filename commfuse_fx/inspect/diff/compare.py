@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 
 from commfuse_fx.inspect.diff.align import NOBODY, Alignment, align
+from commfuse_fx.inspect.diff.graph_diff import GraphDiff
 from commfuse_fx.inspect.diff.records import Argument, CollectiveRecord, GraphRecord, NodeRecord
 from commfuse_fx.inspect.diff.result import (
     COMMUNICATION,
@@ -18,7 +19,6 @@ from commfuse_fx.inspect.diff.result import (
     REORDERED,
     CollectiveChange,
     Delta,
-    GraphDiff,
     HeaderChange,
     NodeChange,
 )

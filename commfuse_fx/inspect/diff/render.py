@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from commfuse_fx.inspect.diff.result import CollectiveChange, Delta, GraphDiff, HeaderChange, NodeChange
+from commfuse_fx.inspect.diff.result import CollectiveChange, Delta, Differences, HeaderChange, NodeChange
 
 SCHEMA = 1
 
@@ -16,7 +14,7 @@ _MOST_LINES = 40
 _LONGEST_LINE = 180
 
 
-def text(diff: GraphDiff) -> str:
+def text(diff: Differences) -> str:
     lines = [headline(diff), f"- {plain(diff.before)}", f"+ {plain(diff.after)}"]
     for title, found in sections(diff):
         lines.append(title)
@@ -24,11 +22,11 @@ def text(diff: GraphDiff) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_json(diff: GraphDiff) -> str:
+def to_json(diff: Differences) -> str:
     return json.dumps({"schema": SCHEMA, "kind": diff.kind, "is_same": diff.is_same, **asdict(diff)}, indent=1)
 
 
-def markdown(diff: GraphDiff) -> str:
+def markdown(diff: Differences) -> str:
     parts = [f"### commfuse diff: {headline(diff)}", _fenced([f"- {plain(diff.before)}", f"+ {plain(diff.after)}"])]
     for title, found in sections(diff):
         shown = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in found[:_MOST_LINES]]
@@ -38,7 +36,7 @@ def markdown(diff: GraphDiff) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def headline(diff: GraphDiff) -> str:
+def headline(diff: Differences) -> str:
     """`compute changed: 1 added, 2 changed, 4 renumbered (150 -> 151 nodes)`."""
     groups = ("added", "removed", "changed", "renamed", "renumbered", "moved")
     counts = [f"{len(getattr(diff, name))} {name}" for name in groups if getattr(diff, name)]
@@ -49,7 +47,7 @@ def headline(diff: GraphDiff) -> str:
     return f"{diff.kind}{': ' if counts else ''}{', '.join(counts)} {nodes}"
 
 
-def sections(diff: GraphDiff) -> list[tuple[str, list[str]]]:
+def sections(diff: Differences) -> list[tuple[str, list[str]]]:
     """(title, lines) of all that is not empty. Titles hold no names."""
     nodes = (
         ("removed", [f"- {_named(each.before, each)}" for each in diff.removed]),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commfuse_fx.inspect.diff import render
-
 IDENTICAL = "identical"
 RENAMED = "renamed"
 REORDERED = "reordered"
@@ -62,7 +60,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class GraphDiff:
+class Differences:
     """Two graphs, node by node. All that is listed is in graph order.
 
     Attributes:
@@ -100,15 +98,3 @@ class GraphDiff:
         """The strongest class of all nodes: one of KINDS. The header has no say."""
         changes = (*self.added, *self.removed, *self.changed, *self.renamed, *self.renumbered, *self.moved)
         return max((each.kind for each in changes), key=KINDS.index, default=IDENTICAL)
-
-    def text(self) -> str:
-        """A report in plain lines."""
-        return render.text(self)
-
-    def to_json(self) -> str:
-        """The report as JSON with a version in "schema"."""
-        return render.to_json(self)
-
-    def markdown(self) -> str:
-        """For a comment on a pull request, with details folded and long lists cut."""
-        return render.markdown(self)

@@ -14,7 +14,7 @@ from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import CollectiveRecord
 from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_content, read_index
-from commfuse_fx.inspect.lowered import Lowered, LoweredCall, Snapshot
+from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.ir.json.read import from_dict
 from commfuse_fx.ir.json.values import ValueReader
 from commfuse_fx.ir.json.write import SCHEMA
@@ -22,9 +22,9 @@ from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.pipeline_json import pipeline_of
-from commfuse_fx.planning.recipe import Compiled
 from commfuse_fx.support.json_fields import Fields, load_object
 from commfuse_fx.support.tracebacks import user_frames_only
 

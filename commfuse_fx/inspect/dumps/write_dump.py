@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.dot import to_dot
 from commfuse_fx.inspect.dumps.files import INDEX, INDEX_SCHEMA
 from commfuse_fx.inspect.report.page import report
 from commfuse_fx.planning.pipeline_json import captured_json
 from commfuse_fx.support.writing import write_whole
-
-if TYPE_CHECKING:
-    from commfuse_fx.inspect.lowered import Lowered
 
 PURPOSES = {
     "graph.txt": "the final graph as canonical text",
@@ -38,16 +36,16 @@ _ROLES = {
 _STAGE = re.compile(r"stages/\d{2,4}-[A-Za-z0-9_-]{1,100}\.txt", re.ASCII)
 
 
-def dump(lowered: Lowered, rank: int, directory: str | Path) -> Path:
+def dump(graph: CompiledGraph, directory: str | Path) -> Path:
     """Write `rank<r>/` under `directory` and return that folder. index.json comes last: a folder without it is no dump.
 
     Files of an earlier dump are replaced, or removed where this one has no such file; other files stay.
 
     Raises ConfigValueError, which names the folder, where it cannot be written.
     """
-    folder = Path(directory) / f"rank{rank}"
-    contents = _contents(lowered)
-    index = _index(lowered, rank, contents)
+    folder = Path(directory) / f"rank{graph.rank}"
+    contents = _contents(graph)
+    index = _index(graph, contents)
     try:
         (folder / "stages").mkdir(parents=True, exist_ok=True)
         _remove_earlier(folder, keep=contents)
@@ -62,17 +60,17 @@ def dump(lowered: Lowered, rank: int, directory: str | Path) -> Path:
     return folder
 
 
-def _contents(lowered: Lowered) -> dict[str, str]:
+def _contents(graph: CompiledGraph) -> dict[str, str]:
     """Name -> text of all files but the index. Made before anything is written."""
-    found = {_stage_file(number, name): stage.text() for number, (name, stage) in enumerate(lowered.stages.items())}
-    found["graph.txt"] = lowered.text()
-    found["graph.json"] = lowered.to_json()
-    captured = lowered.captured
+    found = {_stage_file(number, name): stage.text() for number, (name, stage) in enumerate(graph.stages.items())}
+    found["graph.txt"] = graph.text()
+    found["graph.json"] = graph.to_json()
+    captured = graph.captured
     if captured is not None:
-        found["captured.json"] = captured_json(captured, lowered.pipeline)
-    found["explain.txt"] = lowered.explain().text()
-    found["graph.dot"] = to_dot(lowered.program)
-    found["report.html"] = report(lowered)
+        found["captured.json"] = captured_json(captured, graph.pipeline)
+    found["explain.txt"] = graph.explain().text()
+    found["graph.dot"] = to_dot(graph.program)
+    found["report.html"] = report(graph)
     return found
 
 
@@ -81,15 +79,15 @@ def _stage_file(number: int, name: str) -> str:
     return f"stages/{number:02d}-{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:100]}.txt"
 
 
-def _index(lowered: Lowered, rank: int, contents: dict[str, str]) -> dict[str, Any]:
+def _index(graph: CompiledGraph, contents: dict[str, str]) -> dict[str, Any]:
     stages = [
         {"pass": name, "modified": stage.modified, "file": _stage_file(number, name)}
-        for number, (name, stage) in enumerate(lowered.stages.items())
+        for number, (name, stage) in enumerate(graph.stages.items())
     ]
     return {
         "schema": INDEX_SCHEMA,
-        "rank": rank,
-        "fingerprint": lowered.fingerprint,
+        "rank": graph.rank,
+        "fingerprint": graph.fingerprint,
         **{role: name for role, name in _ROLES.items() if name in contents},
         "files": {name: purpose for name, purpose in PURPOSES.items() if name in contents},
         "stages": stages,

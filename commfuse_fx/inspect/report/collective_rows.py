@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from commfuse_fx.inspect.explanation import CollectiveReport, Explanation
 from commfuse_fx.inspect.report.lanes import seconds
 from commfuse_fx.inspect.writers import writers
 from commfuse_fx.ir.meta import dtype_name, info
 from commfuse_fx.ir.program import Program
-
-if TYPE_CHECKING:
-    from commfuse_fx.inspect.lowered import Collective
-    from commfuse_fx.simulate.simulation import SimulatedCollective
+from commfuse_fx.planning.compiled import Collective
+from commfuse_fx.simulate.events import SimulatedCollective
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
+from commfuse_fx.inspect.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.explanation import Explanation
 from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total, collective_rows, totals
 from commfuse_fx.inspect.report.fusion import Fusion, fusion
@@ -16,10 +17,8 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_name
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import header, spec_text
-
-if TYPE_CHECKING:
-    from commfuse_fx.inspect.lowered import Lowered, Snapshot
-    from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.machine.timeline import Timeline
+from commfuse_fx.planning.compiled import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +90,18 @@ class ReportData:
     notes: tuple[NoteRow, ...]
 
 
-def report_data(lowered: Lowered, cluster: Any, measured: Timeline | None) -> ReportData:
+def report_data(graph: CompiledGraph, cluster: Any, measured: Timeline | None) -> ReportData:
     """Gather it. Raises what `Lowered.simulate` raises for a bad cluster."""
-    program = lowered.program
-    explanation = lowered.explain(cluster)
+    program = graph.program
+    explanation = graph.explain(cluster)
     simulation = explanation.simulation
     position = {info(node).name: i for i, node in enumerate(program.graph.nodes)}
     first_issue = min((each.issued for each in simulation.collectives), default=0.0)
-    stages = lowered.stages
-    rows = collective_rows(lowered.collectives, explanation, program, position)
+    stages = graph.stages
+    rows = collective_rows(graph.collectives, explanation, program, position)
     return ReportData(
         header=tuple(header(program)),
-        fingerprint=lowered.fingerprint,
+        fingerprint=graph.fingerprint,
         cluster=explanation.cluster,
         prediction=Prediction(
             seconds(simulation.step_seconds),
@@ -114,7 +113,7 @@ def report_data(lowered: Lowered, cluster: Any, measured: Timeline | None) -> Re
             simulation.peak_memory,
         ),
         totals=totals(rows),
-        nodes=_nodes(program, explanation, lowered.text(), position),
+        nodes=_nodes(program, explanation, graph.text(), position),
         collectives=rows,
         lanes=predicted_lanes(simulation, position),
         measured=() if measured is None else measured_lanes(measured, position, first_issue),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from commfuse_fx.inspect.lowered import Snapshot
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.planning.compiled import Snapshot
 
 FUSE = "fuse_collectives"
 """The pass whose work is shown."""

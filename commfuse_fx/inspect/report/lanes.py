@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from commfuse_fx.runtime.execute.timeline import Span, Timeline
-    from commfuse_fx.simulate.simulation import Simulation
+from commfuse_fx.machine.timeline import Span, Timeline
+from commfuse_fx.simulate.simulation import Simulation
 
 _COMPUTE = "compute"
 

@@ -7,13 +7,11 @@ import re
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from commfuse_fx.inspect.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.report.data import report_data
-
-if TYPE_CHECKING:
-    from commfuse_fx.inspect.lowered import Lowered
-    from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.machine.timeline import Timeline
 
 SCRIPTS = (
     "base.js",
@@ -34,14 +32,14 @@ _SLOT = re.compile(r"@(style|data|script)@")
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
-def report(lowered: Lowered, cluster: Any = None, measured: Timeline | None = None) -> str:
+def report(graph: CompiledGraph, cluster: Any = None, measured: Timeline | None = None) -> str:
     """One self-contained HTML page about a compiled step: it fetches nothing, and it is the same at every run.
 
     cluster: what the times are predicted for, as for `Lowered.simulate`. measured: what
     `CompiledStep.record_communication` has recorded; its steps are shown below the predicted one.
     Raises what `Lowered.simulate` raises for a bad cluster.
     """
-    return page(asdict(report_data(lowered, cluster, measured)))
+    return page(asdict(report_data(graph, cluster, measured)))
 
 
 def page(data: dict[str, Any]) -> str:

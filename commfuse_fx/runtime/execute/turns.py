@@ -16,13 +16,14 @@ from math import inf
 
 from torch import fx
 
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.roofline import roofline_seconds
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.deferred import execution_order
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster import Device
-from commfuse_fx.machine.source import cluster_of, cost_model
+from commfuse_fx.machine.source import cluster_of
 
 TURN, LONGEST_TURN = 5e-4, 2e-3
 """Seconds of compute between two turns, and on a slow network."""

@@ -17,7 +17,7 @@ from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
-from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.runtime.ranks.distress import Distress, keep_forever
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single

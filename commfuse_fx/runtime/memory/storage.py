@@ -21,6 +21,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.meta import TensorSpec, same_layout
 from commfuse_fx.ir.program import Program, Segment, Source, Update
 from commfuse_fx.ir.shared_memory import overlaps
+from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import RULES, Rule
 from commfuse_fx.runtime.memory.own_storage import with_own_storage
 
@@ -30,14 +31,6 @@ _VALUES = dict.values
 _END = (object(),)
 
 FIRST_STEP = "is_first_step"
-
-
-class LayoutConflict(Exception):
-    """The optimizer's present state does not allow this plan. `remedy`: "separate" updates, or "opaque" ones."""
-
-    def __init__(self, remedy: str, reason: str) -> None:
-        super().__init__(reason)
-        self.remedy = remedy
 
 
 def part_of_flat(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
-from commfuse_fx.runtime.execute.timeline import Timeline
+from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from commfuse_fx.runtime.ranks.ballot_order import same_but_for_order
 from commfuse_fx.runtime.ranks.callers import OutOfTurn

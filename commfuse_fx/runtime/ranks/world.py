@@ -65,17 +65,3 @@ def world_timeout() -> timedelta:
     world = dist.distributed_c10d._get_default_group()
     timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
     return timeout
-
-
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_rank() -> int:
-    """This process's rank: 0 without torch.distributed."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def get_group_size() -> int:
-    """Number of processes in the world: 1 without torch.distributed."""
-    return dist.get_world_size() if is_distributed() else 1

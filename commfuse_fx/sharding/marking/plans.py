@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from commfuse_fx.config.options import check_bool, show
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.placement import Placement, R, S
 from commfuse_fx.sharding.marking.logical import kind_of_module
 from commfuse_fx.sharding.marking.strategy import Placements
+from commfuse_fx.support.checks import check_bool, show
 
 __all__ = ["Layouts", "Plan", "data_parallel", "tensor_parallel"]
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.provenance import user_line
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.sharding.dividing.fit_marks import check_shape
 from commfuse_fx.sharding.marking.marks import ModuleMark, ParameterMark, add_mark, add_module_mark
@@ -21,7 +19,9 @@ from commfuse_fx.sharding.marking.plans import Layouts
 from commfuse_fx.sharding.marking.strategy import TensorStrategy, on_axis, parse_tensor, parse_tensors
 from commfuse_fx.sharding.marking.torch_plans import expand_style, is_style
 from commfuse_fx.sharding.marking.traced_marks import MarkedFunction, marked_tensor, name_of, tracing_marks
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.tracebacks import user_frames_only
+from commfuse_fx.support.user_lines import user_line
 
 
 @user_frames_only

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from commfuse_fx.config.options import is_int, show
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard
+from commfuse_fx.support.checks import is_int, show
 
 _NOTATIONS = (
     'slices per dimension such as (2, 1), mesh axes per dimension such as ("dp", None), one placement per mesh axis '

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.sharding.dividing.fit_marks import check_shape
 from commfuse_fx.sharding.marking.layout_op import NodeMark, mark_tensor
 from commfuse_fx.sharding.marking.logical import kind_of_function, kind_of_module
 from commfuse_fx.sharding.marking.marks import ModuleMark, marks_of
 from commfuse_fx.sharding.marking.strategy import TensorStrategy
+from commfuse_fx.support.checks import show
 
 _calls: ContextVar[Iterator[int] | None] = ContextVar("commfuse_marked_calls", default=None)
 """The numbers of marked calls while a step is traced with its marks; None otherwise."""

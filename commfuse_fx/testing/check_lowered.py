@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from commfuse_fx.config.options import show
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.support.checks import show
 
 
 def check_lowered(value: object, where: str) -> Lowered:

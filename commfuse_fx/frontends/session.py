@@ -1,0 +1,302 @@
+"""How a compiled step runs on this rank: turns of threads, votes of ranks, and what a step leaves to the next one."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.errors import CommFuseError, PlanMismatchError
+from commfuse_fx.frontends.runners import Runners
+from commfuse_fx.frontends.voting import Voting
+from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.machine.timeline import Timeline
+from commfuse_fx.planning.plan_cache import Plan
+from commfuse_fx.planning.planner import Call, Planner
+from commfuse_fx.planning.shared_prices import Seconds
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.memory.own_storage import separated
+from commfuse_fx.runtime.ranks.agreement import Agreement
+from commfuse_fx.runtime.ranks.ballot_box import release_ballot_boxes
+from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of, making_a_step
+from commfuse_fx.runtime.ranks.exchange import LONGEST_WAIT
+from commfuse_fx.runtime.ranks.forks import check_process, process
+from commfuse_fx.runtime.ranks.groups import Groups
+from commfuse_fx.runtime.ranks.seeds import Seeds
+from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.logs import logger
+
+_PLAN = logger("plan")
+
+
+class Session:
+    """The state behind one compiled step on one rank. A virtual world's ranks have none of their own."""
+
+    def __init__(self, planner: Planner, rank: int) -> None:
+        self.planner = planner
+        self.rank = rank
+        self.timeline: Timeline | None = None
+        """What measures the communication of the steps that run now."""
+        self.running: Executor | None = None
+        """That of the last step, which may have left something on the wire."""
+        self.agreement: Agreement | None = None
+        self._process = process()
+        self._calls = 0
+        self._undone_calls = 0  # of them, those of `profile`
+        config, mesh = planner.config, planner.mesh
+        groups = None
+        if config.device_num is None and mesh.world > 1 and config.parallel_mode != "stand_alone":
+            groups = self._join(config)
+        self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
+        self._voting = Voting(planner, self.agreement)
+        self._seeds = Seeds(rank, None if self.agreement is None else self.agreement.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied step makes what runs its own model."""
+        return Session, (self.planner, self.rank)
+
+    def _join(self, config: CompileConfig) -> Groups:
+        device_mesh = config.mesh if hasattr(config.mesh, "mesh_dim_names") else None
+        device = next((p.device.type for p in self.planner.model.parameters()), "cpu")
+        with making_a_step():
+            groups = Groups.of_world(self.planner.mesh, device, device_mesh)
+            self.agreement = Agreement()
+        _holders_of_groups.add(self)
+        return groups
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """One call of the step."""
+        agreement = self.agreement
+        if agreement is None:
+            with lock_of(self.planner.model):
+                self._calls += 1
+                return self._run(args, kwargs)
+        self.check_process()
+        with agreement.callers.turn(agreement.number):
+            self._calls += 1
+            while True:
+                try:
+                    return self._call(agreement, args, kwargs)
+                except OutOfTurn as other:
+                    _let_first(agreement, other.first)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete."""
+        if self.running is not None:
+            self.running.synchronize()
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the `with` block parameters that are divided among ranks have memory, but no values: enough to trace
+        the model with, and nothing has to be gathered for it."""
+        shards = self.runners.shards
+        if shards is None:
+            yield
+            return
+        with shards.shapes_only():
+            yield
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """No other thread runs a step of this model, nor on several ranks any step."""
+        with ExitStack() as entered:
+            if self.agreement is not None:
+                entered.enter_context(self.agreement.callers.turn(self.agreement.number))
+            entered.enter_context(lock_of(self.planner.model))
+            yield
+
+    def check_process(self) -> None:
+        """Raises ForkError in a child of the process that made a step of several ranks."""
+        if self.agreement is not None:
+            check_process(
+                self._process,
+                "this step talks to other ranks, which only the parent can: call it there, or start programs of their "
+                "own (torchrun) and compile a step in each",
+            )
+
+    def plan(self, call: Call) -> Plan:
+        """The plan for this call, traced anew where that is needed."""
+        with self.shapes_only():
+            return self.planner.plan(call)
+
+    def executor(self, plan: Plan, call: Call) -> Executor:
+        """The plan's executor, bound to the optimizer's present state; re-plans where that state demands it."""
+        runner = self.runners.of(plan) or self.runners.make(plan, self._voting.prepare)
+        self.runners.hand_over(runner.executor)
+        if not runner.executor.is_bound():
+            try:
+                runner.executor.bind()
+            except LayoutConflict as conflict:
+                with self.shapes_only():
+                    self.planner.replan(plan, call, conflict)
+                runner = self.runners.make(plan, self._voting.prepare)
+                self.runners.hand_over(runner.executor)
+                runner.executor.bind()
+        return runner.executor
+
+    @contextmanager
+    def calls_undone(self, executor: Executor) -> Iterator[None]:
+        """Calls inside the block do not count for what comes after: for seeds, for parameters that rank 0 has still to
+        send, and for those that were whole."""
+        calls, started = self._calls, self._voting.is_started
+        shards = executor.shards
+        whole = [] if shards is None or shards.is_divided else list(executor.params.values())
+        kept = [param.detach().clone() for param in whole]
+        try:
+            yield
+        finally:
+            self._undone_calls += self._calls - calls
+            if self.planner.config.parameter_broadcast:  # what was sent has been undone as well
+                self._voting.is_started = started
+        if shards is not None and whole:
+            shards.open()
+            with torch.no_grad():
+                for param, before in zip(whole, kept, strict=True):
+                    param.copy_(before)
+
+    def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        agreement.begin_step()
+        try:
+            with lock_of(self.planner.model):
+                return self._run(args, kwargs)
+        except BaseException as error:
+            lost = self.running is not None and self.running.tail.failed
+            expected = self.planner.watch.trains or self.runners.some_evaluation_votes()
+            agreement.leave_step(error, expected=expected, lost=lost)
+            raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        call = self.planner.take_apart(args, kwargs)
+        if self.agreement is None or not self.planner.config.plans_by_cost:
+            return self._run_call(call)
+        random = torch.get_rng_state()
+        try:
+            return self._run_call(call)
+        except PlanMismatchError as error:
+            if not error.may_agree:
+                raise
+            self._plan_in_common(self.agreement, call, error)
+        torch.set_rng_state(random)
+        return self._run_call(call)
+
+    def _plan_in_common(self, agreement: Agreement, call: Call, mismatch: PlanMismatchError) -> None:
+        """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
+
+        Nothing has been sent yet, and all ranks know from the vote that they come here.
+        """
+        _PLAN.info("planning again, with what nodes take on rank 0, since plans differ between ranks: %s", mismatch)
+        offered: Seconds | None = None
+        try:
+            if self.rank == 0:
+                offered = self.planner.seconds_by_name(call)
+        finally:
+            seconds = agreement.from_rank_0(offered)
+        if seconds is None:
+            raise mismatch
+        self.planner.plan_in_common(seconds)
+        agreement.begin_step()
+
+    def _run_call(self, call: Call) -> torch.Tensor:
+        if self.running is not None:
+            self.running.tail.check()
+        plan = self._plan_that_runs(call)
+        if plan is None:
+            self.synchronize()
+            plan = self.plan(call)
+            self.running = self.executor(plan, call)
+        executor, program = self.running, plan.compiled.program
+        assert executor is not None
+        self._watch_wire(executor)
+        if not self._voting.is_started and (runner := self.runners.of(plan)) is not None:
+            self._voting.start(runner)
+        if executor.needs_seed:
+            executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
+        loss, *grads = executor.run(dict(call.leaves))
+        if self.agreement is not None:
+            self.agreement.end_step()
+        if self.planner.optimizer is not None and program.training:
+            # What a learning-rate scheduler looks at to see that optimizer steps came first.
+            self.planner.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if grads:
+            with interrupts_deferred():
+                for name, grad in zip(program.grads, grads, strict=True):
+                    accumulate(executor.params[name], grad)
+        result: torch.Tensor = loss
+        return result
+
+    def _plan_that_runs(self, call: Call) -> Plan | None:
+        """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""
+        # Looks at guarded parameters, but not at their values.
+        with torch._C.DisableTorchFunctionSubclass():
+            plan, running = self.planner.known_plan(call), self.running
+            if plan is None or running is None:
+                return None
+            runner = self.runners.of(plan)
+            return plan if runner is not None and runner.executor is running and running.is_bound() else None
+
+    def _watch_wire(self, executor: Executor) -> None:
+        """Let the running timeline, if there is one, see this step's collectives."""
+        executor.wire.timeline = self.timeline
+        if self.agreement is not None:
+            self.agreement.timeline = self.timeline
+        if self.timeline is not None:
+            self.timeline.begin_step()
+
+    def release(self) -> None:
+        """Let go of process groups, when updates of the last step are complete."""
+        if self._process != process():
+            return  # a forked child: the groups are its parent's
+        with suppress(CommFuseError):  # nobody is left to be told
+            self.synchronize()
+        self.running = None
+        self.runners.release()
+        self.agreement = None
+        self._voting = Voting(self.planner, None)
+
+
+def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """As autograd does: the first gradient is kept, later ones are added to it."""
+    if param.grad is None:
+        param.grad = separated(grad)
+    else:
+        with torch.no_grad():
+            param.grad.add_(grad)
+
+
+def _let_first(agreement: Agreement, first: int) -> None:
+    """The vote has shown that rank 0 runs this step next: if it is another one, its thread goes first here, too."""
+    if first == agreement.number:
+        return
+    try:
+        agreement.callers.let_first(first, agreement.number, min(world_timeout() / 2, LONGEST_WAIT).total_seconds())
+    except CommFuseError as error:
+        agreement.begin_step()
+        agreement.leave_step(error, expected=True)
+        raise
+
+
+_holders_of_groups: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_groups() -> None:
+    """Let go of process groups while the interpreter is whole.
+
+    Gloo's threads need the interpreter when they end. A group that lives until the interpreter is taken
+    apart, in a reference cycle of a step, say, aborts the process ("terminate called without an active
+    exception").
+    """
+    holders = list(_holders_of_groups)
+    for session in holders:
+        session.release()
+    release_ballot_boxes()
+    if holders:
+        gc.collect()

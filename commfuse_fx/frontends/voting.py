@@ -1,0 +1,60 @@
+"""The votes of one step's ranks: on each plan, and once on the parameters' first values."""
+
+from __future__ import annotations
+
+from commfuse_fx.frontends.runners import Runner
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.runtime.ranks.agreement import Agreement, Ballot, checksum
+from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
+
+
+class Voting:
+    """is_started: whether all ranks have run a first step."""
+
+    def __init__(self, planner: Planner, agreement: Agreement | None) -> None:
+        self.is_started = False
+        self._planner = planner
+        self._agreement = agreement
+        self._checksum = 0
+
+    def prepare(self, runner: Runner) -> None:
+        """Let the runner's executor vote before its first collective."""
+        runner.executor.prepare(lambda: self._cast(runner), lambda: self._settle(runner))
+
+    def start(self, runner: Runner) -> None:
+        """Before the first step: agree on the plan, then send or compare the parameters' first values."""
+        agreement, config = self._agreement, self._planner.config
+        if agreement is None or not runner.executor.has_collectives:
+            return  # an evaluation: the first step is still to come
+        shared = [
+            param.detach()
+            for param in self._planner.watch.params.values()
+            if not (config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False))
+        ]
+        if config.parameter_broadcast:
+            self._cast(runner)
+            agreement.settle(_ballot(runner))
+            agreement.begin_step()
+            broadcast_parameters(shared)
+            if runner.executor.shards is not None:
+                runner.executor.shards.take()
+        else:
+            self._checksum = checksum(shared)
+
+    def _cast(self, runner: Runner) -> None:
+        assert self._agreement is not None
+        self._agreement.cast(_ballot(runner).signature, self._checksum)
+
+    def _settle(self, runner: Runner) -> None:
+        assert self._agreement is not None
+        self._agreement.settle(_ballot(runner))
+        # Not before: a step in which a rank failed is not the first step of any rank.
+        self.is_started = True
+        self._checksum = 0
+        if runner.executor.shards is not None:
+            runner.executor.shards.release()
+
+
+def _ballot(runner: Runner) -> Ballot:
+    assert runner.ballot is not None, "a plan with collectives"
+    return runner.ballot

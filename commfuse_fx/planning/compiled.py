@@ -1,0 +1,94 @@
+"""What compiling gives: the final program, and how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the final graph, as this rank runs it.
+
+    bytes: payload of the full, unsharded buffer. group: global ranks. members: parameter names, or node
+    names for collectives that serve no parameter. index: sequence number of the first member.
+    """
+
+    kind: str
+    reduce_op: str | None
+    dtype: torch.dtype
+    group: tuple[int, ...]
+    bytes: int
+    members: list[str]
+    fusion_id: int | None
+    index: int
+    phase: str
+
+    @property
+    def fused(self) -> bool:
+        return len(self.members) > 1
+
+    @classmethod
+    def of(cls, details: CollectiveInfo, node: NodeInfo, ranks: tuple[int, ...]) -> Collective:
+        return cls(
+            kind=details.kind,
+            reduce_op=details.reduce_op,
+            dtype=details.dtype,
+            group=ranks,
+            bytes=details.nbytes,
+            members=list(details.members),
+            fusion_id=details.fusion_id,
+            index=details.sequence,
+            phase=node.phase,
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The program after one pass. collectives: in issue order; their groups name mesh axes."""
+
+    name: str
+    modified: bool
+    _text: str
+    collectives: tuple[CollectiveInfo, ...]
+
+    def text(self) -> str:
+        return self._text
+
+
+@dataclass
+class Compiled:
+    """The final program, the program as captured (to replay the passes from), and what it cost.
+
+    voted: of a step that several ranks run, the text of what was captured, without and with what depends on the batch.
+    """
+
+    program: Program
+    captured: Program | None
+    pipeline: PassPipeline
+    records: list[PassRecord]
+    capture_seconds: float
+    voted: tuple[str, str] | None = None
+
+    def replay(self) -> Mapping[str, Snapshot]:
+        """Run the passes again and keep a text after each."""
+        assert self.captured is not None
+        program = self.captured.copy()
+        texts: dict[str, str] = {}
+        collectives: dict[str, tuple[CollectiveInfo, ...]] = {}
+
+        def keep(name: str, program: Program) -> None:
+            texts[name] = canonical_text(program)
+            found = (info(node).collective for node in program.collectives())
+            collectives[name] = tuple(details for details in found if details is not None)
+
+        keep("capture", program)
+        modified = {record.name: record.modified for record in self.pipeline.run(program, observers=(keep,))}
+        return {name: Snapshot(name, modified.get(name, True), texts[name], collectives[name]) for name in texts}
