@@ -182,7 +182,7 @@ class NodeInfo:
     the spec, which must then be that of what the op makes; `parts`, the members of a fused start; `serves`, the
     parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along which ranks may hold
     different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills which stretch of its
-    flat storage.
+    flat storage; `gives_way`, whether the backend's threads are let onto the core before it.
     """
 
     phase: str
@@ -202,6 +202,7 @@ class NodeInfo:
     serves: tuple[str, ...] = field(default=(), compare=False)
     varies: str | None = field(default=None, compare=False)
     writes: tuple[tuple[fx.Node, Stretch], ...] = field(default=(), compare=False)
+    gives_way: bool = field(default=False, compare=False)
 
     def copy(self, same: Mapping[fx.Node, fx.Node]) -> NodeInfo:
         """For another graph, in which `same[node]` stands for each node."""

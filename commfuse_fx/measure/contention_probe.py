@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.cost.turns import turn_seconds
 from commfuse_fx.measure.fit_alpha_beta import Sample
 from commfuse_fx.measure.probe_group import Group
-from commfuse_fx.runtime.execute.socket_threads import share_a_core
-from commfuse_fx.runtime.execute.turns import give_way, turn_seconds
+from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages at a time, and how small, show what a message costs besides its bytes."""

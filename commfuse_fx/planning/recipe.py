@@ -29,6 +29,7 @@ from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.rewrite.simplify import Simplify
 from commfuse_fx.passes.rewrite.split_updates import SplitUpdates
 from commfuse_fx.passes.rewrite.update_parameters import UpdateParameters
+from commfuse_fx.passes.schedule.give_way import GiveWay
 from commfuse_fx.passes.schedule.gradients_first import GradientsFirst
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
@@ -82,6 +83,7 @@ def build_pipeline(
         passes.extend((Overlap(), StreamBuckets()))
     passes.append(KeepGradients())
     passes.append(Reinplace())
+    passes.append(GiveWay())
     return PassPipeline(tuple(passes))
 
 

@@ -30,6 +30,7 @@ from commfuse_fx.passes.rewrite.simplify import Simplify
 from commfuse_fx.passes.rewrite.split_updates import SplitUpdates
 from commfuse_fx.passes.rewrite.update_parameters import UpdateParameters
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
+from commfuse_fx.passes.schedule.give_way import GiveWay
 from commfuse_fx.passes.schedule.gradients_first import GradientsFirst
 from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
 from commfuse_fx.passes.schedule.overlap import Overlap
@@ -71,6 +72,7 @@ _CLASSES: tuple[type[Any], ...] = (
     VoteFirst,
     KeepGradients,
     Reinplace,
+    GiveWay,
 )
 
 _OF_EVERY_PASS = ("name", "requires", "ensures")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_config import FusionConfig, KindFusion
-from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
+from commfuse_fx.solvers.pieces import PIECE
 
 SEARCHES = ((2_100, 8), (3_500, 5), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
@@ -62,7 +62,7 @@ class Variant:
         be deferred, and those that may be sent in pieces."""
         if self.across_steps:
             return 0
-        return StreamBuckets.piece + 1 if config.schedule != "none" else None
+        return PIECE + 1 if config.schedule != "none" else None
 
 
 def variants(config: CompileConfig, nodes: int, may_resend: bool = False) -> list[Variant]:

@@ -12,11 +12,11 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.kernels.position_random import counter_based
-from commfuse_fx.passes.rewrite.simplify import replace_all
 
 
 @dataclass(frozen=True)

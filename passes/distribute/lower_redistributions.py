@@ -11,6 +11,8 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.edit import remove_dead_nodes, replace_all
+from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
 from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.redistribution import (
@@ -20,8 +22,6 @@ from commfuse_fx.ir.redistribution import (
     sum_and_divide,
     sum_partial,
 )
-from commfuse_fx.passes.distribute.reduce_gradients import end_of_backward, separate_gradients
-from commfuse_fx.passes.rewrite.simplify import remove_dead_nodes, replace_all
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.edit import replace
 from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import NO_FUSION_ID
-from commfuse_fx.passes.rewrite.simplify import replace
 
 aten = torch.ops.aten
 user = torch.ops.commfuse

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.edit import erase_upwards, replace_all
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.rewrite.simplify import erase_upwards, replace_all
 
 
 @dataclass(frozen=True)

@@ -16,26 +16,17 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
+from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
+from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program, Segment
-from commfuse_fx.passes.rewrite.simplify import erase_upwards, remove_dead_nodes, replace_all
-from commfuse_fx.passes.rewrite.update_parameters import gradients_of, is_node_list, update_nodes
+from commfuse_fx.ir.updates import gradients_of, is_node_list, update_nodes
 
 # Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
 # same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
 # one by one, and may round them otherwise than in the middle of a flat tensor.
 ALIGNMENT = 64
-
-# Ops that compute straight into memory they are given, and the variant that does so.
-WRITES_INTO: dict[Any, Any] = {
-    aten.mm.default: aten.mm.out,
-    aten.addmm.default: aten.addmm.out,
-    aten.bmm.default: aten.bmm.out,
-    aten.sum.dim_IntList: aten.sum.IntList_out,
-    aten.add.Tensor: aten.add.out,
-    aten.mul.Tensor: aten.mul.out,
-}
 
 
 @dataclass

@@ -17,11 +17,11 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
+from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.rewrite.simplify import replace_all
 from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.solvers.step_problem import group_collectives
 

@@ -14,10 +14,10 @@ from torch import fx
 
 from commfuse_fx.cost.memory import memory_profile
 from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.fuse.flatten_storage import WRITES_INTO
-from commfuse_fx.passes.rewrite.simplify import replace_all
 
 
 @dataclass(frozen=True)

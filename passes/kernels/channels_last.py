@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.dependence import written_nodes
+from commfuse_fx.ir.edit import erase_upwards
 from commfuse_fx.ir.known_shapes import known_shapes
-from commfuse_fx.ir.meta import Spec, TensorSpec, contiguous_stride, info, same_layout, spec_of, tensor_spec
+from commfuse_fx.ir.memory_format import is_channels_last, laid_out, unless_equal
+from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.rewrite.simplify import erase_upwards
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
@@ -134,7 +135,7 @@ class _Plan:
             if starts or self._follows(node):
                 self._align(node, starts)
                 before = info(node).spec
-                after = _keep(before, self._spec_after(node))
+                after = unless_equal(before, self._spec_after(node))
                 if after != before:
                     self._specs[node] = after
             elif not self._restore(node):
@@ -146,7 +147,7 @@ class _Plan:
         build = Builder(program)
         made: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
         for (value, layout), user in self.copies.items():
-            spec = _laid_out(tensor_spec(value), layout)
+            spec = laid_out(tensor_spec(value), layout)
             name = f"{info(value).name}/{str(layout).removeprefix('torch.')}"
             # A gradient is reduced as soon as it is there.
             leaves = user is program.output
@@ -234,7 +235,7 @@ class _Plan:
             spec = self._spec(operand)
             if operand in taken:
                 assert isinstance(spec, TensorSpec)
-                spec = _laid_out(spec, taken[operand])
+                spec = laid_out(spec, taken[operand])
             return _empty(spec)
 
         with known_shapes(), self._mode, torch.no_grad():
@@ -285,30 +286,6 @@ def _activation_bytes(convolution: fx.Node) -> int:
     """Bytes of a convolution's input and output."""
     values = (*_activations(convolution), convolution)[:2]
     return sum(tensor_spec(value).nbytes for value in values)
-
-
-def _laid_out(spec: TensorSpec, layout: torch.memory_format) -> TensorSpec:
-    if layout is torch.contiguous_format:
-        return spec.with_shape(spec.shape)
-    rows, channels, height, width = spec.shape
-    row, line, column, channel = contiguous_stride((rows, height, width, channels))
-    return replace(spec, stride=(row, channel, line, column))
-
-
-def is_channels_last(spec: Spec) -> bool:
-    """Whether it is a tensor of maps with this layout; strides of dimensions of size 1 do not matter."""
-    if not isinstance(spec, TensorSpec) or len(spec.shape) != 4:
-        return False
-    return _keep(spec, _laid_out(spec, torch.channels_last)) is spec
-
-
-def _keep(before: Spec, after: Spec) -> Spec:
-    """`before` wherever it differs from `after` only in strides of dimensions of size 1, which mean nothing."""
-    if isinstance(before, tuple) and isinstance(after, tuple):
-        return tuple(map(_keep, before, after))
-    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
-        return before if same_layout(before.shape, before.stride, after.stride) else after
-    return after
 
 
 def _empty(spec: Spec) -> Any:

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.memory_format import is_channels_last
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from commfuse_fx.kernels.winograd import tiles_pay
-from commfuse_fx.passes.kernels.channels_last import is_channels_last
-from commfuse_fx.passes.rewrite.simplify import replace_all
 
 _INPUT, _WEIGHT, _BIAS = range(3)  # results of a convolution's backward
 

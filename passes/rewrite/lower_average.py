@@ -11,10 +11,10 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import group_of, wait_of
 from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.rewrite.simplify import replace_all
 
 # Fused updates divide gradients by `grad_scale` while they read them: no pass over memory of its own.
 _SCALES = (

@@ -16,11 +16,11 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import WAIT, c10d, group_of, kind_of, wait_of
+from commfuse_fx.ir.edit import IDENTITIES, erase_upwards
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name, info, tensor_spec
 from commfuse_fx.ir.naming import rows_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.rewrite.simplify import IDENTITIES, erase_upwards
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
 from commfuse_fx.ir.program import Program, Source, Update
 from commfuse_fx.ir.update_layout import takes_blocks
+from commfuse_fx.ir.updates import gradients_of, update_nodes
+from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.rewrite.update_parameters import emit_update, gradients_of, update_nodes
 
 _LIKE = NodeInfo("update")
 

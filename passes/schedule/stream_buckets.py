@@ -14,6 +14,7 @@ from torch import fx
 
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.solvers.pieces import FIRST_PIECE, PIECE
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class StreamBuckets:
     Bitwise neutral for groups of two; else within reduction order, because a ring cuts pieces elsewhere.
     """
 
-    piece: int = 8 * 2**20
-    first: int = 2**20
+    piece: int = PIECE
+    first: int = FIRST_PIECE
     name: str = "stream_buckets"
     requires: tuple[str, ...] = ("scheduled",)
     ensures: tuple[str, ...] = ()

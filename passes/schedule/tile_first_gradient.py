@@ -18,7 +18,7 @@ from commfuse_fx.cost.model import CostModel, profile_key
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
+from commfuse_fx.solvers.pieces import FIRST_PIECE
 
 MOST_TILES = 4
 """Three quarters of the time are gained; more tiles gain little, and each is a call more."""
@@ -47,7 +47,7 @@ class TileFirstGradient:
             (place[write], start, write)
             for start in program.collectives()
             for write, _ in info(start).writes
-            if tensor_spec(write).nbytes >= StreamBuckets.first
+            if tensor_spec(write).nbytes >= FIRST_PIECE
         ]
         if not large:
             return False
@@ -58,7 +58,7 @@ class TileFirstGradient:
         spec = tensor_spec(product)
         tiles = min(
             MOST_TILES,
-            spec.nbytes // StreamBuckets.first,
+            spec.nbytes // FIRST_PIECE,
             int(self.costs.compute_seconds(product) / LEAST_SECONDS),
             spec.shape[0] // UNIT,
         )

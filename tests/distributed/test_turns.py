@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.cost.turns import LONGEST_TURN, TURN, turn_seconds
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.deferred import execution_order
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.measure.calibration import calibrate
-from commfuse_fx.runtime.execute import socket_threads, turns
+from commfuse_fx.passes.schedule.give_way import turns
+from commfuse_fx.runtime.execute import socket_threads
 from tests.distributed.harness import Ranks
 from tests.models import randomised
 
@@ -64,7 +66,7 @@ def in_flight(order: list[torch.fx.Node], place: int) -> bool:
 def test_only_while_something_is_in_flight_and_not_more_often_than_pays(across_steps: bool) -> None:
     step = program(2, across_steps)
     order = execution_order(step)
-    found = [order.index(node) for node in turns.turns(step)]
+    found = [order.index(node) for node in turns(step)]
     assert found == sorted(found)
     assert all(in_flight(order, place) for place in found)
     products = [i for i, node in enumerate(order) if "mm" in str(node.target)]
@@ -78,13 +80,13 @@ def test_only_while_something_is_in_flight_and_not_more_often_than_pays(across_s
 
 
 def test_a_slow_network_needs_fewer_turns() -> None:
-    assert turns.turn_seconds(1.2e8) == pytest.approx(200_000 / 1.2e8)
-    assert turns.turn_seconds(1e9) == turns.TURN
-    assert turns.turn_seconds(1e6) == turns.LONGEST_TURN
+    assert turn_seconds(1.2e8) == pytest.approx(200_000 / 1.2e8)
+    assert turn_seconds(1e9) == TURN
+    assert turn_seconds(1e6) == LONGEST_TURN
 
 
 def test_without_collectives_nobody_waits_for_the_core() -> None:
-    assert turns.turns(program(1)) == []
+    assert turns(program(1)) == []
 
 
 def yields(run: Callable[[], object], cores: int) -> int:
@@ -95,13 +97,13 @@ def yields(run: Callable[[], object], cores: int) -> int:
         count[0] += 1
         os.sched_yield()
 
-    held = turns.os, socket_threads.os
-    turns.os = SimpleNamespace(sched_yield=counted)
-    socket_threads.os = SimpleNamespace(**{**vars(os), "sched_getaffinity": lambda _: set(range(cores))})
+    held = socket_threads.os
+    replaced = {"sched_getaffinity": lambda _: set(range(cores)), "sched_yield": counted}
+    socket_threads.os = SimpleNamespace(**{**vars(os), **replaced})
     try:
         run()
     finally:
-        turns.os, socket_threads.os = held
+        socket_threads.os = held
     return count[0]
 
 
@@ -109,7 +111,7 @@ def of_a_step(cores: int) -> tuple[int, int]:
     """What two steps yield, and what they should."""
     step = made()
     found = yields(lambda: [step(*batch()) for _ in range(2)], cores)
-    return found, 2 * len(turns.turns(step.lower(*batch()).program))
+    return found, 2 * len(turns(step.lower(*batch()).program))
 
 
 def test_a_step_gives_way_on_one_core_only(ranks: Ranks) -> None:

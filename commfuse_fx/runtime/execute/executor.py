@@ -22,9 +22,8 @@ from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
-from commfuse_fx.runtime.execute.socket_threads import share_a_core
+from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
-from commfuse_fx.runtime.execute.turns import give_way, turns
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.memory.storage import FlatPool, Storage
@@ -92,8 +91,9 @@ class Executor:
         for node in dict.fromkeys(anchor for n in self.program.graph.nodes if (anchor := info(n).next_step)):
             hooks.setdefault(node, []).insert(0, self._tail_before(node))
         if self.has_collectives and not self.devices and share_a_core():
-            for node in turns(self.program):
-                hooks.setdefault(node, []).append(give_way)
+            for node in self.program.graph.nodes:
+                if info(node).gives_way:
+                    hooks.setdefault(node, []).append(give_way)
         self._check = LayoutCheck(self.program)
         self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), self._check.functions)
         self.tail = Tail(self.generated.tail, self.guard)

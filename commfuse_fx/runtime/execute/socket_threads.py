@@ -51,3 +51,8 @@ def socket_threads() -> list[int]:
         if name == SOCKET_THREAD:
             found.append(number)
     return found
+
+
+def give_way() -> None:
+    """Let another thread run that waits for this core, if there is one."""
+    os.sched_yield()

@@ -1,15 +1,16 @@
-"""Where a step lets Gloo's threads have the core that they share with it.
+"""Mark the nodes before which a step lets the backend's threads have the core that they share with it.
 
-In class SCHED_BATCH (see `socket_threads`) a socket thread waits until the step blocks, or until the kernel's tick
-ends the step's turn: 4 ms at 250 Hz. A ring all_reduce sends segments of at most 1 MiB, two at a time, and each needs
-such a thread on both ranks. Beside unbroken compute it falls behind a fast network. So while a collective is on its
-way, the step offers its core about twice a millisecond, between two nodes; on a slow network less often, since every
-turn costs both sides what they had in the caches, and few bytes have come since the last one.
+Gloo's threads move data on the core that computes. In class SCHED_BATCH, in which a step runs them, such a thread waits
+until the step blocks, or until the kernel's tick ends the step's turn: 4 ms at 250 Hz. A ring all_reduce sends segments
+of at most 1 MiB, two at a time, and each needs such a thread on both ranks. Beside unbroken compute it falls behind a
+fast network. So while a collective is on its way, the step offers its core about twice a millisecond, between two
+nodes; on a slow network less often, since every turn costs both sides what they had in the caches, and few bytes have
+come since the last one.
 """
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -18,6 +19,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.cost.turns import turn_seconds
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.deferred import execution_order
 from commfuse_fx.ir.meta import info
@@ -25,24 +27,23 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster import Device
 from commfuse_fx.machine.source import cluster_of
 
-TURN, LONGEST_TURN = 5e-4, 2e-3
-"""Seconds of compute between two turns, and on a slow network."""
-
-TURN_BYTES = 200_000
-"""About so many should have come since the last turn: a segment of 1 MiB does not wait for its thread then."""
-
 _CORE = Device(name="core", flops={"f32": 1e11}, memory_bandwidth=2e10, memory_bytes=1 << 30, op_overhead=1e-5)
 """Tells about how long a node computes where no cluster was given."""
 
 
-def give_way() -> None:
-    """Let another thread run that waits for this core, if there is one."""
-    os.sched_yield()
+@dataclass(frozen=True)
+class GiveWay:
+    """An annotation: the graph and its text stay as they are."""
 
+    name: str = "give_way"
+    requires: tuple[str, ...] = ("averaged",)
+    ensures: tuple[str, ...] = ()
 
-def turn_seconds(bandwidth: float) -> float:
-    """Seconds of compute between two turns on a network of this many bytes per second."""
-    return min(max(TURN, TURN_BYTES / bandwidth), LONGEST_TURN)
+    def __call__(self, program: Program) -> bool:
+        found = turns(program)
+        for node in found:
+            info(node).gives_way = True
+        return bool(found)
 
 
 def turns(program: Program) -> list[fx.Node]:

@@ -1,0 +1,36 @@
+"""The nodes of parameter updates, and the gradients that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+
+
+def update_nodes(program: Program) -> list[list[fx.Node]]:
+    """For each update the nodes that emit_update made for it."""
+    nodes: list[list[fx.Node]] = [[] for _ in program.updates]
+    prefixes = {f"update.{owner}": owner for owner in range(len(program.updates))}
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            prefix, _, rest = info(node).name.partition("/")
+            if rest and prefix in prefixes:
+                nodes[prefixes[prefix]].append(node)
+    return nodes
+
+
+def is_node_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and all(isinstance(item, fx.Node) for item in arg)
+
+
+def gradients_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The list of gradients that an update takes; `nodes`: those of the update."""
+    for node in nodes:
+        for arg in node.args:
+            if is_node_list(arg) and any(item.op != "placeholder" for item in arg):  # type: ignore[union-attr]
+                return list(arg)  # type: ignore[arg-type]
+    raise LookupError("an update has no gradients")
