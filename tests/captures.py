@@ -16,7 +16,7 @@ from torch import nn
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.ir.program import Program
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 
 _made_as: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
 _captured: dict[Hashable, Program] = {}
@@ -28,11 +28,11 @@ def share(model: nn.Module, made_as: Hashable) -> None:
     Until the end of the test `compile` looks here first.
     """
     _made_as[model] = made_as
-    recipe.capture = capture
+    compile_call.capture = capture
 
 
 def capture(model: nn.Module, *arguments: Any) -> Program:
-    """In place of `commfuse_fx.planning.recipe.capture`, with its arguments."""
+    """In place of `commfuse_fx.planning.compile_call.capture`, with its arguments."""
     if model not in _made_as:
         return trace(model, *arguments)
     loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments

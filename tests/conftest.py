@@ -8,7 +8,8 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
+from commfuse_fx.planning.variants import Variant
 from tests.distributed.harness import Ranks
 
 pytest_plugins = ["pytester"]
@@ -26,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test verifies what it compiles, starts from one seed, and leaves no context behind."""
     monkeypatch.setenv("COMMFUSE_VERIFY", "1")
-    monkeypatch.setattr(recipe, "capture", capture)  # until a test shares captures
+    monkeypatch.setattr(compile_call, "capture", capture)  # until a test shares captures
     torch.manual_seed(0)
     cf.reset_auto_parallel_context()
     yield
@@ -36,7 +37,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for is what runs, even where another plan would be faster."""
-    monkeypatch.setattr(recipe, "variants", lambda config, nodes, may_resend: [recipe.Variant(config.across_steps)])
+    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: [Variant(config.across_steps)])
 
 
 @pytest.fixture(scope="session")

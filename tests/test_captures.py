@@ -6,7 +6,7 @@ import pytest
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture as trace
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from tests.models import CONTRASTIVE, CONV, DIGITS, PARTLY, TIED, Case, shards
 from tests.oracle import collectives, make_world, sgd
 
@@ -21,7 +21,7 @@ def text(case: Case, *, training: bool = True, rows: int = 8) -> str:
 @pytest.mark.parametrize("case", [CONV, CONTRASTIVE, PARTLY, TIED], ids=lambda case: case.name)
 def test_a_shared_capture_gives_the_same_plan(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = text(case), text(case)
-    monkeypatch.setattr(recipe, "capture", trace)
+    monkeypatch.setattr(compile_call, "capture", trace)
     assert first == second == text(case)
 
 

@@ -27,7 +27,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.variants import Variant
@@ -370,9 +370,9 @@ def test_buckets_for_the_end_of_the_step_are_tried_across_steps(monkeypatch: pyt
     """Large ones, of which stretches that are complete are sent before the rest."""
     world = cluster(2, 1e-4, 4e8, op_overhead=5e-5, collective_overhead=3e-4)
     tried = across_seconds(world, 256, 40)
-    all_variants = recipe.variants
+    all_variants = compile_call.variants
     monkeypatch.setattr(
-        recipe,
+        compile_call,
         "variants",
         lambda config, nodes, may_resend: [v for v in all_variants(config, nodes, may_resend) if not v.cut_within],
     )

@@ -27,7 +27,7 @@ from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.schedule.vote_first import VoteFirst
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
@@ -311,7 +311,7 @@ class Counter:
 def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
     bandwidth: float, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "most_plans", lambda nodes: 0)  # none of those without a search
+    monkeypatch.setattr(compile_call, "most_plans", lambda nodes: 0)  # none of those without a search
     core = cf.Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=1 << 30, op_overhead=0.0)
     level = cf.Level(name="link", alpha=0.0, bandwidth=bandwidth)
     cluster = cf.ClusterSpec(name="pair", device=core, levels=(level,), ranks=2)

@@ -10,7 +10,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.variants import Variant
 from tests.models import CONV, DIGITS, GPT2, TIED, Case, shards
@@ -81,7 +81,7 @@ def test_gradients_of_the_last_layers_have_the_most_time() -> None:
 def test_parameters_are_those_of_one_device(
     case: Case, across: bool, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "variants", lambda config, nodes, may_resend: [Variant(across, part)])
+    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: [Variant(across, part)])
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)

@@ -15,7 +15,7 @@ from commfuse_fx.inspect.dumps.load import load
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.variants import Variant
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case, randomised, shards
@@ -103,7 +103,7 @@ def only(monkeypatch: pytest.MonkeyPatch, resent: bool = True, postponed: float 
         assert may_resend
         return [Variant(config.across_steps, postponed, resent=resent)]
 
-    monkeypatch.setattr(recipe, "variants", variants)
+    monkeypatch.setattr(compile_call, "variants", variants)
 
 
 def puts(world: LockstepWorld) -> int:
@@ -199,8 +199,8 @@ def test_it_is_taken_where_it_is_faster(options: dict[str, Any], monkeypatch: py
     rows = [each for each in taken.collectives if "words.weight/rows" in each.members]
     whole = [each for each in taken.collectives if "words.weight" in each.members]
     assert len(rows) == len(whole) == 1 and rows != whole
-    all_variants = recipe.variants
-    monkeypatch.setattr(recipe, "variants", lambda config, nodes, may_resend: all_variants(config, nodes, False))
+    all_variants = compile_call.variants
+    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: all_variants(config, nodes, False))
     other = lower(model, *batch(8), **options)
     assert not resends(other)
     assert taken.simulate().step_seconds < other.simulate().step_seconds

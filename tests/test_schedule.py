@@ -23,7 +23,7 @@ from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
 from commfuse_fx.simulate.rounds import play
 from tests.distributed.harness import Ranks
 from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
@@ -329,7 +329,7 @@ def test_the_figure_of_the_error_is_never_above_the_peak_without_a_limit() -> No
 
 
 def test_all_ranks_and_runs_compile_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "capture", trace)  # every run traces
+    monkeypatch.setattr(compile_call, "capture", trace)  # every run traces
     for case in (WIDE, CONTRASTIVE):
         texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 1, 2, 3, 0)]
         assert len(dict.fromkeys(texts)) == 1

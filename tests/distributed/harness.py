@@ -210,9 +210,9 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     import torch.distributed as dist
 
     import commfuse_fx as cf
-    from commfuse_fx.planning import recipe
+    from commfuse_fx.planning import compile_call
 
-    capture = recipe.capture
+    capture = compile_call.capture
     with suppress(ImportError):
         for name in IMPORTED:
             import_module(name)
@@ -237,7 +237,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
         answer["seconds"] = time.monotonic() - start
         pipe.send_bytes(pickle.dumps(answer))
         cf.reset_auto_parallel_context()
-        recipe.capture = capture  # which this function may have replaced (tests.captures)
+        compile_call.capture = capture  # which this function may have replaced (tests.captures)
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.planning import recipe
+from commfuse_fx.planning import compile_call
+from commfuse_fx.planning.variants import Variant
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models import OFF, assert_same
 from tests.oracle import ACROSS, OPTIMAL, SLOW
@@ -160,15 +161,15 @@ def train_resending(rows: Rows, options: dict[str, Any]) -> Any:
     """As `train`, with the gradient of the embedding in two parts; also, how many plans of this kind were made."""
     made: list[bool] = []
 
-    def variants(config: Any, nodes: int, may_resend: bool) -> list[recipe.Variant]:
+    def variants(config: Any, nodes: int, may_resend: bool) -> list[Variant]:
         made.append(may_resend)
-        return [recipe.Variant(config.across_steps, resent=may_resend)]
+        return [Variant(config.across_steps, resent=may_resend)]
 
-    given, recipe.variants = recipe.variants, variants
+    given, compile_call.variants = compile_call.variants, variants
     try:
         return train("tied", rows, options), made
     finally:
-        recipe.variants = given
+        compile_call.variants = given
 
 
 @pytest.mark.parametrize("way", ["optimal", "across steps"])

@@ -101,7 +101,7 @@ def _role(path: str, module: nn.Module) -> str:
     """ "column" or "row" for the layers that are divided, which take part in a block; else an empty string."""
     if kind_of_module(module) not in ("linear", "conv1d") or not _block(path):
         return ""
-    own, parent = path.split(".")[-1], path.split(".")[-2]
+    parent, own = ["", *path.split(".")][-2:]
     if own in _COLUMN or (own == "dense" and parent == "intermediate"):
         return "column"
     if own in _ROW or own == "c_proj" or (own == "dense" and parent == "output"):
