@@ -14,7 +14,7 @@ _TRACE = os.path.join(os.path.dirname(__file__), "trace.py")
 _DISPATCH = ("__torch_function__", "__torch_dispatch__")
 
 
-class Call(NamedTuple):
+class Frame(NamedTuple):
     """One frame on the way to an op: which activation of which code, and the instruction that it is at."""
 
     activation: int
@@ -22,12 +22,12 @@ class Call(NamedTuple):
     at: int
 
 
-Path = tuple[Call, ...]
+Path = tuple[Frame, ...]
 """From the function that is traced inwards. Paths share activations as far as the program has not returned."""
 
 
 @dataclass(frozen=True)
-class Event:
+class Dispatch:
     """One op that was dispatched. A forward op has a path.
 
     A backward op has the sequence number of the autograd node that called it, which is that of a forward op, or None
@@ -43,19 +43,19 @@ class CallPaths:
     """Numbers the ops of a trace in the order of their calls, and remembers an event for each."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[Dispatch] = []
         self.by_sequence: dict[int, list[int]] = {}
         """Autograd's sequence number -> the forward op that made the node, after ops that helped to make it and left
         nothing in the graph, and before those that made no node and found this number taken."""
         self._frames: list[FrameType] = []  # held, so that no other frame gets the identity of one of these
-        self._calls: list[Call] = []
+        self._calls: list[Frame] = []
         self._made = 0
         self._run: tuple[int, str] | None = None
         self._runs = 0
 
     def forward(self, frame: FrameType | None, sequence: int) -> int:
         """An op that this frame has called. `sequence`: autograd's number of the node that it may have made."""
-        self.events.append(Event(self._path(frame)))
+        self.events.append(Dispatch(self._path(frame)))
         number = len(self.events) - 1
         self.by_sequence.setdefault(sequence, []).append(number)
         return number
@@ -66,7 +66,7 @@ class CallPaths:
         if key is None or key != self._run:
             self._runs += 1
         self._run = key
-        self.events.append(Event((), self._runs, sequence))
+        self.events.append(Dispatch((), self._runs, sequence))
         return len(self.events) - 1
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class CallPaths:
             if call.at != frame.f_lasti:
                 calls[i] = call._replace(at=frame.f_lasti)
         for frame in frames[same:]:
-            calls.append(Call(self._made, frame.f_code, frame.f_lasti))
+            calls.append(Frame(self._made, frame.f_code, frame.f_lasti))
             self._made += 1
         self._frames, self._calls = frames, calls
         return tuple(calls)

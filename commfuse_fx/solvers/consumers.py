@@ -27,7 +27,7 @@ Item = tuple[str, float]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """buckets: the members of each, in send order. finish: seconds until the compute program ends."""
 
     buckets: tuple[tuple[int, ...], ...]
@@ -89,7 +89,7 @@ def optimal_plan(
     beta: float,
     exact_limit: int = 8,
     merge: bool = True,
-) -> Plan:
+) -> BucketPlan:
     """Buckets and their order on one stream, so that the compute program ends first.
 
     The arguments are those of `simulate_plan`. Each member has one "ready" and, after it, at least one "need"; only
@@ -118,7 +118,7 @@ def optimal_plan(
     return program.plan(found)
 
 
-def starting_plans(items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float) -> tuple[Plan, ...]:
+def starting_plans(items: Sequence[Item], sizes: Sequence[float], alpha: float, beta: float) -> tuple[BucketPlan, ...]:
     """The constructive plans from which the search of `optimal_plan` starts, all legal; its arguments.
 
     No fusion; the cuts of `optimal_cuts`; everything that may be merged with its neighbours; one bucket per point of
@@ -178,8 +178,8 @@ class _Program:
         seconds = self.alpha + self.beta * sum(self.sizes[member] for member in ordered)
         return _Bucket(ordered, self.ready[ordered[-1]], min(self.need[member] for member in ordered), seconds)
 
-    def plan(self, buckets: Sequence[_Bucket]) -> Plan:
-        return Plan(tuple(bucket.members for bucket in buckets), self.finish(buckets))
+    def plan(self, buckets: Sequence[_Bucket]) -> BucketPlan:
+        return BucketPlan(tuple(bucket.members for bucket in buckets), self.finish(buckets))
 
     def finish(self, buckets: Sequence[_Bucket]) -> float:
         """The end of the program as `simulate_plan` finds it, in O(buckets * log buckets); inf for an illegal plan."""

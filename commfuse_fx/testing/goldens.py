@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commfuse_fx.errors import CommFuseError
+from commfuse_fx.inspect.diff.diff_graphs import diff
 
 FOLDER = "__graphs__"
 """Folder of the goldens, next to the test file."""
@@ -105,8 +106,6 @@ def _report(golden: str, text: str) -> str:
 
 
 def _semantic(golden: str, text: str) -> str:
-    from commfuse_fx.inspect.diff.diff_graphs import diff  # only where something differs
-
     try:
         found = replace(diff(golden, text), before="golden", after="this graph")
         return "\n".join(_cut(found.text().splitlines(), _GRAPH_LINES))

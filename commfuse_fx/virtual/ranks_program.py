@@ -36,7 +36,7 @@ Observer = Callable[[fx.Node, Sequence[Mapping[fx.Node, Any]]], None]
 """Sees a node once all ranks have run it, and each rank's values so far."""
 
 
-class Lockstep:
+class RanksProgram:
     """All ranks of one program, step after step.
 
     executors: one per rank of the program's mesh, with storage that is bound. Values that the program updates
@@ -157,7 +157,7 @@ class _Step:
     """One step of all ranks: its values, and what it has on the wire."""
 
     def __init__(
-        self, world: Lockstep, inputs: Sequence[Mapping[str, torch.Tensor]], dropped: Collection[fx.Node]
+        self, world: RanksProgram, inputs: Sequence[Mapping[str, torch.Tensor]], dropped: Collection[fx.Node]
     ) -> None:
         self.world = world
         self.program = program = world.program

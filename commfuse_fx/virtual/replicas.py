@@ -44,7 +44,7 @@ class Disagreement:
 
 
 class Replicas:
-    """Compares, node by node, what ranks of a program must have in common; an observer of `Lockstep`.
+    """Compares, node by node, what ranks of a program must have in common; an observer of `RanksProgram`.
 
     tolerance: 0 compares bit by bit (NaN equals NaN); otherwise values may differ by this much, relative to their
     size or to 1. `first` is the first disagreement in the order of the step, `compared` the number of values that

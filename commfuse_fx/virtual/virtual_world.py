@@ -29,7 +29,7 @@ from commfuse_fx.runtime.ranks.exchange import LocalExchange
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.virtual.rank_copies import copy_for_rank
-from commfuse_fx.virtual.ranks_program import Lockstep, Observer
+from commfuse_fx.virtual.ranks_program import Observer, RanksProgram
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class LockstepWorld:
         self.models: list[nn.Module] = [model for model, _ in ranks]
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
         self._pools = [FlatPool() for _ in ranks]
-        self._known: dict[int, Lockstep] = {}
+        self._known: dict[int, RanksProgram] = {}
         self._shards: dict[Any, list[Shards]] = {}
-        self._running: Lockstep | None = None  # that of the last step, which may have left updates
+        self._running: RanksProgram | None = None  # that of the last step, which may have left updates
         self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
         self._seeds = Seeds(0, None)
         self._steps = 0
@@ -153,7 +153,7 @@ class LockstepWorld:
                 )
         return calls
 
-    def _runner(self, call: Call) -> Lockstep:
+    def _runner(self, call: Call) -> RanksProgram:
         """What runs this call; another program than that of the last step begins when that step is complete."""
         planner = self.step.planner
         with torch._C.DisableTorchFunctionSubclass():
@@ -207,7 +207,7 @@ class LockstepWorld:
             if not executor.is_bound():
                 executor.bind()
 
-    def _of(self, program: Program) -> Lockstep:
+    def _of(self, program: Program) -> RanksProgram:
         """The ranks of a program, kept as long as the program is: they hold the flat storage."""
         if id(program) not in self._known:
             shards = self._shards_of(program)
@@ -226,7 +226,7 @@ class LockstepWorld:
             ]
             for executor in executors:
                 executor.guard = self._guard
-            self._known[id(program)] = Lockstep(program, executors)
+            self._known[id(program)] = RanksProgram(program, executors)
         return self._known[id(program)]
 
     def _shards_of(self, program: Program) -> list[Shards]:

@@ -13,7 +13,7 @@ from torch import nn
 import commfuse_fx as cf
 from tests.capture.test_hash_order import NAMES, Branches, Sum
 from tests.distributed.harness import Ranks, run_soon
-from tests.distributed.models import OFF, adamw, assert_same, compiled, digest, mlp, momentum, snapshot, xy
+from tests.distributed.models_of_ranks import OFF, adamw, assert_same, compiled, digest, mlp, momentum, snapshot, xy
 
 
 def differ_in(what: str) -> None:

@@ -24,7 +24,7 @@ from commfuse_fx.measure.calibration import Calibration, calibrate
 from commfuse_fx.measure.profiling import profile_step
 from commfuse_fx.support.writing import write_whole
 from tests.distributed.harness import Ranks, rank_environment
-from tests.distributed.models import adamw, assert_same, compiled, mlp, snapshot, xy
+from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp, snapshot, xy
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks, rank_environment, run_soon
-from tests.distributed.models import (
+from tests.distributed.models_of_ranks import (
     OFF,
     adamw,
     assert_same,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from tests import captures
 from tests.distributed.harness import Ranks
-from tests.distributed.models import (
+from tests.distributed.models_of_ranks import (
     MODELS,
     OFF,
     assert_parameters_close,

@@ -22,7 +22,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.models import adamw, assert_same, compiled, mlp, momentum, xy
+from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp, momentum, xy
 from tests.sharding.elementwise import ONE_AXIS, make_step
 from tests.sharding.elementwise import batch as batch_of_parts
 

@@ -10,7 +10,7 @@ import pytest
 from commfuse_fx.measure.calibration import calibrate
 from commfuse_fx.runtime.execute import socket_threads
 from tests.distributed.harness import Ranks
-from tests.distributed.models import adamw, compiled, mlp, xy
+from tests.distributed.models_of_ranks import adamw, compiled, mlp, xy
 
 
 def policies(cores: int, run: str) -> tuple[set[int], set[int]]:

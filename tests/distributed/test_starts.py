@@ -15,7 +15,7 @@ import commfuse_fx as cf
 from commfuse_fx.runtime.ranks import starts
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from tests.distributed.harness import Ranks
-from tests.distributed.models import adamw, compiled, digest, mlp, xy
+from tests.distributed.models_of_ranks import adamw, compiled, digest, mlp, xy
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=30)

@@ -18,7 +18,7 @@ import commfuse_fx as cf
 from commfuse_fx.frontends import session
 from commfuse_fx.runtime.ranks.callers import making_a_step
 from tests.distributed.harness import Ranks, run_soon
-from tests.distributed.models import assert_same, mlp, momentum, snapshot, xy
+from tests.distributed.models_of_ranks import assert_same, mlp, momentum, snapshot, xy
 from tests.distributed.test_forks import in_fork
 
 ACROSS = {"schedule": cf.ScheduleConfig(across_steps=True)}

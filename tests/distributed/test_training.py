@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from tests.distributed.harness import Ranks
-from tests.distributed.models import (
+from tests.distributed.models_of_ranks import (
     adamw,
     assert_parameters_close,
     assert_same,

@@ -16,7 +16,7 @@ import commfuse_fx as cf
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.variants import Variant
 from tests.distributed.harness import Ranks, run_soon
-from tests.distributed.models import OFF, assert_same
+from tests.distributed.models_of_ranks import OFF, assert_same
 from tests.oracle import ACROSS, OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import commfuse_fx as cf
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from tests.distributed.harness import Hung, Ranks
-from tests.distributed.models import adamw, compiled, mlp, xy
+from tests.distributed.models_of_ranks import adamw, compiled, mlp, xy
 
 
 def lowered_text(virtual: bool) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from tests.models import Batch, Case
-from tests.sharding.oracle import compare, divided, no_marks
+from tests.sharding.divided_oracle import compare, divided, no_marks
 
 
 class Ctc(nn.Module):

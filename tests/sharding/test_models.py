@@ -16,7 +16,7 @@ import commfuse_fx as cf
 from commfuse_fx.ir.placement import Shard
 from tests.models import CONV, MLP, MLP_CASE, PARTLY, SHARED, STRUCTURED, TIED, Batch, Case
 from tests.oracle import ACROSS, OPTIMAL, SLOW, assert_same_tensors, sgd, tensors_of
-from tests.sharding.oracle import EXACT, Mark, compare, divided, loss_of, no_marks
+from tests.sharding.divided_oracle import EXACT, Mark, compare, divided, loss_of, no_marks
 
 
 def rows_of(*shape: int, classes: int = 5) -> Callable[[int], Batch]:

@@ -13,8 +13,8 @@ from commfuse_fx.sharding.rules.call import call_of
 from commfuse_fx.sharding.rules.prove import check_call, describe
 from commfuse_fx.sharding.rules.rule_registry import compute_strategies
 from tests.models import Batch, Case
+from tests.sharding.divided_oracle import compare, no_marks
 from tests.sharding.layers import WAYS, aten, made
-from tests.sharding.oracle import compare, no_marks
 
 
 @WAYS

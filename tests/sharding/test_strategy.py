@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.dividing.fit_marks import Call, Member, refine, resolve
+from commfuse_fx.sharding.dividing.fit_marks import MarkedCall, MarkedTensor, refine, resolve
 from commfuse_fx.sharding.marking.logical import kind_of_function, logical_dims
 from commfuse_fx.sharding.marking.strategy import Axes, Counts, Placements, decode, encode, parse_tensor, parse_tensors
 
@@ -20,19 +20,19 @@ TWO_FOUR = Mesh((2, 4), ("dp", "tp"))
 
 def matmul(x, w, out=None, x_shape=(16, 16), w_shape=(16, 16), kind="matmul", place="train.py:1"):
     members = [
-        Member(f"in_strategy[{i}] of f", parse_tensor(each, "s"), shape, logical_dims(kind, f"in{i}", len(shape)))
+        MarkedTensor(f"in_strategy[{i}] of f", parse_tensor(each, "s"), shape, logical_dims(kind, f"in{i}", len(shape)))
         for i, (each, shape) in enumerate(((x, x_shape), (w, w_shape)))
     ]
     if out is not None:
         shape = (x_shape[0], w_shape[1])
         dims = logical_dims(kind, "out0", 2)
-        members.append(Member("out_strategy[0] of f", parse_tensor(out, "s"), shape, dims, True))
-    return Call(tuple(members), place)
+        members.append(MarkedTensor("out_strategy[0] of f", parse_tensor(out, "s"), shape, dims, True))
+    return MarkedCall(tuple(members), place)
 
 
 def one(strategy, shape=(16, 16), place="train.py:1"):
     dims = logical_dims("tensor", "in0", len(shape))
-    return Call((Member("the strategy of a tensor", parse_tensor(strategy, "s"), shape, dims),), place)
+    return MarkedCall((MarkedTensor("the strategy of a tensor", parse_tensor(strategy, "s"), shape, dims),), place)
 
 
 def texts(call, mesh):

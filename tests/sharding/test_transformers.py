@@ -11,7 +11,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from tests.models import Batch, Case
-from tests.sharding.oracle import SINGLE, Divided, compare, divided, no_marks
+from tests.sharding.divided_oracle import SINGLE, Divided, compare, divided, no_marks
 
 WORDS, POSITIONS = 64, 16
 

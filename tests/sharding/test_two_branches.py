@@ -16,7 +16,7 @@ from commfuse_fx.ir.random_draws import call_draws
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case
 from tests.oracle import ACROSS, OPTIMAL, SLOW
-from tests.sharding.oracle import EXACT, compare, divided
+from tests.sharding.divided_oracle import EXACT, compare, divided
 
 aten = torch.ops.aten
 Op = Callable[[torch.Tensor], torch.Tensor]

@@ -20,7 +20,7 @@ from commfuse_fx.sharding.marking.strategy import Axes, Counts, Layout, Placemen
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MarkedTensor:
     """One tensor of a marked call. dims: labels of its logical dimensions; label names it in messages."""
 
     label: str
@@ -31,18 +31,18 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MarkedCall:
     """Tensors whose strategies are fitted together. place: where the user marked them, `file:line`."""
 
-    members: tuple[Member, ...]
+    members: tuple[MarkedTensor, ...]
     place: str
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class AxisPiece:
     """Part of axis number `axis`: written as a product of factors, outermost first, those from `begin` to `end`.
 
-    The whole axis of size n is Piece(axis, 1, n); its outermost two ranks are told apart by Piece(axis, 1, 2).
+    The whole axis of size n is AxisPiece(axis, 1, n); its outermost two ranks are told apart by AxisPiece(axis, 1, 2).
     """
 
     axis: int
@@ -58,11 +58,11 @@ class Piece:
 class Fitted:
     """How a tensor is divided, in the order of the mesh. decided: numbers of the axes that the mark speaks of."""
 
-    divided: tuple[tuple[Piece, Shard], ...]
+    divided: tuple[tuple[AxisPiece, Shard], ...]
     decided: tuple[int, ...]
 
 
-def resolve(calls: Sequence[Call], mesh: Mesh) -> tuple[Mesh, list[list[Layout]]]:
+def resolve(calls: Sequence[MarkedCall], mesh: Mesh) -> tuple[Mesh, list[list[Layout]]]:
     """The mesh, refined as far as the calls need it, and a layout on it for each member of each call.
 
     Raises ConfigValueError, naming the mark, its value and a fix, where a strategy does not fit its tensor or the mesh.
@@ -88,7 +88,9 @@ def refine(mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Mesh:
     return Mesh(tuple(shape), tuple(names), mesh.devices)
 
 
-def factors_needed(calls: Sequence[Call], fitted: Sequence[Sequence[Fitted]], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def factors_needed(
+    calls: Sequence[MarkedCall], fitted: Sequence[Sequence[Fitted]], mesh: Mesh
+) -> dict[str, tuple[int, ...]]:
     """Axis name -> factors, outermost first, for the axes of which some tensor needs only a part.
 
     Raises ConfigValueError where two marks cut an axis in ways that do not nest.
@@ -115,12 +117,12 @@ def factors_needed(calls: Sequence[Call], fitted: Sequence[Sequence[Fitted]], me
     return found
 
 
-def fit_call(call: Call, mesh: Mesh) -> list[Fitted]:
+def fit_call(call: MarkedCall, mesh: Mesh) -> list[Fitted]:
     """What divides each tensor of one call. Raises ConfigValueError as `resolve` does."""
     for member in call.members:
         _check(member, call.place, mesh)
-    chosen: dict[str, tuple[Piece, ...]] = {}
-    used: list[Piece] = []
+    chosen: dict[str, tuple[AxisPiece, ...]] = {}
+    used: list[AxisPiece] = []
     inputs = [member for member in call.members if not member.is_output]
     for member in inputs:
         for pieces, dim in _pieces_named(member, call.place, mesh):
@@ -141,7 +143,7 @@ def fit_call(call: Call, mesh: Mesh) -> list[Fitted]:
     return [_fit_member(member, call.place, chosen, mesh) for member in call.members]
 
 
-def _fit_member(member: Member, place: str, chosen: Mapping[str, tuple[Piece, ...]], mesh: Mesh) -> Fitted:
+def _fit_member(member: MarkedTensor, place: str, chosen: Mapping[str, tuple[AxisPiece, ...]], mesh: Mesh) -> Fitted:
     strategy = member.strategy
     every = tuple(range(len(mesh.shape)))
     if not isinstance(strategy, Counts):
@@ -153,7 +155,7 @@ def _fit_member(member: Member, place: str, chosen: Mapping[str, tuple[Piece, ..
         if isinstance(strategy, Placements):
             decided = tuple(sorted(_axis(key, member, place, mesh) for key, _ in strategy.by_axis))
         return Fitted(tuple(sorted(divided, key=lambda pair: pair[0])), decided)
-    held: dict[int, tuple[Piece, ...]] = {}
+    held: dict[int, tuple[AxisPiece, ...]] = {}
     counted = _counted(member)
     for dim, count in counted:
         pieces = chosen.get(member.dims[dim], ())
@@ -166,7 +168,9 @@ def _fit_member(member: Member, place: str, chosen: Mapping[str, tuple[Piece, ..
     return Fitted(tuple(sorted(divided, key=lambda pair: pair[0])), every)
 
 
-def _allocate(count: int, dim: int, member: Member, place: str, used: Sequence[Piece], mesh: Mesh) -> tuple[Piece, ...]:
+def _allocate(
+    count: int, dim: int, member: MarkedTensor, place: str, used: Sequence[AxisPiece], mesh: Mesh
+) -> tuple[AxisPiece, ...]:
     free = _gaps(used, mesh)
     whole = [piece for piece in free if piece.begin == 1 and piece.end == mesh.shape[piece.axis]]
     for piece in whole:
@@ -179,13 +183,13 @@ def _allocate(count: int, dim: int, member: Member, place: str, used: Sequence[P
                 return tuple(run)
     for piece in free:
         if piece.size % count == 0:
-            return (Piece(piece.axis, piece.begin, piece.begin * count),)
-    found: list[Piece] = []
+            return (AxisPiece(piece.axis, piece.begin, piece.begin * count),)
+    found: list[AxisPiece] = []
     left = count
     for piece in free:
         part = gcd(left, piece.size)
         if part > 1:
-            found.append(Piece(piece.axis, piece.begin, piece.begin * part))
+            found.append(AxisPiece(piece.axis, piece.begin, piece.begin * part))
             left //= part
     if left > 1:
         taken = ", ".join(
@@ -199,32 +203,32 @@ def _allocate(count: int, dim: int, member: Member, place: str, used: Sequence[P
     return tuple(found)
 
 
-def _gaps(used: Sequence[Piece], mesh: Mesh) -> list[Piece]:
+def _gaps(used: Sequence[AxisPiece], mesh: Mesh) -> list[AxisPiece]:
     """The unused parts of the axes."""
-    found: list[Piece] = []
+    found: list[AxisPiece] = []
     for axis, size in enumerate(mesh.shape):
         begin = 1
         for piece in sorted({piece: None for piece in used if piece.axis == axis}):
             if piece.begin > begin:
-                found.append(Piece(axis, begin, piece.begin))
+                found.append(AxisPiece(axis, begin, piece.begin))
             begin = max(begin, piece.end)
         if begin < size:
-            found.append(Piece(axis, begin, size))
+            found.append(AxisPiece(axis, begin, size))
     return found
 
 
-def _size(pieces: Sequence[Piece]) -> int:
+def _size(pieces: Sequence[AxisPiece]) -> int:
     return prod(piece.size for piece in pieces)
 
 
-def _counted(member: Member) -> list[tuple[int, int]]:
+def _counted(member: MarkedTensor) -> list[tuple[int, int]]:
     """The dimensions that are divided by a count, and the counts."""
     if not isinstance(member.strategy, Counts):
         return []
     return [(dim, count) for dim, count in enumerate(member.strategy.slices) if count > 1]
 
 
-def _pieces_named(member: Member, place: str, mesh: Mesh) -> list[tuple[tuple[Piece, ...], int]]:
+def _pieces_named(member: MarkedTensor, place: str, mesh: Mesh) -> list[tuple[tuple[AxisPiece, ...], int]]:
     """The whole axes that a strategy names, with the dimension that they divide."""
     strategy = member.strategy
     if isinstance(strategy, Axes):
@@ -244,10 +248,12 @@ def _pieces_named(member: Member, place: str, mesh: Mesh) -> list[tuple[tuple[Pi
                 f"{place}: {member.label} is {strategy}, which names the axes of dimension {dim} in another order than "
                 f"the mesh {mesh}; write {names}"
             )
-    return [(tuple(Piece(axis, 1, mesh.shape[axis]) for axis in axes), dim) for dim, axes in enumerate(by_dim) if axes]
+    return [
+        (tuple(AxisPiece(axis, 1, mesh.shape[axis]) for axis in axes), dim) for dim, axes in enumerate(by_dim) if axes
+    ]
 
 
-def _blocks(member: Member, place: str, mesh: Mesh) -> dict[int, int]:
+def _blocks(member: MarkedTensor, place: str, mesh: Mesh) -> dict[int, int]:
     """Axis number -> blocks of the dimension that it divides."""
     if not isinstance(member.strategy, Placements):
         return {}
@@ -257,7 +263,7 @@ def _blocks(member: Member, place: str, mesh: Mesh) -> dict[int, int]:
     }
 
 
-def _axis(name: str | int, member: Member, place: str, mesh: Mesh) -> int:
+def _axis(name: str | int, member: MarkedTensor, place: str, mesh: Mesh) -> int:
     if isinstance(name, int):
         return name % len(mesh.shape)
     if name not in mesh.names:
@@ -269,7 +275,7 @@ def _axis(name: str | int, member: Member, place: str, mesh: Mesh) -> int:
     return mesh.names.index(name)
 
 
-def _dim(placement: Shard, member: Member, place: str) -> int:
+def _dim(placement: Shard, member: MarkedTensor, place: str) -> int:
     ndim = len(member.shape)
     if not -ndim <= placement.dim < ndim:
         raise ConfigValueError(
@@ -279,7 +285,7 @@ def _dim(placement: Shard, member: Member, place: str) -> int:
     return placement.dim % ndim
 
 
-def _check(member: Member, place: str, mesh: Mesh) -> None:
+def _check(member: MarkedTensor, place: str, mesh: Mesh) -> None:
     strategy = member.strategy
     check_shape(strategy, member.shape, f"{place}: {member.label}")
     if isinstance(strategy, Placements):
@@ -314,7 +320,7 @@ def check_shape(strategy: TensorStrategy, shape: Sequence[int], label: str) -> N
             _check_divides(count, 1, dim, strategy, shape, label)
 
 
-def _check_sizes(member: Member, place: str, divided: Sequence[tuple[Piece, Shard]]) -> None:
+def _check_sizes(member: MarkedTensor, place: str, divided: Sequence[tuple[AxisPiece, Shard]]) -> None:
     for dim in dict.fromkeys(placement.dim for _, placement in divided):
         count = prod(piece.size for piece, placement in divided if placement.dim == dim)
         blocks = max(placement.blocks for _, placement in divided if placement.dim == dim)

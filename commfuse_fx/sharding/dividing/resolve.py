@@ -13,7 +13,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import tensor_spec
 from commfuse_fx.ir.placement import Placement, Shard
 from commfuse_fx.ir.program import Program
-from commfuse_fx.sharding.dividing.fit_marks import Call, Member, resolve
+from commfuse_fx.sharding.dividing.fit_marks import MarkedCall, MarkedTensor, resolve
 from commfuse_fx.sharding.marking.layout_op import NodeMark, is_mark, mark_of
 from commfuse_fx.sharding.marking.logical import logical_dims
 from commfuse_fx.sharding.marking.marks import MarkedModule, Marks
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Pin:
+class ParameterPin:
     """The layout that marks give a parameter. label: the mark that was the first to say so; place: where it stands."""
 
     name: str
@@ -42,7 +42,7 @@ class Resolved:
     """
 
     mesh: Mesh
-    parameters: Mapping[str, Pin]
+    parameters: Mapping[str, ParameterPin]
     activations: Mapping[fx.Node, Layout]
     parameter_nodes: tuple[fx.Node, ...]
     data_axes: tuple[str, ...]
@@ -72,22 +72,22 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
     for marked in marks.modules:
         if _key_of_module(marked) not in called:
             members, pinned = _parameters_of(marked)
-            calls.append(Call(tuple(members), marked.mark.place))
+            calls.append(MarkedCall(tuple(members), marked.mark.place))
             subjects.append(pinned)
     for param in marks.parameters:
         dims = logical_dims("broadcast", "in0", len(param.shape))
         label = f"the strategy of parameter {param.name}"
-        calls.append(Call((Member(label, param.mark.strategy, param.shape, dims),), param.mark.place))
+        calls.append(MarkedCall((MarkedTensor(label, param.mark.strategy, param.shape, dims),), param.mark.place))
         subjects.append([_Subject(param.name, tuple(range(len(param.shape))))])
     mesh, layouts = resolve(calls, program.mesh)
-    pins: dict[str, Pin] = {}
+    pins: dict[str, ParameterPin] = {}
     by_position: dict[tuple[int, str], Layout] = {}
     pinning: dict[tuple[int, str], None] = {}
     for call, found, about in zip(calls, layouts, subjects, strict=True):
         for member, layout, subject in zip(call.members, found, about, strict=True):
             if subject.parameter:
                 own = _of_parameter(layout, subject.dims)
-                _pin(pins, Pin(subject.parameter, own, f"{member.label}, {member.strategy}", call.place), mesh)
+                _pin(pins, ParameterPin(subject.parameter, own, f"{member.label}, {member.strategy}", call.place), mesh)
                 pinning[subject.number, subject.position] = None
             else:
                 by_position[subject.number, subject.position] = layout
@@ -97,7 +97,7 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
     return Resolved(mesh, pins, activations, on_parameters, data_axes(pins.values(), activations.values(), mesh))
 
 
-def data_axes(pins: Iterable[Pin], activations: Iterable[Layout], mesh: Mesh) -> tuple[str, ...]:
+def data_axes(pins: Iterable[ParameterPin], activations: Iterable[Layout], mesh: Mesh) -> tuple[str, ...]:
     """The axes by which no mark divides a parameter, or a dimension of an activation other than the first."""
     taken: dict[str, None] = {}
     for pin in pins:
@@ -182,18 +182,18 @@ def _int(value: object) -> int:
 
 def _traced_calls(
     marks: Marks, nodes: Mapping[fx.Node, NodeMark], names: Mapping[fx.Node, str]
-) -> tuple[list[Call], list[list[_Subject]]]:
+) -> tuple[list[MarkedCall], list[list[_Subject]]]:
     """The marked calls of the graph, inputs first, then parameters of the module, then results."""
     modules = {_key_of_module(marked): marked for marked in marks.modules}
     grouped: dict[int, list[tuple[fx.Node, NodeMark]]] = {}
     for node, mark in nodes.items():
         if not mark.gradient:
             grouped.setdefault(mark.number, []).append((node, mark))
-    calls: list[Call] = []
+    calls: list[MarkedCall] = []
     subjects: list[list[_Subject]] = []
     for group in grouped.values():
         first = group[0][1]
-        members: list[Member] = []
+        members: list[MarkedTensor] = []
         about: list[_Subject] = []
         for node, mark in sorted(group, key=lambda pair: pair[1].is_output):
             if mark.is_output:
@@ -209,7 +209,7 @@ def _traced_calls(
             if mark.is_output:
                 members.append(_member(node, mark))
                 about.append(_Subject(number=mark.number, position=mark.position))
-        calls.append(Call(tuple(members), first.place))
+        calls.append(MarkedCall(tuple(members), first.place))
         subjects.append(about)
     return calls, subjects
 
@@ -223,7 +223,7 @@ def _key_of_module(marked: MarkedModule) -> tuple[str, int, str, str]:
     return marked.path, marked.index, marked.mark.place, marked.kind
 
 
-def _member(node: fx.Node, mark: NodeMark) -> Member:
+def _member(node: fx.Node, mark: NodeMark) -> MarkedTensor:
     shape = tensor_spec(node).shape
     dims = logical_dims(mark.kind, mark.position, len(shape))
     subject = mark.subject or "the model"
@@ -233,7 +233,7 @@ def _member(node: fx.Node, mark: NodeMark) -> Member:
         label = f"out_strategy[{mark.position[3:]}] of {subject}"
     else:
         label = f"in_strategy[{mark.position[2:].lstrip(':')}] of {subject}"
-    return Member(label, mark.strategy, shape, dims, mark.is_output)
+    return MarkedTensor(label, mark.strategy, shape, dims, mark.is_output)
 
 
 def _subject(node: fx.Node, mark: NodeMark, names: Mapping[fx.Node, str]) -> _Subject:
@@ -243,12 +243,12 @@ def _subject(node: fx.Node, mark: NodeMark, names: Mapping[fx.Node, str]) -> _Su
     return _Subject(behind[0], behind[1], mark.number, mark.position)
 
 
-def _parameters_of(marked: MarkedModule) -> tuple[list[Member], list[_Subject]]:
-    members: list[Member] = []
+def _parameters_of(marked: MarkedModule) -> tuple[list[MarkedTensor], list[_Subject]]:
+    members: list[MarkedTensor] = []
     about: list[_Subject] = []
     for (own, strategy), (name, shape) in zip(marked.mark.parameters, marked.parameters, strict=True):
         label = f"{own} of {marked.path or 'the model'}"
-        members.append(Member(label, strategy, shape, logical_dims(marked.kind, own, len(shape))))
+        members.append(MarkedTensor(label, strategy, shape, logical_dims(marked.kind, own, len(shape))))
         about.append(_Subject(name, tuple(range(len(shape)))))
     return members, about
 
@@ -265,7 +265,7 @@ def _of_parameter(layout: Layout, dims: tuple[int | None, ...]) -> Layout:
     return Layout(tuple(found))
 
 
-def _pin(pins: dict[str, Pin], pin: Pin, mesh: Mesh) -> None:
+def _pin(pins: dict[str, ParameterPin], pin: ParameterPin, mesh: Mesh) -> None:
     before = pins.setdefault(pin.name, pin)
     if not before.layout.agrees(pin.layout):
         raise ConfigValueError(
@@ -273,4 +273,4 @@ def _pin(pins: dict[str, Pin], pin: Pin, mesh: Mesh) -> None:
             f"{before.layout}, but {pin.label} at {pin.place} means {pin.layout}; "
             "give both the same layout, or remove one"
         )
-    pins[pin.name] = Pin(pin.name, before.layout.joined(pin.layout, mesh), before.label, before.place)
+    pins[pin.name] = ParameterPin(pin.name, before.layout.joined(pin.layout, mesh), before.label, before.place)

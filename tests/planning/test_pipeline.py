@@ -35,7 +35,7 @@ from commfuse_fx.planning.request import Sharding
 from commfuse_fx.planning.variants import AMPLE, Variant, most_plans, variants
 from commfuse_fx.sharding.marking.marks import collect
 
-PASSES = Path(__file__).parents[1] / "passes"
+PASSES = Path(__file__).parents[2] / "passes"
 
 
 def lower(**options: object) -> cf.Lowered:

@@ -22,7 +22,7 @@ from commfuse_fx.errors import (
 )
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.machine.step_profile import StepProfile
-from tests.configs import CLUSTER, index, optimal, raises_naming, size
+from tests.config.configs import CLUSTER, index, optimal, raises_naming, size
 
 # --- errors
 

@@ -11,7 +11,7 @@ import torch
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import CONTRASTIVE, DIGITS, GPT2, WIDE, Case, shards
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, cluster, eager_gradients, make_world, sgd
-from tests.test_user_collectives import lockstep, make, one_device
+from tests.passes.test_user_collectives import lockstep, make, one_device
 
 OFF = {"openstate": False}
 

@@ -11,7 +11,7 @@ from commfuse_fx.errors import (
     ConfigTypeError,
     ConfigValueError,
 )
-from tests.configs import AUTO, CLUSTER, KINDS, MIB, auto, index, optimal, raises_naming, size
+from tests.config.configs import AUTO, CLUSTER, KINDS, MIB, auto, index, optimal, raises_naming, size
 
 # --- comm_fusion: what is accepted
 

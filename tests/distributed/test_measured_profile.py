@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.models import adamw, assert_same, momentum, xy
+from tests.distributed.models_of_ranks import adamw, assert_same, momentum, xy
 from tests.oracle import ACROSS_STEPS
 
 pytestmark = pytest.mark.dist

@@ -25,7 +25,7 @@ from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.profiling import measure_step, profile_step, typical
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.support import documents
-from tests.distributed.models import assert_same
+from tests.distributed.models_of_ranks import assert_same
 
 MODEL = "0123456789abcdef" * 4
 

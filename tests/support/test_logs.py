@@ -23,7 +23,7 @@ from commfuse_fx.support.logs import WORDS, configure_logs, parse_words
 from commfuse_fx.support.progress import progress
 from tests.inspect.steps import Net, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 Words = Callable[[str], None]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from commfuse_fx.simulate.simulation import simulate
-from tests.cost.test_simulate import bucket_in_pieces, deferred, handing_over
+from tests.simulate.test_simulation import bucket_in_pieces, deferred, handing_over
 
 
 def test_chrome_trace(tmp_path: object) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.models import assert_parameters_close, compiled, convnet, momentum
+from tests.distributed.models_of_ranks import assert_parameters_close, compiled, convnet, momentum
 from tests.oracle import ACROSS_STEPS
 
 pytestmark = pytest.mark.dist
