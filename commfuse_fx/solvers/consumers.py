@@ -1,6 +1,6 @@
 """Which collectives of one key to merge, and in which order to send them, when each result has its own consumer.
 
-Numbers only, as in `cost.cuts`. Sources: MG-WFBP (Shi et al. 2019) for merging; sending what is needed first first: P3
+Numbers only, as in `solvers.cuts`. Sources: MG-WFBP (Shi et al. 2019) for merging; for sending what is needed first, P3
 (Jayarajan et al., "Priority-based parameter propagation for distributed DNN training", MLSys 2019) and ByteScheduler
 (Peng et al., "A generic communication scheduler for distributed DNN training acceleration", SOSP 2019).
 """

@@ -2,7 +2,7 @@
 
 Numbers only: times in seconds, sizes in bytes (or in seconds of pure transfer, with `beta` 1). A message of M bytes
 holds the stream for alpha + beta * M, and one stream sends the messages of one key first in, first out. Consumers
-further on in the same step: `cost.consumers`; in the next step: `cost.cyclic`.
+further on in the same step: `solvers.consumers`; in the next step: `solvers.cyclic`.
 
 Source: merging under alpha + beta * M, MG-WFBP (Shi, Chu, Li, "MG-WFBP: Efficient data communication for distributed
 synchronous SGD algorithms", INFOCOM 2019).

@@ -1,6 +1,6 @@
 """In which order, and in which pieces, to send what the forward of the next step needs.
 
-Numbers only, as in `cost.cuts`. Sources: priorities with partitioned transfers, P3 (Jayarajan et al., MLSys 2019) and
+Numbers only, as in `solvers.cuts`. Sources: priorities and partitioned transfers, P3 (Jayarajan et al., MLSys 2019) and
 ByteScheduler (Peng et al., SOSP 2019); earliest deadline first, Horn 1974 ("Some simple scheduling algorithms") and Liu
 & Layland 1973.
 """

@@ -1,6 +1,6 @@
 """The best plan for communication across steps, judged by the engine that simulations run on.
 
-`cost.cyclic` makes the plans: orders by earliest need for several sizes of buckets and pieces. How fast they are
+`solvers.cyclic` makes the plans: orders by earliest need for several sizes of buckets and pieces. How fast they are
 depends on what it leaves out, above all on a core that the backend's threads and the step share.
 """
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.machine.cluster import Device
 from commfuse_fx.simulate.engine import Engine
+from commfuse_fx.solvers.cut_moves import Ranges, moved_cuts
 
 MOST_MOVES = 256
 """How many cuts are played at most to move the boundaries between buckets."""
-
-Ranges = tuple[tuple[int, int], ...]
-"""Buckets of neighbours: [begin, end) of collectives in order of readiness."""
 
 
 class Message(NamedTuple):
@@ -134,13 +132,3 @@ class PlayedCuts:
     def _after(self, nbytes: int) -> float:
         """Seconds to make an average of a sum, in place, and to cast it."""
         return self.passes * max(self.device.op_overhead, 2 * nbytes / self.device.memory_bandwidth)
-
-
-def moved_cuts(cuts: Ranges) -> Iterator[Ranges]:
-    """The cuts with one boundary elsewhere or left out, from the last one on."""
-    for i in range(len(cuts) - 1, 0, -1):
-        (first, edge), (_, last) = cuts[i - 1], cuts[i]
-        yield (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
-        for distance in (1, -1, 4, -4):
-            if first < edge + distance < last:
-                yield (*cuts[: i - 1], (first, edge + distance), (edge + distance, last), *cuts[i + 1 :])

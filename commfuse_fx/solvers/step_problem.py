@@ -1,8 +1,8 @@
 """Which collectives of a graph to merge so that the predicted step is shortest: graphs as numbers.
 
-The searches (`cost.cuts`, `cost.consumers`, `cost.cyclic`) are exact about what they know: readiness, sizes, lines.
-What they leave out, such as the core that a backend shares with the step, the engine knows; so several cuts are
-played on it, and the one that ends first is taken.
+The searches (`solvers.cuts`, `solvers.consumers`, `solvers.cyclic`) are exact about what they know: readiness, sizes
+and lines. They leave out what the engine knows, such as the core that a backend shares with the step. So several cuts
+are played on the engine, and the one that ends first is taken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from torch import fx
 
@@ -25,28 +25,12 @@ from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.solvers.consumers import Item, optimal_plan
+from commfuse_fx.solvers.cut_moves import Ranges, cut_by_size, ranges_of
 from commfuse_fx.solvers.cuts import optimal_cuts
-from commfuse_fx.solvers.cyclic import PIECES, CyclicMember, merged_member, piece_choices
+from commfuse_fx.solvers.cyclic import CyclicMember
+from commfuse_fx.solvers.cyclic_buckets import MANY_MEMBERS, cyclic_buckets
 from commfuse_fx.solvers.loop import Loop
-from commfuse_fx.solvers.played_cuts import Message, PlayedCuts, Ranges, moved_cuts
-
-MOST_MEMBERS = 512
-"""Above this many collectives of one key, neighbours are merged until so many are left, before the search begins."""
-
-MANY_MEMBERS = 96
-"""Above this many fewer sizes of buckets and pieces are tried."""
-
-FEW_BYTES = 4 << 20
-"""Up to so many bytes in all, halves and thirds of them are tried too: the sizes above are too coarse for them."""
-
-FEW_MEMBERS = 24
-"""Up to so many collectives boundaries between buckets are moved across steps, too."""
-
-SEVERAL_MEMBERS, FEW_BUCKETS = 256, 64
-"""Up to so many collectives, in up to so many buckets, neighbouring buckets are joined across steps, too."""
-
-FEW_MOVES = 48
-"""How often at most: each is several plans of a loop."""
+from commfuse_fx.solvers.played_cuts import Message, PlayedCuts
 
 THRESHOLDS = tuple(mebibytes * 2**20 for mebibytes in (1, 2, 4, 8, 16, 25, 32, 64))
 """Bytes at which neighbours are cut for comparison with the optimal cuts."""
@@ -145,14 +129,14 @@ class _Graph:
 
         def seconds() -> float:
             played = beside(late[0])
-            return played.seconds(_ranges(groups[late[0]][0]))
+            return played.seconds(ranges_of(groups[late[0]][0]))
 
         if len(late) > 1:
             best = seconds()
             for threshold in THRESHOLDS:
                 kept = list(groups)
                 for k in late:
-                    cuts = _cut_by_size(sizes[k], threshold)
+                    cuts = cut_by_size(sizes[k], threshold)
                     groups[k] = ([keys[k][begin:end] for begin, end in cuts], "")
                 if (now := seconds()) < best * (1 - EQUAL):
                     best = now
@@ -161,7 +145,7 @@ class _Graph:
         once = len(late) == 1 or sum(map(len, keys)) > MANY_MEMBERS
         for k in late if once else late * 2:
             played = beside(k)
-            cuts = played.best([_ranges(groups[k][0]), *self._cuts(keys[k], sizes[k])])
+            cuts = played.best([ranges_of(groups[k][0]), *self._cuts(keys[k], sizes[k])])
             groups[k] = self._cut(played, keys[k], cuts)
         return groups
 
@@ -210,7 +194,7 @@ class _Graph:
         alpha, beta = line(self.costs, starts[0], self.program, max(total // 8, 1))
         yield optimal_cuts(ready, sizes, alpha, beta).buckets
         for threshold in THRESHOLDS:
-            yield _cut_by_size(sizes, threshold)
+            yield cut_by_size(sizes, threshold)
         yield ((0, len(sizes)),)
         yield tuple((i, i + 1) for i in range(len(sizes)))
 
@@ -262,53 +246,25 @@ class _Graph:
         if loop is None:
             return None
         members, forward, backward = loop
-        coarse = _coarse(members)
-        merged = [merged_member([members[i] for i in group]) for group in coarse]
         nbytes = max(sum(sizes) // 16, 1)
         cost = self.costs.cost_of(starts[0], nbytes, mesh=self.program.mesh)
-        prices = cost.latency, busy_beta(cost, nbytes), cost.host / nbytes
-        message = self.costs.cluster.device.collective_overhead
         each = self._update_overhead()
+        message = self.costs.cluster.device.collective_overhead
         judge = Loop(forward, backward, self.price(starts[0]), message, each)
-        merges = PIECES if len(merged) <= MANY_MEMBERS else PIECES[:2] + PIECES[3::3]
-        if sum(sizes) <= FEW_BYTES:
-            merges = (*merges, *(-(-sum(sizes) // parts) for parts in (2, 3)))
-        pieces = PIECES if len(merged) <= MANY_MEMBERS else PIECES[2::3]
-        choice, period = judge.best(
-            piece_choices(forward, backward, merged, *prices, message + each, pieces=pieces, merges=merges)
-        )
-        parts = choice.groups
-        tail = (*prices, message + each)
-
-        def judged(cuts: Ranges, pieces: Sequence[int]) -> float:
-            buckets = [merged_member(merged[begin:end]) for begin, end in cuts]
-            return judge.best(piece_choices(forward, backward, buckets, *tail, pieces=pieces, merges=()))[1]
-
-        if len(merged) <= FEW_MEMBERS:
-            period, cuts = _adjusted(period, _ranges(parts), lambda cuts: judged(cuts, pieces))
-            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
-        elif len(merged) <= SEVERAL_MEMBERS and len(parts) <= FEW_BUCKETS:
-            # Buckets of one size are larger than they may be in one place, and smaller than they could be in another.
-            same = () if choice.piece is None else (choice.piece,)
-            period, cuts = _joined(period, _ranges(parts), lambda cuts: judged(cuts, same))
-            parts = tuple(tuple(range(begin, end)) for begin, end in cuts)
-        across = [[i for part in group for i in coarse[part]] for group in parts]
+        across, period = cyclic_buckets(judge, members, cost.latency, busy_beta(cost, nbytes), cost.host / nbytes)
         played = self._played(starts, sizes, each)
         cuts = played.best(self._cuts(starts, sizes))
         in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
         if in_step <= period * (1 + EQUAL):
-            groups = [starts[begin:end] for begin, end in cuts]
-            return (
-                groups,
-                f"a step takes {_ms(in_step)} with all communication waited for at its end, by the cost model",
-            )
+            reason = f"a step takes {_ms(in_step)} with all communication waited for at its end, by the cost model"
+            return [starts[begin:end] for begin, end in cuts], reason
         reason = f"a step takes {_ms(period)} with communication across steps, by the cost model"
         return [[starts[i] for i in group] for group in across], reason
 
     def _loop(
         self, starts: list[fx.Node], sizes: list[int]
     ) -> tuple[list[CyclicMember], list[float], list[float]] | None:
-        """The step as a loop for `cost.cyclic`: members, and seconds of the blocks of forward and backward."""
+        """The step as a loop for `solvers.cyclic`: members, and seconds of the blocks of forward and backward."""
         uses = [self._first_parameter_use(start) for start in starts]
         first_ready = self.place[starts[0]]
         if any(use is None for use in uses):
@@ -345,76 +301,6 @@ class _Graph:
             use = self._first_use(param)
             found = use if found is None else min(found, use)
         return found
-
-
-def _cut_by_size(sizes: Sequence[int], threshold: int) -> Ranges:
-    """Neighbours together until they have so many bytes."""
-    edges = [0]
-    filled = 0
-    for i, size in enumerate(sizes, start=1):
-        filled += size
-        if filled >= threshold or i == len(sizes):
-            edges.append(i)
-            filled = 0
-    return tuple(pairwise(edges))
-
-
-def _adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
-    """The cuts with boundaries moved, left out or put in as long as that helps, and what they take."""
-    tried = {cuts: seconds}
-    while True:
-        for other in (*moved_cuts(cuts), *_split(cuts)):
-            if len(tried) > FEW_MOVES:
-                return seconds, cuts
-            if other not in tried:
-                tried[other] = judged(other)
-                if tried[other] < seconds * (1 - EQUAL):
-                    seconds, cuts = tried[other], other
-                    break
-        else:
-            return seconds, cuts
-
-
-def _joined(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
-    """The cuts with boundaries left out where that helps, looking twice at each, and what they take."""
-    for _ in range(2):
-        i = len(cuts) - 1
-        while i > 0:
-            (first, _), (_, last) = cuts[i - 1], cuts[i]
-            other = (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
-            if (found := judged(other)) < seconds * (1 - EQUAL):
-                seconds, cuts = found, other
-            i = min(i, len(cuts)) - 1
-    return seconds, cuts
-
-
-def _split(cuts: Ranges) -> Iterator[Ranges]:
-    """The cuts with one boundary more, from the first on."""
-    for i, (begin, end) in enumerate(cuts):
-        for edge in range(begin + 1, end):
-            yield (*cuts[:i], (begin, edge), (edge, end), *cuts[i + 1 :])
-
-
-def _ranges(groups: Sequence[Sequence[object]]) -> Ranges:
-    """Groups of neighbours as ranges."""
-    edges = list(accumulate(map(len, groups), initial=0))
-    return tuple(pairwise(edges))
-
-
-def _coarse(members: Sequence[CyclicMember]) -> list[list[int]]:
-    """Neighbours together, so that at most MOST_MEMBERS groups are left."""
-    if len(members) <= MOST_MEMBERS:
-        return [[i] for i in range(len(members))]
-    limit = sum(member.nbytes for member in members) / MOST_MEMBERS * 2
-    groups: list[list[int]] = [[]]
-    size = 0
-    for i, member in enumerate(members):
-        if groups[-1] and size + member.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(i)
-        size += member.nbytes
-    return groups
 
 
 def _casts_back(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.variants import Variant
 from commfuse_fx.simulate.rounds import play
-from commfuse_fx.solvers import step_problem
+from commfuse_fx.solvers import cyclic_buckets
 from tests.cost.graphs import f32
 
 aten = torch.ops.aten
@@ -354,7 +354,7 @@ def across_seconds(world: cf.ClusterSpec, width: int, layers: int) -> float:
 def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
     world = cluster(2, 5e-4, 1e8, op_overhead=5e-5)
     tried = across_seconds(world, 32, 60)
-    monkeypatch.setattr(step_problem, "FEW_BYTES", 0)
+    monkeypatch.setattr(cyclic_buckets, "FEW_BYTES", 0)
     assert tried < 0.97 * across_seconds(world, 32, 60)
 
 
@@ -362,7 +362,7 @@ def test_neighbouring_buckets_are_joined_where_that_is_faster(monkeypatch: pytes
     """One size for all of them is too large in one place, and too small in another."""
     world = cluster(2, 5e-4, 1e8, op_overhead=5e-5, collective_overhead=3e-4)
     tried = across_seconds(world, 64, 60)
-    monkeypatch.setattr(step_problem, "SEVERAL_MEMBERS", 0)
+    monkeypatch.setattr(cyclic_buckets, "SEVERAL_MEMBERS", 0)
     assert tried < 0.97 * across_seconds(world, 64, 60)
 
 
