@@ -19,7 +19,8 @@ from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.planning.plan_cache import Plan
-from commfuse_fx.planning.planner import Call, Planner
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.request import Call
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from math import prod
 
-import torch
-from torch import nn
-
 from commfuse_fx.capture.build import capture
-from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
-from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel, cost_model
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import OptimizerInfo, Program
+from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.rewrite.resend_rows import may_resend
@@ -28,73 +21,68 @@ from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.request import OtherBatch, Sharding
-from commfuse_fx.planning.shared_prices import Seconds, common_costs
+from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
+from commfuse_fx.planning.shared_prices import common_costs
 from commfuse_fx.planning.variants import Variant, most_plans, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
 
 
-def compile_call(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    structure: Structure,
-    leaves: Sequence[tuple[str, torch.Tensor]],
-    mesh: Mesh,
-    config: CompileConfig,
-    training: bool,
-    optimizer: OptimizerInfo | None,
-    sliced_inputs: Sequence[str] = (),
-    flat_updates: bool = True,
-    keep_captured: bool = False,
-    sharding: Sharding | None = None,
-    common: Seconds | None = None,
-    reads: Reads | None = None,
-) -> Compiled:
+def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compiled:
     """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified.
 
     reads: takes notes of the Python values that the trace reads.
 
-    common: what nodes count as, for a plan that all ranks have in common, whatever their batches.
+    Raises OtherBatch where marks in the graph divide the batch by another number of ranks than the request assumes.
     """
+    call, mesh, config, asked = request.call, request.mesh, request.config, request.passes
     with one_trace_at_a_time(), no_garbage_collection():
         start = time.perf_counter()
         with torch_is_quiet(not are_full()):
-            program = capture(model, loss_fn, structure, leaves, mesh, config, training, optimizer, reads)
+            program = capture(
+                request.model,
+                request.loss_fn,
+                call.structure,
+                call.leaves,
+                mesh,
+                config,
+                request.training,
+                request.optimizer,
+                reads,
+            )
         seconds = time.perf_counter() - start
-        if sharding is not None and sliced_inputs and not config.full_batch:
-            resolved = resolve_marks(sharding.marks, program)
+        if asked.sharding is not None and asked.sliced_inputs and not config.full_batch:
+            resolved = resolve_marks(asked.sharding.marks, program)
             ways = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
-            if ways != sharding.batch_ways:
+            if ways != asked.sharding.batch_ways:
                 raise OtherBatch(ways)
-        captured = program.copy() if keep_captured else None
+        captured = program.copy() if request.keep_captured else None
         votes = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
-        program, pipeline, records = plan_step(program, config, sliced_inputs, flat_updates, sharding, common)
+        program, pipeline, records = plan_step(program, config, asked)
     return Compiled(program, captured, pipeline, records, seconds, voted)
 
 
 def plan_step(
     program: Program,
     config: CompileConfig,
-    sliced_inputs: Sequence[str] = (),
-    flat_updates: bool = True,
-    sharding: Sharding | None = None,
-    common: Seconds | None = None,
+    asked: PassRequest | None = None,
     watcher: Watcher | None = None,
 ) -> Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
 
-    common: as for `compile_call`. watcher: sees the passes of all variants; by default the graph log.
+    watcher: sees the passes of all variants; by default the graph log.
     """
     check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
+    asked = PassRequest() if asked is None else asked
+    sharding, common = asked.sharding, asked.common
 
     def pipeline(variant: Variant, costs: CostModel | None) -> PassPipeline:
-        same = common is None
-        return build_pipeline(config, program.mesh, sliced_inputs, flat_updates, variant, sharding, costs, same)
+        inputs, flat, same_batches = asked.sliced_inputs, asked.flat_updates, common is None
+        return build_pipeline(config, program.mesh, inputs, flat, variant, sharding, costs, same_batches)
 
     nodes = len(program.graph.nodes)
     # How many rows are sent again follows from a rank's batch: not where batches differ.

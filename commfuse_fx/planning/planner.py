@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
 from commfuse_fx.capture.model_structure import ModelStructure
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
-from commfuse_fx.capture.tree import Structure, flatten
+from commfuse_fx.capture.tree import flatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigValueError
@@ -28,22 +28,17 @@ from commfuse_fx.passes.distribute.divide import Layouts
 from commfuse_fx.planning.compile_call import compile_call
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
-from commfuse_fx.planning.request import OtherBatch, Sharding, batch_ways
+from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
 from commfuse_fx.planning.retrace_log import Findings, Traces
 from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.progress import progress
 
+Leaves = Sequence[tuple[str, torch.Tensor]]
+"""Tensors of a call, with their paths."""
+
 _PLAN, _STEP = logger("plan"), logging.getLogger("commfuse_fx.step")
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one call, taken apart into tensors with their paths and the structure around them."""
-
-    structure: Structure
-    leaves: list[tuple[str, torch.Tensor]]
 
 
 class OnCompile(Protocol):
@@ -185,15 +180,31 @@ class Planner:
         self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
     ) -> Compiled:
         training = self.watch.trains
-        optimizer = self._describe_optimizer(opaque) if training else None
-        if self.config.divides_graphs:
-            return self._compile_divided(call, optimizer, keep_captured, flat_updates)
-        leaves, sliced = self._slice_batch(call.leaves)
-        return self._compile_on(call, leaves, optimizer, sliced, keep_captured, flat_updates, None)
+        if self.model.training and not training:
+            self._say_that_nothing_is_trained()
+        request = CompileRequest(
+            self.model,
+            self.loss_fn,
+            call,
+            self.mesh,
+            self.config,
+            training,
+            self._describe_optimizer(opaque) if training else None,
+            PassRequest(flat_updates=flat_updates, common=self._common.get(self._mode) if self._common else None),
+            keep_captured or self._on_compile.keeps_captured(),
+        )
+        with progress("compiling the training step" if training else "compiling the evaluation step"):
+            compiled = self._compile_divided(request) if self.config.divides_graphs else self._compile_sliced(request)
+        self._on_compile(compiled)
+        if not keep_captured:
+            compiled.captured = None
+        return compiled
 
-    def _compile_divided(
-        self, call: Call, optimizer: OptimizerInfo | None, keep_captured: bool, flat_updates: bool
-    ) -> Compiled:
+    def _compile_sliced(self, request: CompileRequest) -> Compiled:
+        leaves, sliced = self._slice_batch(request.call.leaves)
+        return self._trace(_on(request, leaves, sliced))
+
+    def _compile_divided(self, request: CompileRequest) -> Compiled:
         """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""
         described = self._describe_optimizer("")
         local = described is not None and described.rule != "opaque"
@@ -202,10 +213,10 @@ class Planner:
             self._laid_out, self._layouts = self.watch.structure, None
         ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
         while True:
-            leaves, batch = _whole_batch(call.leaves, ways)
+            leaves, batch = _whole_batch(request.call.leaves, ways)
             sharding = Sharding(marks, ways, local, self._layouts)
             try:
-                compiled = self._compile_on(call, leaves, optimizer, batch, keep_captured, flat_updates, sharding)
+                compiled = self._trace(_on(request, leaves, batch, sharding))
             except OtherBatch as other:
                 if other.ways == ways:
                     raise
@@ -214,41 +225,9 @@ class Planner:
             self._layouts = {name: param.layout for name, param in compiled.program.params.items()}
             return compiled
 
-    def _compile_on(
-        self,
-        call: Call,
-        leaves: list[tuple[str, torch.Tensor]],
-        optimizer: OptimizerInfo | None,
-        sliced: list[str],
-        keep_captured: bool,
-        flat_updates: bool,
-        sharding: Sharding | None,
-    ) -> Compiled:
-        training = self.watch.trains
-        if self.model.training and not training:
-            self._say_that_nothing_is_trained()
+    def _trace(self, request: CompileRequest) -> Compiled:
         self._reads = Reads(self.model, self.loss_fn)
-        with progress("compiling the training step" if training else "compiling the evaluation step"):
-            compiled = compile_call(
-                self.model,
-                self.loss_fn,
-                call.structure,
-                leaves,
-                self.mesh,
-                self.config,
-                training,
-                optimizer,
-                sliced,
-                flat_updates,
-                keep_captured or self._on_compile.keeps_captured(),
-                sharding,
-                self._common.get(self._mode) if self._common else None,
-                self._reads,
-            )
-        self._on_compile(compiled)
-        if not keep_captured:
-            compiled.captured = None
-        return compiled
+        return compile_call(request, self._reads)
 
     def _say_that_nothing_is_trained(self) -> None:
         if self._has_said_so:
@@ -269,7 +248,7 @@ class Planner:
         described = describe_optimizer(self.optimizer, self.model)
         return replace(described, rule="opaque", why_opaque=opaque) if opaque else described
 
-    def _slice_batch(self, leaves: list[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    def _slice_batch(self, leaves: Leaves) -> tuple[Leaves, list[str]]:
         """With full_batch the model is traced on a slice: tensors whose dimension 0 is that of the first one."""
         batched = [tensor for _, tensor in leaves if tensor.ndim]
         if not self.config.full_batch or self.mesh.world == 1 or not batched:
@@ -288,7 +267,13 @@ class Planner:
         return local, sliced
 
 
-def _whole_batch(leaves: list[tuple[str, torch.Tensor]], ways: int) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+def _on(request: CompileRequest, leaves: Leaves, batch: list[str], sharding: Sharding | None = None) -> CompileRequest:
+    """The request with other tensors in place of those of the call."""
+    passes = replace(request.passes, sliced_inputs=batch, sharding=sharding)
+    return replace(request, call=replace(request.call, leaves=leaves), passes=passes)
+
+
+def _whole_batch(leaves: Leaves, ways: int) -> tuple[Leaves, list[str]]:
     """The tensors that one device would be given where `ways` ranks are handed these, and the paths of those that have
     the batch as their dimension 0: that of the first one."""
     batched = [tensor for _, tensor in leaves if tensor.ndim]

@@ -1,16 +1,21 @@
-"""What a compile is asked for besides the call: how a step is divided."""
+"""What a compile is asked for: the model and the call, and what the passes are to do with the graph."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import fx
+import torch
+from torch import fx, nn
 
+from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.program import OptimizerInfo, Program
 from commfuse_fx.passes.distribute.divide import Layouts
+from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.marking.marks import Marks
 
@@ -28,6 +33,51 @@ class Sharding:
     batch_ways: int = 1
     local_parameters: bool = False
     fixed: Layouts | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, taken apart into tensors with their paths and the structure around them."""
+
+    structure: Structure
+    leaves: Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """What the passes are asked for besides what the configuration says.
+
+    sliced_inputs: paths of the tensors that full_batch cuts; with `sharding`, of those whose dimension 0 is the batch.
+    flat_updates: False where the optimizer's state does not let an update work on flat memory.
+    sharding: how the step is divided, None for data parallelism.
+    common: what nodes count as in a plan that all ranks have in common, whatever their batches.
+    """
+
+    sliced_inputs: Sequence[str] = ()
+    flat_updates: bool = True
+    sharding: Sharding | None = None
+    common: Seconds | None = None
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """One compile.
+
+    model, loss_fn, call: what is traced.
+    training: whether gradients are taken and the parameters updated.
+    optimizer: describes the update; None where the caller is handed the gradients.
+    keep_captured: whether the graph as captured is kept, to replay the passes from.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    call: Call
+    mesh: Mesh
+    config: CompileConfig
+    training: bool
+    optimizer: OptimizerInfo | None
+    passes: PassRequest
+    keep_captured: bool = False
 
 
 class OtherBatch(Exception):

@@ -14,7 +14,7 @@ from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.machine.step_profile import StepProfile
-from commfuse_fx.planning.planner import Call
+from commfuse_fx.planning.request import Call
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.virtual.replicas import Disagreement, Replicas
 from commfuse_fx.virtual.virtual_world import LockstepWorld, RankResult

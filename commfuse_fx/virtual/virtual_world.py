@@ -18,7 +18,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.planning.plan_cache import Plan
-from commfuse_fx.planning.planner import Call
+from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.guard import Guard
 from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes

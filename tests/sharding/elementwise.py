@@ -19,7 +19,8 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import R, S, local_shape
 from commfuse_fx.planning.compiled import Compiled
-from commfuse_fx.planning.planner import Call, Planner
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.request import Call
 from tests import captures
 from tests.oracle import cluster
 
