@@ -21,6 +21,8 @@ from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
 
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 NO_FUSION_ID = -1
 

@@ -1,1 +1,8 @@
-"""What computing and communicating cost, and what a step will take: clusters, formulas, profiles, the simulator."""
+"""What one node, one collective and the memory of a step cost.
+
+The names below are for those who write passes (docs/writing-a-pass.md). They are public; the modules are not.
+"""
+
+from commfuse_fx.cost.model import CostModel, cost_model
+
+__all__ = ["CostModel", "cost_model"]

@@ -77,7 +77,7 @@ class LevelReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class CalibrationReport:
     """What was measured. `seconds`: how long the whole calibration took."""
 
     world: int
@@ -140,7 +140,7 @@ class Calibration:
     """The cluster as measured, and how it was found. The same on every rank."""
 
     cluster: ClusterSpec
-    report: Report
+    report: CalibrationReport
 
 
 def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | None = None) -> Calibration:
@@ -170,7 +170,7 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
     world = dist.get_world_size()
     source = f"measured by commfuse calibrate: {world} ranks, {backend}, torch {torch.__version__}"
     measured = Device(source=source, **figures)
-    report = Report(world, backend, torch.__version__, perf_counter() - began, measured, tuple(levels))
+    report = CalibrationReport(world, backend, torch.__version__, perf_counter() - began, measured, tuple(levels))
     cluster = ClusterSpec(
         name=f"{backend}-{world}",
         device=measured,

@@ -34,7 +34,8 @@ server that has imported everything: that saves seconds, but forks of one server
 in which ranks must be free to differ. Rank 0 differs in them from all others."""
 
 IMPORTED = [
-    "commfuse_fx",
+    "commfuse_fx.api",
+    "commfuse_fx.virtual.lockstep",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

@@ -16,7 +16,14 @@ from commfuse_fx.commands import calibrate as command
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.measure import network_probe, probe_group
-from commfuse_fx.measure.calibration import Calibration, LevelReport, Report, _Planned, _report_level, _spec_of
+from commfuse_fx.measure.calibration import (
+    Calibration,
+    CalibrationReport,
+    LevelReport,
+    _Planned,
+    _report_level,
+    _spec_of,
+)
 from commfuse_fx.measure.contention_probe import Contention
 from commfuse_fx.measure.fit_alpha_beta import Sample
 from commfuse_fx.measure.network_probe import PIPELINED_BYTES, NetworkFigures, measure_group
@@ -109,8 +116,8 @@ def test_a_latency_that_compute_slows_counts_where_there_is_none_without(monkeyp
 # Figures that are not to be relied on.
 
 
-def report(level: LevelReport) -> Report:
-    return Report(2, "gloo", "2.13.0", 1.0, CORE, (level,))
+def report(level: LevelReport) -> CalibrationReport:
+    return CalibrationReport(2, "gloo", "2.13.0", 1.0, CORE, (level,))
 
 
 def printed(level: LevelReport, capsys: pytest.CaptureFixture[str], json: bool) -> tuple[str, str]:
