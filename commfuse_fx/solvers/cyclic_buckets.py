@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commfuse_fx.solvers.cut_moves import Ranges, adjusted, joined, ranges_of
-from commfuse_fx.solvers.cyclic import PIECES, CyclicMember, merged_member, piece_choices
+from commfuse_fx.solvers.cyclic import CyclicMember
 from commfuse_fx.solvers.loop import Loop
+from commfuse_fx.solvers.piece_choices import PIECES, merged_member, piece_choices
 
 MOST_MEMBERS = 512
 """Above this many collectives of one key, neighbours are merged until so many are left, before the search begins."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from commfuse_fx.cost.numbers import EQUAL, alike
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.simulate.engine import Engine
-from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan, PieceChoice
+from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan
+from commfuse_fx.solvers.piece_choices import PieceChoice
 
 MOST_ROUNDS = 8
 """Rounds after which a loop that does not settle is taken as it is."""

@@ -24,7 +24,8 @@ from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
-from commfuse_fx.solvers.consumers import Item, optimal_plan
+from commfuse_fx.solvers.compute_program import Item
+from commfuse_fx.solvers.consumers import optimal_plan
 from commfuse_fx.solvers.cut_moves import Ranges, cut_by_size, ranges_of
 from commfuse_fx.solvers.cuts import optimal_cuts
 from commfuse_fx.solvers.cyclic import CyclicMember

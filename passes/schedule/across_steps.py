@@ -25,8 +25,9 @@ from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.solvers.cyclic import PIECES, CyclicMember, CyclicPlan, piece_choices
+from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan
 from commfuse_fx.solvers.loop import Loop
+from commfuse_fx.solvers.piece_choices import PIECES, piece_choices
 from commfuse_fx.solvers.step_problem import busy_beta
 
 _STRETCHES = (inf, *(mebibytes * 2**20 for mebibytes in (8, 4, 3, 2, 1.5, 1)), PIECES[0])

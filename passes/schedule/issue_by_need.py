@@ -19,7 +19,8 @@ from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.solvers.consumers import Item, optimal_plan
+from commfuse_fx.solvers.compute_program import Item
+from commfuse_fx.solvers.consumers import optimal_plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan, PieceChoice, cyclic_plans, piece_choices
+from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan, cyclic_plans
+from commfuse_fx.solvers.piece_choices import PieceChoice, piece_choices
 from tests.cost.plans import alphas, close, small
 
 
