@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from commfuse_fx.inspect.explanation import CollectiveReport, Explanation, ParameterLayout
     from commfuse_fx.inspect.lowered import Lowered
     from commfuse_fx.ir.program import Note, Redistribution
-    from commfuse_fx.machine.cluster import ClusterSpec, Device, GroupSplit, Level
+    from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
+    from commfuse_fx.machine.cluster_parts import Device, Level
     from commfuse_fx.machine.presets import preset_names, resolve_cluster
     from commfuse_fx.machine.step_profile import StepProfile
     from commfuse_fx.machine.timeline import Span, Timeline
@@ -141,7 +142,8 @@ _HOMES = {
     "commfuse_fx.inspect.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),
     "commfuse_fx.inspect.lowered": ("Lowered",),
     "commfuse_fx.ir.program": ("Note", "Redistribution"),
-    "commfuse_fx.machine.cluster": ("ClusterSpec", "Device", "GroupSplit", "Level"),
+    "commfuse_fx.machine.cluster": ("ClusterSpec", "GroupSplit"),
+    "commfuse_fx.machine.cluster_parts": ("Device", "Level"),
     "commfuse_fx.machine.presets": ("preset_names", "resolve_cluster"),
     "commfuse_fx.machine.step_profile": ("StepProfile",),
     "commfuse_fx.machine.timeline": ("Span", "Timeline"),

@@ -18,7 +18,7 @@ from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import op_label
-from commfuse_fx.machine.cluster import Device
+from commfuse_fx.machine.cluster_parts import Device
 
 # Matrix products: op -> positions of the left and the right matrix.
 _PRODUCTS = {

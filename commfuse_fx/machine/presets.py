@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 from commfuse_fx.support import documents
 from commfuse_fx.support.checks import show
 

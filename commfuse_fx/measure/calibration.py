@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 from commfuse_fx.measure.fit_alpha_beta import Burst, Fit, Sample, burst, fit
 from commfuse_fx.measure.network_probe import NetworkFigures, measure_group, shown
 from commfuse_fx.measure.probe import probe, slowest_figures

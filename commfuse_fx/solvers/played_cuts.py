@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.cost.transfer import Transfer
-from commfuse_fx.machine.cluster import Device
+from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.simulate.engine import Engine
 from commfuse_fx.solvers.cut_moves import Ranges, moved_cuts
 

@@ -24,7 +24,7 @@ from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.deferred import execution_order
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.machine.cluster import Device
+from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.source import cluster_of
 
 _CORE = Device(name="core", flops={"f32": 1e11}, memory_bandwidth=2e10, memory_bytes=1 << 30, op_overhead=1e-5)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 
 MIB = 1024 * 1024
 KINDS = ["allreduce", "allgather", "reducescatter"]

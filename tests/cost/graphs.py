@@ -15,7 +15,8 @@ from commfuse_fx.ir.collectives import WAIT, c10d
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 
 aten = torch.ops.aten
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from commfuse_fx.cost.collective_cost import COLLECTIVES, CollectiveCost, algorithms, bus_bandwidth, collective_cost
 from commfuse_fx.errors import CommFuseError, ConfigTypeError, ConfigValueError
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 from commfuse_fx.machine.presets import preset
 
 DEVICE = Device(name="d", flops={"f32": 1e12}, memory_bandwidth=1e11, memory_bytes=10**9, op_overhead=1e-6)

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 from commfuse_fx.machine.presets import MAX_NODES, preset, preset_names, resolve_cluster
 from commfuse_fx.support.documents import load_document
 

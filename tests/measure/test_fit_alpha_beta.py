@@ -6,7 +6,8 @@ import pytest
 
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.machine.cluster import ClusterSpec, Device, Level
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device, Level
 from commfuse_fx.measure.fit_alpha_beta import Sample, fit
 
 SIZES = [1024 * 4**i for i in range(9)]
