@@ -24,11 +24,15 @@ def check_declared_specs(program: Program, fail: Callable[[fx.Node, str], None])
     for node in program.graph.nodes:
         if not is_declared(node) or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        args = tuple(map(_key, node.args))
-        kwargs = tuple((name, _key(value)) for name, value in node.kwargs.items())
-        made = _made(node.target, args, kwargs, is_start(node), is_wait(node))
-        if (wrong := difference(info(node).spec, made)) is not None:
+        if (wrong := difference(info(node).spec, computed_spec(node))) is not None:
             fail(node, wrong)
+
+
+def computed_spec(node: fx.Node) -> Spec:
+    """The spec of what the op of a node makes of operands that lie as the graph says. The op is one of torch's."""
+    args = tuple(map(_key, node.args))
+    kwargs = tuple((name, _key(value)) for name, value in node.kwargs.items())
+    return _made(node.target, args, kwargs, is_start(node), is_wait(node))
 
 
 def is_declared(node: fx.Node) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.diff.records import (
-    RETURN,
     Argument,
     CollectiveRecord,
     GraphRecord,
@@ -16,6 +15,7 @@ from commfuse_fx.inspect.diff.records import (
 )
 from commfuse_fx.ir.json.write import SCHEMA
 from commfuse_fx.ir.meta import PHASES, contiguous_stride
+from commfuse_fx.ir.text_lines import RETURN
 from commfuse_fx.support.json_fields import LARGEST, Fields, load_object
 
 _TEXTS = ("dtype", "device", "layout", "memory_format", "number", "text")

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import re
-
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.diff.records import (
-    RETURN,
     Argument,
     CollectiveRecord,
     GraphRecord,
     NodeRecord,
-    UnknownReference,
     kind_of_op,
     parse_arguments,
     split_members,
 )
-from commfuse_fx.ir.naming import PHASE_TAG
 from commfuse_fx.ir.text import SCHEMA
-from commfuse_fx.support.json_fields import check_schema
-
-_PHASES = {tag: phase for phase, tag in PHASE_TAG.items()}
-_VALUE = re.compile(r"[\w\[\](),.* -]+ = ")
-_OP = re.compile(r"[\w.]+")
-_SENDS = re.compile(r"sends (?P<start>.+) (?P<stretch>\[\d+:\d+\])")
-_COLLECTIVE = re.compile(
-    r"group=(?P<group>.*?\(\d{1,9}\))(?: op=(?P<op>\S+))? dtype=(?P<dtype>\S+) bytes=(?P<bytes>\d{1,18})"
-    r"(?: fusion_id=(?P<fusion_id>-?\d{1,18}))? members=\[(?P<members>.*)\]"
+from commfuse_fx.ir.text_lines import (
+    RETURN,
+    TextLine,
+    UnknownReference,
+    read_collective,
+    read_sends,
+    split_header,
+    split_lines,
 )
+from commfuse_fx.support.json_fields import check_schema
 
 
 def read_text(text: str, label: str) -> GraphRecord:
@@ -38,90 +33,45 @@ def read_text(text: str, label: str) -> GraphRecord:
 class _Reader:
     def __init__(self, text: str, label: str) -> None:
         self.label = label
-        self.lines = text.removesuffix("\n").split("\n")
+        self.lines = list(enumerate(text.removesuffix("\n").split("\n"), 1))
         self.number = 0
         self.names: dict[str, None] = {}
 
     def read(self) -> GraphRecord:
-        header: dict[str, str] = {}
-        for line in self.lines:
-            if not line.startswith("#"):
-                break
-            self.number += 1
-            name, colon, value = line.removeprefix("# ").partition(": ")
-            if not colon or name in header:
-                raise self.error("this is not a header line `# name: value` with a name of its own")
-            header[name] = value
+        header, body = split_header(self.lines, self.error_at)
         if next(iter(header), "") != "schema":
-            self.number = 1
-            raise self.error("a canonical text begins with `# schema: <version>`")
+            raise self.error_at(1, "a canonical text begins with `# schema: <version>`")
         check_schema(header["schema"], self.label, SCHEMA)
-        body = self.lines[self.number :]
-        start = self.number
-        split = []
-        for offset, line in enumerate(body, start + 1):
-            self.number = offset
-            split.append(self.split(line))
-        if not body or not body[-1].startswith("return "):
-            raise self.error("the last line is not `return ...`: the file was cut off")
-        nodes = []
-        for offset, (line, parts) in enumerate(zip(body, split, strict=True), start + 1):
-            self.number = offset
-            nodes.append(self.node(line, parts))
-        return GraphRecord(self.label, header, tuple(nodes))
+        lines = split_lines(body, self.error_at)
+        self.names = dict.fromkeys(line.name for line in lines)
+        return GraphRecord(self.label, header, tuple(self.node(line) for line in lines))
+
+    def error_at(self, number: int, problem: str) -> ConfigValueError:
+        return ConfigValueError(f"{self.label}, line {number}: {problem}; write the dump again")
 
     def error(self, problem: str) -> ConfigValueError:
-        return ConfigValueError(f"{self.label}, line {self.number}: {problem}; write the dump again")
+        return self.error_at(self.number, problem)
 
-    def split(self, line: str) -> tuple[str, str, str]:
-        """(name, value, call) of a line; reserves the name."""
-        if line.startswith("return "):
-            name, parts = RETURN, (RETURN, "", line.removeprefix("return "))
-        else:
-            if line[:3] not in _PHASES or line[3:5] != " %":
-                raise self.error(f"{line[:40]!r} does not begin like a node: `fwd %name: `")
-            parts = self.definition(line[5:])
-            name = parts[0]
-        if name in self.names:
-            raise self.error(f"there are two nodes of the name {name[:80]!r}")
-        self.names[name] = None
-        return parts
-
-    def definition(self, text: str) -> tuple[str, str, str]:
-        at = text.find(": ")
-        while at >= 0:
-            value = _VALUE.match(text, at + 2)
-            if value:
-                return text[:at], value.group().removesuffix(" = "), text[value.end() :]
-            at = text.find(": ", at + 1)
-        raise self.error("after the name there is no `: value = op(...)`")
-
-    def node(self, line: str, parts: tuple[str, str, str]) -> NodeRecord:
-        name, value, call = parts
-        if name == RETURN:
-            return NodeRecord(RETURN, RETURN, RETURN, "", self.arguments(call))
-        phase = _PHASES[line[:3]]
-        if phase == "input":
-            op = "constant" if call == "constant" else "input"
-            return NodeRecord(name, phase, op, value, (Argument(call),))
-        call, _, remarks = call.partition(")  {")
-        call = call if remarks else call.removesuffix(")")
-        op, bracket, inner = call.partition("(")
-        if not bracket or not _OP.fullmatch(op) or (not remarks and not line.endswith(")")):
-            raise self.error("there is no whole call `op(...)` behind the equals sign")
-        if remarks and not remarks.endswith("}"):
-            raise self.error("the last brace is not closed")
+    def node(self, line: TextLine) -> NodeRecord:
+        self.number = line.number
+        if line.name == RETURN:
+            return NodeRecord(RETURN, RETURN, RETURN, "", self.arguments(line.arguments))
+        if line.phase == "input":
+            op = "constant" if line.op == "constant" else "input"
+            return NodeRecord(line.name, line.phase, op, line.value, (Argument(line.op),))
         extras: list[Argument] = []
         collective = None
-        for remark in remarks.removesuffix("}").split("}  {") if remarks else ():
-            sends = None if remark.startswith("sends the rest") else _SENDS.fullmatch(remark)
+        for remark in line.remarks:
+            sends = read_sends(remark)
             if remark.startswith("group="):
-                collective = self.collective(remark, op)
+                collective = self.collective(remark, line.op)
             elif sends:
-                extras.append(self.sends(sends["start"], sends["stretch"]))
+                start, begin, end = sends
+                extras.append(self.sends(start, f"[{begin}:{end}]"))
             else:
                 extras.extend(self.arguments(remark, split=False))
-        return NodeRecord(name, phase, op, value, self.arguments(inner), collective, tuple(extras))
+        arguments = self.arguments(line.arguments)
+        return NodeRecord(line.name, line.phase, line.op, line.value, arguments, collective, tuple(extras))
 
     def arguments(self, text: str, split: bool = True) -> tuple[Argument, ...]:
         try:
@@ -141,16 +91,15 @@ class _Reader:
         return Argument(f"sends % {stretch}", (start,))
 
     def collective(self, text: str, op: str) -> CollectiveRecord:
-        match = _COLLECTIVE.fullmatch(text)
-        if match is None:
+        said = read_collective(text)
+        if said is None:
             raise self.error("a collective is described as `group=dp(2) op=sum dtype=f32 bytes=8 members=[...]`")
-        identity = match["fusion_id"]
         return CollectiveRecord(
             kind_of_op(op),
-            match["group"],
-            match["op"] or "",
-            match["dtype"],
-            int(match["bytes"]),
-            None if identity is None else int(identity),
-            split_members(match["members"]),
+            f"{said.group}({said.size})",
+            said.reduce_op,
+            said.dtype,
+            said.nbytes,
+            said.fusion_id,
+            split_members(said.members),
         )

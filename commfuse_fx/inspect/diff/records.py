@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-RETURN = "(return)"
-"""Name and op of the last record; no node can have it."""
+from commfuse_fx.ir.text_lines import argument_tokens
 
-_TOKEN = re.compile(r"%|\[|\]|, |,|[^%\[\],]+")
-_NAME = re.compile(r"[^\s,\[\]()]+")
-_ENDS = re.compile(r"[\s,\])]|$")
 _ORDINAL = re.compile(r"\.\d+$")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
@@ -96,53 +92,25 @@ class GraphRecord:
     nodes: tuple[NodeRecord, ...]
 
 
-class UnknownReference(ValueError):
-    """A reference to a node that is not there."""
-
-
 def parse_arguments(text: str, names: Mapping[str, object]) -> tuple[Argument, ...]:
     """The arguments of `f(a, %b, [c, %d])` without the parentheses. Raises UnknownReference, ValueError."""
     found: list[Argument] = []
     pattern: list[str] = []
     operands: list[str] = []
-    depth, at = 0, 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        token = match.group() if match else text[at]
-        at += len(token)
-        if token == "%":
-            name = _reference(text, at, names)
-            operands.append(name)
-            at += len(name)
+    depth = 0
+    for token in argument_tokens(text, names):
         depth += (token == "[") - (token == "]")
-        if depth < 0:
-            raise ValueError("a bracket is closed that was not opened")
         if token == ", " and depth == 0:
             found.append(Argument("".join(pattern), tuple(operands)))
             pattern, operands = [], []
+        elif token.startswith("%"):
+            pattern.append("%")
+            operands.append(token[1:])
         else:
             pattern.append(token)
-    if depth:
-        raise ValueError("a bracket is not closed")
     if pattern:
         found.append(Argument("".join(pattern), tuple(operands)))
     return tuple(found)
-
-
-def _reference(text: str, at: int, names: Mapping[str, object]) -> str:
-    plain = _NAME.match(text, at)
-    if plain and plain.group() in names:
-        return plain.group()
-    # Names of modules may contain nearly anything: the longest one that a delimiter follows.
-    best = ""
-    for end in _ENDS.finditer(text, at):
-        if end.start() - at > 500:
-            break
-        if text[at : end.start()] in names:
-            best = text[at : end.start()]
-    if not best:
-        raise UnknownReference(plain.group() if plain else "")
-    return best
 
 
 def kind_of_op(op: str) -> str:

@@ -21,12 +21,12 @@ from commfuse_fx.support.json_fields import Fields
 
 _DEEPEST = 16  # lists in lists; graphs have two
 
-_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_LAYOUTS = {_name: value for _name, value in vars(torch).items() if isinstance(value, torch.layout)}
-_MEMORY_FORMATS = {_name: value for _name, value in vars(torch).items() if isinstance(value, torch.memory_format)}
+DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+LAYOUTS = {_name: value for _name, value in vars(torch).items() if isinstance(value, torch.layout)}
+MEMORY_FORMATS = {_name: value for _name, value in vars(torch).items() if isinstance(value, torch.memory_format)}
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?", re.ASCII)
+DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?", re.ASCII)
 _SHARD = re.compile(r"S\((\d{1,3})(?:;(\d{1,9}))?\)", re.ASCII)
 
 
@@ -66,12 +66,12 @@ class ValueReader(Fields):
     """Reads what the functions above wrote. Raises ConfigValueError, naming document and place."""
 
     def dtype(self, value: Any, place: str) -> torch.dtype:
-        found: torch.dtype = self.known(_DTYPES, value, "dtype", place)
+        found: torch.dtype = self.known(DTYPES, value, "dtype", place)
         return found
 
     def device(self, value: Any, place: str) -> str:
         text: str = self.typed(value, str, place)
-        if _DEVICE.fullmatch(text):
+        if DEVICE.fullmatch(text):
             try:
                 torch.device(text)
             except RuntimeError:
@@ -154,9 +154,9 @@ class ArgumentReader(ValueReader):
         if kind == "device":
             return torch.device(self.device(content, where))
         if kind == "layout":
-            return self.known(_LAYOUTS, content, "layout", where)
+            return self.known(LAYOUTS, content, "layout", where)
         if kind == "memory_format":
-            return self.known(_MEMORY_FORMATS, content, "memory format", where)
+            return self.known(MEMORY_FORMATS, content, "memory format", where)
         if kind == "number":
             return self.known(_NUMBERS, content, "number", where)
         if kind == "complex":

@@ -1,0 +1,260 @@
+"""Reads a program from its canonical text, or from ten lines that somebody has written in its form.
+
+A text is data: ops are looked up by name among those that graphs may call. What a text does not say is filled in: see
+`text_facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.ir.collectives import group_of, is_start, kind_of
+from commfuse_fx.ir.declared_specs import computed_spec
+from commfuse_fx.ir.json.known_ops import find_target
+from commfuse_fx.ir.json.values import DTYPES
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, Stretch, TensorSpec, info, set_info
+from commfuse_fx.ir.naming import Names
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text_facts import fill_in
+from commfuse_fx.ir.text_header import read_header
+from commfuse_fx.ir.text_lines import (
+    RETURN,
+    TextLine,
+    UnknownReference,
+    argument_tokens,
+    read_collective,
+    read_sends,
+    split_header,
+    split_lines,
+)
+from commfuse_fx.ir.text_values import Unfinished, read_call, read_spec
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.machine.source import Costs
+
+_REST = "sends the rest: "
+_KEPT = "kept between steps"
+_NEXT_STEP = "in the next step, before "
+_FORM = "write it as Lowered.text() does, for example `fwd %a: f32[2] = aten.relu(%x)`"
+
+
+def parse_program(
+    text: str,
+    *,
+    gradients: Sequence[str] | None = None,
+    flags: Mapping[str, bool] | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    cluster: Costs | None = None,
+    device: str = "cpu",
+) -> Program:
+    """The program whose canonical text this is: its own text is the same again.
+
+    text: as `Lowered.text()` writes it. Empty lines and indentation do not count. Lines of the header may be
+    left out: two ranks along `dp`, a training step and default options are meant then.
+
+    What a text does not say is chosen. Strides that are not written are contiguous. Parameters of a floating dtype
+    are trainable, and are numbered in their order. Parameters are whole, not parts that a division has left on a rank.
+    The returned values behind the loss are gradients of the parameters, in their order.
+
+    gradients: the parameters whose gradients are returned, where shapes do not tell. flags: those of the optimizer
+    that are not False, such as {"momentum": True}, where no update in the text shows them. constants: values by the
+    name of the node; the others have none. cluster: prices, where the header names no preset. device: of all tensors.
+
+    Raises ConfigValueError, which names the line and what to write instead.
+    """
+    return _Parser(text, dict(constants or {}), cluster, device).parse(gradients, dict(flags or {}))
+
+
+class _Parser:
+    def __init__(self, text: str, constants: Mapping[str, torch.Tensor], cluster: Costs | None, device: str) -> None:
+        self.cluster = cluster
+        self.device = device
+        self.values = constants
+        self.written = {number: line.strip() for number, line in enumerate(text.split("\n"), 1)}
+        self.graph = fx.Graph()
+        self.nodes: dict[str, fx.Node] = {}
+        self.lines: dict[fx.Node, TextLine] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def parse(self, gradients: Sequence[str] | None, flags: Mapping[str, bool]) -> Program:
+        numbered = [(number, line) for number, line in self.written.items() if line]
+        values, body = split_header(numbered, self.error)
+        try:
+            header = read_header(values, self.cluster)
+        except ValueError as problem:
+            raise self.error(1, f"in the header, {problem}", "correct the header") from None
+        self.mesh = header.mesh
+        *lines, last = split_lines(body, self.error)
+        for line in lines:
+            self.nodes[line.name] = self.made(line)
+        for node, line in self.lines.items():
+            self.link(node, line)
+        program = Program(
+            graph=self.graph,
+            mesh=header.mesh,
+            config=header.config,
+            params={},
+            sources={},
+            training=header.training,
+            loss=self.output(last),
+            constants=self.constants,
+            names=Names.restored({}, self.nodes),
+            torch_version=header.torch_version,
+        )
+        fill_in(program, self.lines, header.optimizer, flags, gradients, self.error)
+        self.finish_specs()
+        self.check(program)
+        return program
+
+    def error(self, number: int, problem: str, fix: str = _FORM) -> ConfigValueError:
+        line = self.written.get(number, "")
+        return ConfigValueError(f"text of a program, line {number}: {problem}; {fix}; the line is {line[:200]!r}")
+
+    def made(self, line: TextLine) -> fx.Node:
+        try:
+            spec = read_spec(line.value, self.device)
+            if line.phase != "input":
+                node = self.call(line)
+            elif line.op == "constant":
+                node = self.constant(line)
+            else:
+                node = self.graph.placeholder(f"input_{len(self.nodes)}")
+        except UnknownReference as unknown:
+            problem = f"it refers to %{str(unknown)[:80]}, and no line before it has this name"
+            raise self.error(line.number, problem, "name one that has") from None
+        except (ValueError, LookupError) as wrong:
+            raise self.error(line.number, str(wrong)) from None
+        set_info(node, NodeInfo(line.phase, spec, _module(line.name), line.name))
+        self.lines[node] = line
+        return node
+
+    def call(self, line: TextLine) -> fx.Node:
+        try:
+            target = find_target(line.op)
+        except LookupError as problem:
+            raise ValueError(f"{line.op[:80]!r} cannot be called: {problem}") from None
+        args, kwargs = read_call(target, line.arguments, self.nodes)
+        node = self.graph.call_function(target)
+        node.args, node.kwargs = args, kwargs
+        return node
+
+    def constant(self, line: TextLine) -> fx.Node:
+        spec = read_spec(line.value, "meta")
+        value = self.values.get(line.name)
+        if value is None:
+            shape, stride, dtype = getattr(spec, "shape", ()), getattr(spec, "stride", ()), getattr(spec, "dtype", None)
+            value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        name = f"_constant_{len(self.constants)}"
+        self.constants[name] = value
+        return self.graph.create_node("get_attr", name)
+
+    def output(self, line: TextLine) -> fx.Node:
+        """Writes the graph's output, and returns the loss."""
+        try:
+            tokens = list(argument_tokens(line.arguments, self.nodes))
+        except UnknownReference as unknown:
+            problem = f"it returns %{str(unknown)[:80]}, and no line has this name"
+            raise self.error(line.number, problem, "name one that has") from None
+        except ValueError as problem:
+            raise self.error(line.number, str(problem)) from None
+        found = [self.nodes[token[1:]] for token in tokens if token.startswith("%")]
+        if not found or "".join(tokens) != f"[{', '.join(f'%{info(node).name}' for node in found)}]":
+            fix = "write `return [%loss, %gradient]`, the loss first"
+            raise self.error(line.number, "it does not return a list of nodes", fix)
+        node = self.graph.output(tuple(found))
+        set_info(node, NodeInfo("update", name=""))
+        return found[0]
+
+    def link(self, node: fx.Node, line: TextLine) -> None:
+        """What the remarks on a node say."""
+        details = info(node)
+        for remark in line.remarks:
+            sends = read_sends(remark)
+            if remark == _KEPT:
+                details.kept = True
+            elif remark.startswith(_NEXT_STEP):
+                details.next_step = self.named(line, remark.removeprefix(f"{_NEXT_STEP}%"))
+            elif remark.startswith(_REST):
+                stretches = remark.removeprefix(_REST).split(" ")
+                parts = [read_sends(f"sends {line.name} {each}") for each in stretches]
+                details.rest = tuple(Stretch(each[1], each[2]) for each in parts if each is not None)
+            elif sends is not None:
+                details.sends = (*details.sends, (self.named(line, sends[0]), Stretch(*sends[1:])))
+            elif remark.startswith("group=") and is_start(node):
+                details.collective = self.collective(node, line, remark)
+            else:
+                raise self.error(line.number, f"{remark[:80]!r} is no remark that a node can have")
+        if is_start(node) and details.collective is None:
+            fix = "write `{group=dp(2) op=sum dtype=f32 bytes=8 members=[a]}` behind the call"
+            raise self.error(line.number, "nothing says what this collective does", fix)
+
+    def named(self, line: TextLine, name: str) -> fx.Node:
+        if name not in self.nodes:
+            raise self.error(line.number, f"it refers to {name[:80]}, and no line has this name", "name one that has")
+        return self.nodes[name]
+
+    def collective(self, node: fx.Node, line: TextLine, remark: str) -> CollectiveInfo:
+        said = read_collective(remark)
+        if said is None or said.dtype not in DTYPES:
+            fix = "write `{group=dp(2) op=sum dtype=f32 bytes=8 members=[a]}`"
+            raise self.error(line.number, f"{remark[:80]!r} does not describe a collective", fix)
+        try:
+            size = self.mesh.size(said.group)
+        except KeyError as problem:
+            raise self.error(line.number, str(problem.args[0]), "name axes of the mesh") from None
+        if size != said.size or group_of(node) != said.group:
+            fix = f"write group={group_of(node)}, and the size that the mesh {self.mesh} gives it"
+            raise self.error(line.number, f"group {said.group}({said.size}) is not that of the call", fix)
+        return CollectiveInfo(
+            kind_of(node),
+            group=said.group,
+            dtype=DTYPES[said.dtype],
+            nbytes=said.nbytes,
+            members=tuple(said.members.split(", ")) if said.members else (),
+            sequence=0,
+            reduce_op=said.reduce_op or None,
+            fusion_id=said.fusion_id,
+        )
+
+    def finish_specs(self) -> None:
+        """Specs of which the text has only the first: what the op makes of its operands."""
+        for node, line in self.lines.items():
+            spec = info(node).spec
+            if not isinstance(spec, Unfinished):
+                continue
+            try:
+                made: Any = computed_spec(node) if isinstance(node.target, torch._ops.OpOverload) else None
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise self.error(line.number, f"the op refuses its operands: {error}"[:300]) from None
+            if not isinstance(made, tuple) or len(made) != spec.total:
+                problem = f"it yields {spec.total} tensors, of which only the first are written"
+                raise self.error(line.number, problem, "write all of them")
+            info(node).spec = (*spec, *(_on(self.device, each) for each in made[len(spec) :]))
+
+    def check(self, program: Program) -> None:
+        try:
+            verify(program, "reading")
+        except VerificationError as error:
+            problem = str(error).removeprefix("after pass reading: ")
+            name = problem.removeprefix("node ").partition(": ")[0]
+            line = self.lines[self.nodes[name]].number if name in self.nodes else max(self.written)
+            raise self.error(line, problem, "correct the text") from None
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            problem = f"the lines contradict each other ({type(error).__name__}: {error})"[:300]
+            raise self.error(max(self.written), problem, "correct the text") from error
+
+
+def _on(device: str, spec: Spec) -> Spec:
+    return replace(spec, device=device) if isinstance(spec, TensorSpec) else spec
+
+
+def _module(name: str) -> str:
+    """The module of a node: what stands before the first slash of its name, unless a pass has made that."""
+    module, slash, _ = name.partition("/")
+    made = ("reduce", "rows", "buffers", "slice", "axis_index", "update", "bucket", RETURN)
+    return module if slash and module.partition(".")[0] not in made else ""

@@ -1,0 +1,112 @@
+"""What canonical text says of collectives beyond their line: whom they serve, and how buckets are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import IN_PLACE, is_wait
+from commfuse_fx.ir.meta import CollectiveInfo, Part, Stretch, info, tensor_spec
+from commfuse_fx.ir.naming import parameter_of
+from commfuse_fx.ir.program import Program
+
+aten = torch.ops.aten
+
+
+def describe_collectives(program: Program) -> None:
+    """Roles, sequence numbers and fusion ids; the parts of buckets, and what writes into them."""
+    buffers = [source.name for source in program.sources.values() if source.kind == "buffer"]
+    others = len(program.params)
+    for start in program.collectives():
+        details = info(start)
+        assert details.collective is not None
+        role = _role(program, details.collective, buffers)
+        if role in ("gradient", "rows"):
+            sequence = min(program.params[name].sequence for name in _parameters(program, details.collective))
+        elif role == "buffer":
+            sequence = min(map(buffers.index, details.collective.members))
+        else:
+            sequence, others = others, others + len(details.collective.members)
+        details.collective = replace(details.collective, role=role, sequence=sequence)
+        if role == "gradient" and details.collective.fusion_id is not None:
+            for name in _parameters(program, details.collective):
+                program.params[name] = replace(program.params[name], fusion_id=details.collective.fusion_id)
+        details.parts = _parts(start, details.collective)
+        details.writes = _writes(start)
+
+
+def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str]) -> str:
+    members = collective.members
+    if members and len(_parameters(program, collective)) == len(members):
+        return "rows" if members[0].startswith("rows/") else "gradient"
+    if members and all(name in buffers for name in members):
+        return "buffer"
+    return "redistribution" if program.config.divides_graphs else "user"
+
+
+def _parameters(program: Program, collective: CollectiveInfo) -> list[str]:
+    """The parameter that each member belongs to; members that belong to none are left out."""
+    names = []
+    for member in collective.members:
+        numbers = member.startswith("rows/") and member.endswith("/numbers")
+        name = member.removeprefix("rows/").removesuffix("/numbers") if numbers else parameter_of(member)
+        if name in program.params:
+            names.append(name)
+    return names
+
+
+def _parts(start: fx.Node, collective: CollectiveInfo) -> tuple[Part, ...]:
+    """The members of a collective on a concatenation: each with what it reduces, and with its result."""
+    label = info(start).name.rpartition("/")[0]
+    concat = start.args[0]
+    if not isinstance(concat, fx.Node) or info(concat).name != f"{label}/concat":
+        return ()
+    results = _results(start, label)
+    values: list[Any] = concat.args[0]  # type: ignore[assignment]
+    if not len(values) == len(results) == len(collective.members):
+        return ()
+    # `flatten.0`, or `by_rank.0` in front of a reduce_scatter.
+    flat = [value.args[0] if info(value).name.startswith(f"{label}/") else value for value in values]
+    return tuple(
+        Part((name,), value, result) for name, value, result in zip(collective.members, flat, results, strict=True)
+    )
+
+
+def _results(start: fx.Node, label: str) -> list[fx.Node]:
+    """The results of the members, in their order: `bucket.0/restore.0`, ..."""
+    found: dict[int, fx.Node] = {}
+    reached = [user for user in start.users if is_wait(user)]
+    for node in reached:
+        for user in node.users:
+            name, _, number = info(user).name.rpartition(".")
+            if name == f"{label}/restore" and number.isdecimal():
+                found[int(number)] = user
+            elif info(user).name.startswith(f"{label}/"):
+                reached.append(user)
+    return [found[number] for number in sorted(found)]
+
+
+def _writes(start: fx.Node) -> tuple[tuple[fx.Node, Stretch], ...]:
+    """What fills which stretch of the flat storage that is reduced in place. A stretch reaches to the next one."""
+    storage = start.args[0]
+    if start.target not in IN_PLACE.values() or not isinstance(storage, fx.Node):
+        return ()
+    if storage.target is not aten.empty.memory_format:
+        return ()
+    padding = f"{info(start).name.rpartition('/')[0]}/padding."
+    found: list[tuple[int, fx.Node]] = []
+    for place in storage.users:
+        if place.target is aten.as_strided.default and len(place.args) == 4 and isinstance(place.args[3], int):
+            if not info(place).name.startswith(padding):
+                found += [(place.args[3], user) for user in place.users if _fills(user, place)]
+    found.sort(key=lambda each: each[0])
+    ends = [*(begin for begin, _ in found[1:]), tensor_spec(start).numel]
+    return tuple((node, Stretch(begin, end)) for (begin, node), end in zip(found, ends, strict=True))
+
+
+def _fills(node: fx.Node, place: fx.Node) -> bool:
+    return node.kwargs.get("out") is place or (node.target is aten.copy_.default and node.args[0] is place)

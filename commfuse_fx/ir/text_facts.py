@@ -1,0 +1,127 @@
+"""What a program knows beyond its nodes, as far as canonical text says it; what it does not say is chosen.
+
+Where the inputs come from, parameters, gradients, updates, and what collectives are for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.program import Parameter, Program, Source
+from commfuse_fx.ir.text_buckets import describe_collectives
+from commfuse_fx.ir.text_lines import ErrorAt, TextLine
+from commfuse_fx.ir.text_updates import UpdateReader, flat_members
+
+_PLAIN = ("parameter", "buffer", "input", "seed")
+_HYPER = "hyper-parameter of the optimizer"
+_STATE = re.compile(r"state(?: of \d{1,9} tensor\(s\))?")
+_OWNED = re.compile(r"update\.(\d{1,9})\.(.+)")
+
+
+def fill_in(
+    program: Program,
+    lines: Mapping[fx.Node, TextLine],
+    optimizer: tuple[str, str] | None,
+    flags: Mapping[str, bool],
+    gradients: Sequence[str] | None,
+    error: ErrorAt,
+) -> None:
+    """Complete a program that has its graph. lines: of its nodes. optimizer: class and rule, of the header.
+
+    Raises what `error` makes.
+    """
+    flats: dict[fx.Node, tuple[tuple[str, int], ...]] = {}
+    for node, line in lines.items():
+        if node.op == "placeholder":
+            try:
+                source = _source(line)
+                if source.kind == "flat":
+                    flats[node] = flat_members(line.op.removeprefix("flat "))
+                    source = Source("flat", flats[node][0][0], source.owner)
+            except ValueError as problem:
+                raise error(line.number, str(problem)) from None
+            program.add_source(node, source)
+    _add_params(program)
+    last = max((line.number for line in lines.values()), default=0) + 1
+    updates = UpdateReader(program, flats)
+    try:
+        unknown = next((name for each in flats.values() for name, _ in each if name not in program.params), None)
+        if unknown is not None:
+            raise ValueError(f"flat storage has the member {unknown[:40]!r}, which is no parameter of the text")
+        program.grads = _gradients(program, bool(updates.nodes), gradients)
+        updates.read(optimizer, flags)
+    except ValueError as problem:
+        raise error(last, str(problem)) from None
+    updates.finish_state()
+    describe_collectives(program)
+
+
+def _source(line: TextLine) -> Source:
+    """Where the value of an input comes from. Raises ValueError."""
+    if line.op in _PLAIN:
+        return Source(line.op, line.name)
+    if line.op != _HYPER and not _STATE.fullmatch(line.op) and not line.op.startswith("flat "):
+        raise ValueError(f"{line.op[:40]!r} is no input; write one of {', '.join(_PLAIN)}, state, {_HYPER}, flat [a@0]")
+    owned = _OWNED.fullmatch(line.name)
+    if owned is None:
+        raise ValueError(f"{line.name[:40]!r} belongs to no update; name it as in update.0.lr")
+    kind = "hyper" if line.op == _HYPER else line.op.partition(" ")[0]
+    return Source(kind, owned[2], int(owned[1]))
+
+
+def _add_params(program: Program) -> None:
+    sequence = 0
+    for node, source in program.sources.items():
+        spec = info(node).spec
+        if source.kind != "parameter" or not isinstance(spec, TensorSpec):
+            continue
+        trainable = spec.dtype.is_floating_point or spec.dtype.is_complex
+        number = sequence if trainable else -1
+        program.params[source.name] = Parameter(source.name, spec, trainable, number, movable=spec.is_dense)
+        sequence += trainable
+
+
+def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:
+    """The gradients that the step returns, by their parameters. Raises ValueError."""
+    returned: Sequence[fx.Node] = program.output.args[0][1:]  # type: ignore[index, assignment]
+    if not returned or updated or any(node.target is optimizer_step for node in program.graph.nodes):
+        return dict(zip(given or (), returned, strict=False))
+    names = list(given) if given is not None else _by_shape(program, returned)
+    unknown = next((name for name in names if name not in program.params), None)
+    if unknown is not None or len(names) != len(returned):
+        what = f"{unknown!r} is no parameter" if unknown is not None else f"{len(names)} names"
+        raise ValueError(
+            f"gradients= has {what}, and {len(returned)} gradients are returned; name each one's parameter"
+        )
+    return dict(zip(names, returned, strict=True))
+
+
+def _by_shape(program: Program, returned: Sequence[fx.Node]) -> list[str]:
+    """The parameters that these are gradients of, in their order: all of them, or the only choice that shapes allow."""
+    params = [param for param in program.params.values() if param.trainable]
+    first = _matched(params, returned)
+    last = _matched(params[::-1], returned[::-1])
+    if first is None or last is None or first != last[::-1]:
+        raise ValueError(
+            f"shapes do not tell which of {len(params)} parameter(s) the {len(returned)} returned gradient(s) belong "
+            "to; name them with gradients="
+        )
+    return first
+
+
+def _matched(params: Sequence[Parameter], returned: Sequence[fx.Node]) -> list[str] | None:
+    """For each gradient the next parameter of its shape; None where there is none."""
+    rest = iter(params)
+    found = []
+    for grad in returned:
+        shape = getattr(info(grad).spec, "shape", None)
+        param = next((param for param in rest if param.spec.shape == shape), None)
+        if param is None:
+            return None
+        found.append(param.name)
+    return found

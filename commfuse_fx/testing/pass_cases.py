@@ -1,0 +1,46 @@
+"""Assert what a pass makes of a program, both written as text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.ir.parse_text import parse_program
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.support.checks import show
+
+
+def assert_pass(before: str | Program, apply: Callable[[Program], bool], after: str | None) -> Program:
+    """Assert that a pass turns one program into another, and return the one that it has made.
+
+    before: canonical text, of which the header may be left out, or a program that `parse_program` has read; it is not
+    changed. apply: the pass; it returns whether it has changed anything. after: the lines that the program has then,
+    without header and in any indentation; None: the pass changes nothing.
+
+    Raises AssertionError with the lines that differ, or where the pass says something else than what it did;
+    VerificationError where its result is no valid program; ConfigValueError where `before` cannot be read.
+    """
+    __tracebackhide__ = True
+    if not callable(apply):
+        raise ConfigTypeError(f"assert_pass: apply is {show(apply)}; give a pass, such as Simplify()")
+    program = parse_program(before) if isinstance(before, str) else before.copy()
+    name = str(getattr(apply, "name", apply))
+    had = program_lines(program)
+    changed = apply(program)
+    verify(program, name)
+    found = program_lines(program)
+    wanted = had if after is None else [line.strip() for line in after.splitlines() if line.strip()]
+    if found != wanted:
+        lines = difflib.unified_diff(wanted, found, "expected", f"after {name}", n=1, lineterm="")
+        raise AssertionError("\n".join([f"pass {name} makes another program than expected", *lines]))
+    if changed != (after is not None):
+        raise AssertionError(f"pass {name} returned {changed!r}, and {'nothing' if after is None else 'lines'} changed")
+    return program
+
+
+def program_lines(program: Program) -> list[str]:
+    """The canonical text of a program without its header."""
+    return [line for line in canonical_text(program).splitlines() if not line.startswith("#")]
