@@ -8,9 +8,10 @@ ARGS =
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help: ## show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3]'
@@ -27,11 +28,15 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy -p commfuse_fx
 
+docs: $(DOCS_STAMP) ## build the site of README, docs/ and the API reference into site/; check its links
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict $(ARGS)
+	@echo 'site/index.html'
+
 bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
 
 clean: ## remove builds, caches and output; .venv stays
-	rm -rf build dist out dumps htmlcov *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site out dumps htmlcov *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # An environment that is already there is reused. torch goes first and alone, so that the build pip is
@@ -51,4 +56,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	$(PY) -m pip install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(PY) -m pip install -c constraints.txt -e '.[dev,examples,cli]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PY) -m pip install -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import commfuse_fx as cf
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
 WITH_EXCERPT = [page for page in PAGES if "```text" in page.read_text()]
 WITH_OUTPUT = [page for page in PAGES if "```output" in page.read_text()]

@@ -179,6 +179,14 @@ def test_what_public_functions_return_is_public() -> None:
         assert {*classes(returned)} <= known, f"{name} returns what has no public name"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = {*re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    found = [(module, name, value) for module in MODULES for name, value in public(module).items()]
+    names = {f"{module}.{name}" for module, name, value in found if not inspect.ismodule(value)}
+    assert shown == names
+
+
 def test_importing_the_package_imports_neither_torch_nor_networkx() -> None:
     script = "import sys, commfuse_fx; print([name for name in ('torch', 'networkx') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)

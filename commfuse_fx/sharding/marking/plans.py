@@ -41,6 +41,7 @@ class Layouts:
 
 
 Plan = dict[str, Any]
+"""What `cf.shard(model, plan)` takes: path pattern -> what is said of the modules or parameters there."""
 
 
 def data_parallel(model: nn.Module) -> Plan:
