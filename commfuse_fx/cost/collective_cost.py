@@ -1,13 +1,7 @@
-"""What one collective costs on a cluster: the alpha-beta model (Hockney, 1994), one formula per algorithm.
+"""What one collective costs on a cluster: the alpha-beta model (Hockney, 1994).
 
-Every formula gives the work of an algorithm over k ranks that one level joins: how many messages follow one another,
-and how many bytes the busiest rank sends (or receives, which happens at the same time) per byte of payload. A payload
-of n bytes then takes `messages * alpha + share * n / bandwidth` seconds.
-
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005);
-Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); Sanders, Speck and
-Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Hensgen, Finkel and Manber, "Two
-algorithms for barrier synchronization" (1988); bus bandwidth as nccl-tests defines it (doc/PERFORMANCE.md).
+A group that spans several levels is priced level by level, or as a whole at the pace of the slowest one. Bus bandwidth
+is as nccl-tests defines it (doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from commfuse_fx.cost.collective_formulas import COLLECTIVES, FORMULAS, Work, fits
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
 from commfuse_fx.machine.cluster_parts import Level
@@ -57,102 +52,6 @@ class CollectiveCost:
     last: float = 0.0
 
 
-class Work(NamedTuple):
-    """messages: how many follow one another. share: bytes that the busiest rank sends or receives, over the payload."""
-
-    messages: int
-    share: float
-
-
-Formula = Callable[[int], Work]
-
-
-def all_reduce_ring(k: int) -> Work:
-    """2(k-1) messages, 2(k-1)/k n bytes: reduce_scatter, then all_gather, around a ring. Patarasuk and Yuan 2009."""
-    return Work(2 * (k - 1), 2 * (k - 1) / k)
-
-
-def all_reduce_tree(k: int) -> Work:
-    """2 ceil(log2 k) messages, 2n bytes: up and down two binary trees, pipelined. Sanders, Speck and Träff 2009; NCCL.
-
-    Two ranks make no tree: they do what a ring of two does.
-    """
-    return all_reduce_ring(k) if k == 2 else Work(2 * _log2(k), 2.0)
-
-
-def all_reduce_recursive(k: int) -> Work:
-    """2 log2 k messages, 2(k-1)/k n bytes: recursive halving, then doubling. Thakur, Rabenseifner and Gropp 2005."""
-    return Work(2 * _log2(k), 2 * (k - 1) / k)
-
-
-def shards_ring(k: int) -> Work:
-    """k-1 messages, (k-1)/k n bytes: all_gather or reduce_scatter around a ring. Thakur et al. 2005."""
-    return Work(k - 1, (k - 1) / k)
-
-
-def shards_recursive(k: int) -> Work:
-    """log2 k messages, (k-1)/k n bytes: all_gather by recursive doubling, reduce_scatter by halving. Thakur et al."""
-    return Work(_log2(k), (k - 1) / k)
-
-
-def rooted_binomial(k: int) -> Work:
-    """ceil(log2 k) messages of n bytes each: broadcast or reduce along a binomial tree. Thakur et al. 2005."""
-    return Work(_log2(k), float(_log2(k)))
-
-
-def rooted_ring(k: int) -> Work:
-    """k-1 messages, n bytes: broadcast or reduce along a chain, pipelined in pieces. NCCL's ring."""
-    return Work(k - 1, 1.0)
-
-
-def rooted_scatter(k: int) -> Work:
-    """ceil(log2 k) + k-1 messages, 2(k-1)/k n bytes: broadcast as scatter, then all_gather. Thakur et al. 2005.
-
-    A reduce the other way round: reduce_scatter, then gather.
-    """
-    return Work(_log2(k) + k - 1, 2 * (k - 1) / k)
-
-
-def halves_binomial(k: int) -> Work:
-    """ceil(log2 k) messages, (k-1)/k n bytes: gather or scatter along a binomial tree. Thakur et al. 2005."""
-    return Work(_log2(k), (k - 1) / k)
-
-
-def all_to_all_pairwise(k: int) -> Work:
-    """k-1 messages, (k-1)/k n bytes: an exchange with each other rank in turn. Thakur et al. 2005."""
-    return Work(k - 1, (k - 1) / k)
-
-
-def barrier_dissemination(k: int) -> Work:
-    """ceil(log2 k) messages without bytes. Hensgen, Finkel and Manber 1988."""
-    return Work(_log2(k), 0.0)
-
-
-def send_recv_direct(k: int) -> Work:
-    """1 message of n bytes."""
-    return Work(1, 1.0)
-
-
-_SHARDS = {"ring": shards_ring, "recursive": shards_recursive}
-_ROOTED = {"tree": rooted_binomial, "ring": rooted_ring, "scatter": rooted_scatter}
-
-_FORMULAS: Mapping[str, Mapping[str, Formula]] = MappingProxyType(
-    {
-        "all_reduce": {"ring": all_reduce_ring, "tree": all_reduce_tree, "recursive": all_reduce_recursive},
-        "all_gather": _SHARDS,
-        "reduce_scatter": _SHARDS,
-        "broadcast": _ROOTED,
-        "reduce": _ROOTED,
-        "gather": {"tree": halves_binomial},
-        "scatter": {"tree": halves_binomial},
-        "all_to_all": {"pairwise": all_to_all_pairwise},
-        "barrier": {"dissemination": barrier_dissemination},
-        "send_recv": {"direct": send_recv_direct},
-    }
-)
-COLLECTIVES = tuple(_FORMULAS)
-"""The kinds that `collective_cost` takes."""
-
 _BUS_FACTOR: Mapping[str, Callable[[int], float]] = MappingProxyType(
     {
         "all_reduce": lambda k: 2 * (k - 1) / k,
@@ -165,7 +64,7 @@ _BUS_FACTOR: Mapping[str, Callable[[int], float]] = MappingProxyType(
 def algorithms(kind: str) -> tuple[str, ...]:
     """The algorithms that are known for a kind. Raises ConfigTypeError or ConfigValueError for an unknown kind."""
     check_choice(kind, "kind", COLLECTIVES)
-    return tuple(_FORMULAS[kind]) if kind == "send_recv" else (*_FORMULAS[kind], "hierarchical")
+    return tuple(FORMULAS[kind]) if kind == "send_recv" else (*FORMULAS[kind], "hierarchical")
 
 
 def bus_bandwidth(kind: str, nbytes: float, ranks: int, seconds: float) -> float:
@@ -279,8 +178,8 @@ def _candidates(kind: str, algorithm: str | None, split: GroupSplit) -> tuple[_C
     slowest = _slowest(split.levels)
     found = [
         _Candidate(name, ((_rate(formula(split.size), slowest),),))
-        for name, formula in _FORMULAS[kind].items()
-        if algorithm in (None, name) and _fits(name, split.size)
+        for name, formula in FORMULAS[kind].items()
+        if algorithm in (None, name) and fits(name, split.size)
     ]
     if algorithm in (None, "hierarchical") and _has_hierarchy(kind, split):
         found.append(_Candidate("hierarchical", tuple(_stages(kind, split))))
@@ -330,8 +229,8 @@ def _stages(kind: str, split: GroupSplit) -> Iterator[tuple[_Rate, ...]]:
             elif kind == "barrier":
                 kinds = ["barrier", "barrier"]
         for stage in kinds:
-            formulas = _FORMULAS[stage].items()
-            yield tuple(_rate(formula(count), level, fraction) for name, formula in formulas if _fits(name, count))
+            formulas = FORMULAS[stage].items()
+            yield tuple(_rate(formula(count), level, fraction) for name, formula in formulas if fits(name, count))
         joined *= count
 
 
@@ -339,13 +238,9 @@ def _has_hierarchy(kind: str, split: GroupSplit) -> bool:
     return kind != "send_recv" and len(split.levels) > 1 and split.parts is not None
 
 
-def _fits(algorithm: str, ranks: int) -> bool:
-    return algorithm != "recursive" or ranks & (ranks - 1) == 0
-
-
 def _check_applies(algorithm: object, kind: str, split: GroupSplit, cluster: ClusterSpec) -> None:
     name = check_choice(algorithm, f"algorithm of {kind}", algorithms(kind))
-    if not _fits(name, split.size):
+    if not fits(name, split.size):
         raise ConfigValueError(
             f"algorithm of {kind} is {show(name)}, but the group has {split.size} ranks, not a power of two; give "
             "another one, or None for the cheapest"
@@ -357,8 +252,3 @@ def _check_applies(algorithm: object, kind: str, split: GroupSplit, cluster: Clu
             f"algorithm of {kind} is {show(name)}, but on cluster {cluster.name} the group {reason}; give another one, "
             "or None for the cheapest"
         )
-
-
-def _log2(k: int) -> int:
-    """Rounded up."""
-    return (k - 1).bit_length()

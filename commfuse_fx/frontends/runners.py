@@ -15,10 +15,10 @@ from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.host_memory import keep_freed_memory
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.shards import Shards, layouts_of
-from commfuse_fx.runtime.memory.storage import FlatPool
 from commfuse_fx.runtime.ranks.agreement import Agreement, Ballot
 from commfuse_fx.runtime.ranks.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.ranks.groups import Groups

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from commfuse_fx.cost.collective_cost import Work, all_reduce_ring, rooted_binomial, shards_ring
+from commfuse_fx.cost.collective_formulas import Work, all_reduce_ring, rooted_binomial, shards_ring
 from commfuse_fx.errors import ConfigValueError
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait, memory_on_wire, result_of_start
+from commfuse_fx.ir.collectives import group_of, is_start, is_wait, memory_on_wire, result_of_start
 from commfuse_fx.ir.declared_specs import is_declared
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.functions import optimizer_step
@@ -27,10 +27,10 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.unwritten import is_unwritten
 from commfuse_fx.ir.update_layout import takes_blocks, unequal_blocks
-from commfuse_fx.runtime.execute.executor import Executor, seed_of_rank
+from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import as_recorded, computed, proven
-
-Tensors = list[torch.Tensor]
+from commfuse_fx.virtual.exchanges import COPIES_ITS_INPUT, EXCHANGE, IN_PLACE, Tensors, own_part
+from commfuse_fx.virtual.rank_streams import RankStreams
 
 Observer = Callable[[fx.Node, Sequence[Mapping[fx.Node, Any]]], None]
 """Sees a node once all ranks have run it, and each rank's values so far."""
@@ -169,7 +169,7 @@ class _Step:
             for executor, given in zip(world.executors, inputs, strict=True)
         ]
         self.arrivals: dict[fx.Node, list[Callable[[], None]]] = {}
-        self.streams = _RankStreams(program, world.executors[0].seed)
+        self.streams = RankStreams(program, world.executors[0].seed)
         self.outputs: list[tuple[Any, ...]] = []
 
     def run(self, node: fx.Node) -> None:
@@ -236,17 +236,17 @@ class _Step:
 
     def _send(self, start: fx.Node, stretches: Sequence[Stretch]) -> None:
         """Put parts of a bucket onto the wire, each as a message of its own."""
-        assert start.target in _IN_PLACE, "only what is reduced where it lies can be sent in pieces"
+        assert start.target in IN_PLACE, "only what is reduced where it lies can be sent in pieces"
         for stretch in stretches:
             arguments = [self._arguments(start.args, rank) for rank in self.ranks]
             self._issue(start, [(args[0][stretch.begin : stretch.end], *args[1:]) for args in arguments])
 
     def _issue(self, node: fx.Node, arguments: Sequence[Sequence[Any]]) -> Tensors:
         """Allocate and poison every rank's result, and note how to fill it."""
-        exchange = _EXCHANGE[node.target]
+        exchange = EXCHANGE[node.target]
         group = group_of(node)
         given: Tensors = [args[0] for args in arguments]
-        if node.target in _COPIES_ITS_INPUT:
+        if node.target in COPIES_ITS_INPUT:
             given = [value.clone() for value in given]
         results = [result_of_start(node.target, args) for args in arguments]
         if (prove := self.world.proofs.get(node)) is not None and not info(node).rest:
@@ -257,7 +257,7 @@ class _Step:
             mine = members.index(rank)
             out, args = results[rank], arguments[rank][1:]
             sent = [given[rank]] * len(members) if node in self.dropped else [given[member] for member in members]
-            operation = _own_part if node in self.dropped else exchange
+            operation = own_part if node in self.dropped else exchange
             arrivals.append(_arrival(operation, out, sent, mine, args))
         for out in results:
             _poison(out)
@@ -285,97 +285,3 @@ def _poison(value: torch.Tensor) -> None:
         value.fill_(True)  # either value may be right: at least it is the same on every rank and in every run
     else:
         value.fill_(torch.iinfo(value.dtype).min)
-
-
-_REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
-
-def _reduce(values: Tensors, op: str) -> torch.Tensor:
-    """In rank order, in the tensors' own dtype."""
-    total = values[0]
-    for value in values[1:]:
-        total = _REDUCE[op](total, value)
-    return total / len(values) if op == "avg" else total
-
-
-# Each fills one rank's result. `sent`: what the group's ranks send, in order; `mine`: this rank's place in it.
-
-
-def _all_reduce(out: torch.Tensor, sent: Tensors, mine: int, op: str, group: str) -> None:
-    out.copy_(_reduce(sent, op))
-
-
-def _all_gather(out: torch.Tensor, sent: Tensors, mine: int, size: int, group: str) -> None:
-    out.copy_(torch.cat(sent))
-
-
-def _reduce_scatter(out: torch.Tensor, sent: Tensors, mine: int, op: str, size: int, group: str) -> None:
-    out.copy_(_reduce([value.chunk(size)[mine] for value in sent], op))
-
-
-def _broadcast(out: torch.Tensor, sent: Tensors, mine: int, src: int, group: str) -> None:
-    out.copy_(sent[src])
-
-
-def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int], inputs: list[int], group: str) -> None:
-    out.copy_(torch.cat([value.split(inputs)[mine] for value in sent]))
-
-
-def _own_part(out: torch.Tensor, sent: Tensors, mine: int, *args: Any) -> None:
-    """A dropped collective: this rank's own data, repeated or sliced to the shape of the result."""
-    own = sent[mine]
-    if own.shape == out.shape:
-        out.copy_(own)
-    elif own.shape[0] < out.shape[0]:
-        out.copy_(torch.cat([own] * len(sent)))
-    else:
-        out.copy_(own.chunk(len(sent))[mine])
-
-
-_EXCHANGE: dict[Any, Callable[..., None]] = {
-    c10d.all_reduce.default: _all_reduce,
-    c10d.all_reduce_.default: _all_reduce,
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    c10d.broadcast.default: _broadcast,
-    c10d.broadcast_.default: _broadcast,
-    c10d.all_to_all_single.default: _all_to_all,
-}
-
-_IN_PLACE = (c10d.all_reduce_.default, c10d.broadcast_.default)
-_COPIES_ITS_INPUT = (*_IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default)
-
-
-class _RankStreams:
-    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike.
-
-    shared: the seed of a graph that is divided among the ranks, which all of them draw from alike.
-    """
-
-    def __init__(self, program: Program, shared: int) -> None:
-        self.states: dict[int, torch.Tensor] = {}
-        world = program.mesh.world
-        if world == 1 or not any(draws_random_numbers(node) for node in program.graph.nodes):
-            return
-        divided = program.config.divides_graphs
-        seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
-        for rank in range(world):
-            own = seed_of_rank(seed, 0 if divided else rank)
-            self.states[rank] = torch.Generator().manual_seed(own).get_state()
-
-    def draw(self, rank: int, function: Callable[[], Any]) -> Any:
-        if rank not in self.states:
-            return function()
-        held = torch.get_rng_state()
-        torch.set_rng_state(self.states[rank])
-        try:
-            return function()
-        finally:
-            self.states[rank] = torch.get_rng_state()
-            torch.set_rng_state(held)

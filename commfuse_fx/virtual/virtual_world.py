@@ -22,9 +22,9 @@ from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.guard import Guard
 from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.shards import Shards, layouts_of
-from commfuse_fx.runtime.memory.storage import FlatPool
 from commfuse_fx.runtime.ranks.exchange import LocalExchange
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.support.tracebacks import user_frames_only

@@ -16,7 +16,7 @@ from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.kernels.position_random import counter_based
+from commfuse_fx.kernels.random_replacements import counter_based
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_fx.cost.collective_cost import COLLECTIVES, CollectiveCost, algorithms, bus_bandwidth, collective_cost
+from commfuse_fx.cost.collective_cost import CollectiveCost, algorithms, bus_bandwidth, collective_cost
+from commfuse_fx.cost.collective_formulas import COLLECTIVES
 from commfuse_fx.errors import CommFuseError, ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.cluster_parts import Device, Level

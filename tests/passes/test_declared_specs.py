@@ -20,7 +20,7 @@ from commfuse_fx.ir.update_layout import check_blocks
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck
-from commfuse_fx.runtime.memory.storage import FlatPool
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import MakeOptimizer, by_class
 

@@ -12,11 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import Shard
-from commfuse_fx.kernels import position_random
+from commfuse_fx.kernels import position_bits
 from commfuse_fx.kernels.position_random import (
     bernoulli_at,
     bernoulli_of_at,
-    counter_based,
     dropout_at,
     exponential_at,
     normal_at,
@@ -25,6 +24,7 @@ from commfuse_fx.kernels.position_random import (
     shift,
     uniform_at,
 )
+from commfuse_fx.kernels.random_replacements import counter_based
 from commfuse_fx.sharding.rules import random  # noqa: F401  (registers the rules)
 from commfuse_fx.sharding.rules.call import INDEX, Ref, Result, Step, call_of
 from commfuse_fx.sharding.rules.prove import check_call, describe
@@ -93,10 +93,10 @@ def test_positions_beyond_31_and_32_bits() -> None:
 
 def test_positions_in_two_words() -> None:
     device = torch.device("cpu")
-    low, high = position_random._positions((4,), (2**32 - 2,), (2**40,), device)
+    low, high = position_bits._positions((4,), (2**32 - 2,), (2**40,), device)
     assert high is not None
     assert low.tolist() == [-2, -1, 0, 1] and high.tolist() == [0, 0, 1, 1]
-    low, high = position_random._positions((2, 3), (1, 5), (4, 10), device)
+    low, high = position_bits._positions((2, 3), (1, 5), (4, 10), device)
     assert low.tolist() == [15, 16, 17, 25, 26, 27] and high is None
 
 
@@ -110,7 +110,7 @@ def test_keys_follow_splitmix64() -> None:
     """First outputs for seed 1234567, as published with the generator's reference implementation."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     for stream, value in enumerate(expected):
-        low, high = position_random._keys(1234567, 0, stream)
+        low, high = position_bits._keys(1234567, 0, stream)
         assert (int(high) % 2**32) * 2**32 + int(low) % 2**32 == value
 
 
@@ -126,7 +126,7 @@ def test_mixer_is_lowbias32() -> None:
 
     values = [0, 1, 2, 77, 2**31 - 1, 2**31, 2**32 - 1, 123456789]
     x = torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32)
-    found = position_random._lowbias32_(x, torch.empty_like(x))
+    found = position_bits._lowbias32_(x, torch.empty_like(x))
     assert [int(v) % 2**32 for v in found] == [lowbias32(v) for v in values]
 
 
@@ -148,7 +148,7 @@ def test_uniform_numbers_are_uniform(seed: int, dtype: torch.dtype) -> None:
 
 
 def test_low_bits_are_random_too() -> None:
-    bits = position_random._random_bits((N,), 1, 0, 0, (0,), (N,), torch.device("cpu"))
+    bits = position_bits.random_bits((N,), 1, 0, 0, (0,), (N,), torch.device("cpu"))
     for bit in range(32):
         ones = float(((bits >> bit) & 1).double().mean())
         assert abs(ones - 0.5) < 5 * 0.5 / N**0.5
@@ -172,7 +172,7 @@ def test_calls_and_seeds_do_not_correlate() -> None:
 
 def test_no_call_permutes_the_numbers_of_another() -> None:
     """Two calls share hash values only by chance: about n² / 2³² of them."""
-    bits = position_random._random_bits
+    bits = position_bits.random_bits
     size = 1 << 16
     calls = [bits((size,), 1, call, 0, (0,), (size,), torch.device("cpu")) for call in range(24)]
     shared = [int(torch.isin(a, b).sum()) for i, a in enumerate(calls) for b in calls[:i]]

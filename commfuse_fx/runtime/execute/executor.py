@@ -25,8 +25,9 @@ from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
 from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.shards import Shards
-from commfuse_fx.runtime.memory.storage import FlatPool, Storage
+from commfuse_fx.runtime.memory.storage import Storage
 from commfuse_fx.runtime.ranks.groups import Groups
 
 

@@ -1,0 +1,244 @@
+"""Parameters and states of one update, where they live and how `optimizer.state` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.meta import TensorSpec, same_layout
+from commfuse_fx.ir.program import Program, Segment, Update
+from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.kernels.update_rules import RULES, Rule
+from commfuse_fx.runtime.memory.flat_pool import FlatPool, part_of_flat
+from commfuse_fx.runtime.memory.own_storage import with_own_storage
+
+_VALUES = dict.values
+_END = (object(),)
+
+
+class States(Protocol):
+    """Optimizer state by parameter; a parameter that has none gets it at the first look with [...]."""
+
+    def __getitem__(self, param: Any, /) -> Any: ...
+
+    def get(self, param: Any, /) -> Any: ...
+
+
+class Optimizer(Protocol):
+    """What storage needs of an optimizer."""
+
+    @property
+    def state(self) -> States: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+class BoundUpdate:
+    """Binds the parameters and states of one update of a program.
+
+    flats: the flat tensors of the parameters, by the name of their first member. lists: the tensors of each state.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        update: Update,
+        params: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        pool: FlatPool,
+    ) -> None:
+        self.update = update
+        self.params = params
+        self.optimizer = optimizer
+        self.pool = pool
+        self.rule: Rule = RULES[update.rule]
+        assert program.optimizer is not None
+        self.flags = dict(program.optimizer.groups[update.group].flags)
+        self.names = self.rule.states(self.flags)
+        self.is_plain = not program.params[update.segments[0].members[0][0]].movable
+        self.flats: dict[str, torch.Tensor] = {}
+        self.lists: dict[str, list[torch.Tensor]] = {}
+        self.first_step = False
+        self._bound = False
+        # States, and what lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor
+        # elsewhere.
+        self._placed: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
+        self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
+        self._holders: tuple[list[nn.Parameter], list[dict[str, Any]]] = ([], [])
+        self._held: list[Any] = []  # all that the holders hold
+        self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._published = False
+
+    def numbers(self) -> dict[str, Any]:
+        values: dict[str, Any] = self.rule.hyper(self.optimizer.param_groups[self.update.group])
+        values["is_first_step"] = self.first_step
+        return values
+
+    def is_bound(self) -> bool:
+        if _addresses(self._placed) != self._addresses:
+            return False
+        if not self._bound or not self._published:
+            return self._bound and not self._shown
+        # Without a line of Python per tensor, as long as nobody adds states of his own: this runs before every step.
+        params, holders = self._holders
+        if not all(map(is_, map(self.optimizer.state.get, params), holders)):
+            return False
+        if all(map(is_, chain(chain.from_iterable(map(_VALUES, holders)), _END), self._held)):
+            return True
+        return all(held.get(name) is value for held, name, value in self._entries)
+
+    def publish(self) -> bool:
+        if self._published:
+            return False
+        self.first_step = False
+        state = self.optimizer.state
+        for param, name, value in self._shown:
+            state[param][name] = value
+        params = list(dict.fromkeys(param for param, _, _ in self._shown))
+        self._holders = params, [state[param] for param in params]
+        self._held = [*(value for held in self._holders[1] for value in held.values()), *_END]
+        self._entries = [(state[param], name, value) for param, name, value in self._shown]
+        self._published = True
+        return True
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and states that this update writes."""
+        yield from (self.params[name] for name in self.members())
+        yield from (value for _, _, value in self._shown)
+
+    def check_uniform(self) -> None:
+        """One update of several parameters needs one step count; SGD needs all or none of the momentum buffers."""
+        for segment in self.update.segments:
+            if segment.is_flat and self.rule.has_step:
+                counts = [self._step_count(name) for name, _ in segment.members]
+                if any(count != counts[0] for count in counts):
+                    raise LayoutConflict("separate", "parameters of one bucket have different step counts")
+        if self.rule.name == "sgd" and self.names:
+            missing = [self._state_of(name, "momentum_buffer") is None for name in self.members()]
+            group = self.optimizer.param_groups[self.update.group]
+            if any(missing) and not all(missing) and group["dampening"] != 0:
+                raise LayoutConflict("opaque", "only some parameters have a momentum buffer, and dampening is not 0")
+
+    def bind_params(self) -> None:
+        self._bound = False
+        self._placed, self._addresses = [], []
+        for segment in self.update.segments:
+            if not segment.is_flat:
+                continue
+            params = [self.params[name] for name, _ in segment.members]
+            flat = self.pool.find("parameter", segment, params)
+            if flat is None:
+                flat = self.pool.add("parameter", segment, self._move_params(segment))
+            self.flats[segment.members[0][0]] = flat
+            self._placed.extend(params)
+
+    def _move_params(self, segment: Segment) -> torch.Tensor:
+        first = self.params[segment.members[0][0]]
+        flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
+        for name, offset in segment.members:
+            param = self.params[name]
+            place = part_of_flat(flat, param, offset)
+            place.copy_(param.detach())
+            if param.is_cpu and param.is_shared():
+                self.pool.warn_of_shared_memory(name)
+            param.data = place
+        return flat
+
+    def bind_states(self) -> None:
+        self._shown = []
+        self._published = False
+        self.lists = {name: [] for name in self.names}
+        if self.rule.has_step:
+            self.lists["steps"] = []
+            self.lists["step"] = []
+        if self.rule.name == "sgd":
+            self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self.members())
+        for segment in self.update.segments:
+            for name in self.names:
+                self.lists[name].append(self._bind_state(segment, name))
+            if self.rule.has_step:
+                self._bind_steps(segment)
+        self._addresses = _addresses(self._placed)
+        self._bound = True
+
+    def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
+        first = self.params[segment.members[0][0]]
+        if not segment.is_flat:
+            held: torch.Tensor | None = self._state_of(segment.members[0][0], state)
+            if held is None or held.dtype != first.dtype or not self._lies_well(held, first):
+                old, held = held, torch.zeros_like(first.detach(), memory_format=torch.preserve_format)
+                if old is not None:
+                    held.copy_(old)
+            self._shown.append((first, state, held))
+            self._placed.append(held)
+            return held
+        parts = [self._state_of(name, state) for name, _ in segment.members]
+        params = [self.params[name] for name, _ in segment.members]
+        flat = self.pool.find(state, segment, parts, like=params)
+        if flat is None:
+            flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
+            for i, (name, offset) in enumerate(segment.members):
+                place = part_of_flat(flat, self.params[name], offset)
+                if parts[i] is not None:
+                    place.copy_(parts[i])
+                parts[i] = place
+            self.pool.add(state, segment, flat)
+        for part, (name, _) in zip(parts, segment.members, strict=True):
+            self._shown.append((self.params[name], state, part))
+            self._placed.append(part)
+        return flat
+
+    def _lies_well(self, held: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether the update can work on a state as it lies: as its parameter does, or, one by one, in any way in
+        which each element has a place of its own."""
+        if self.is_plain:
+            return held.shape == param.shape and TensorSpec.of(held).is_dense
+        return same_layout(param.shape, held.stride(), param.stride())
+
+    def _bind_steps(self, segment: Segment) -> None:
+        """Every parameter keeps a step count of its own, so that eager steps can go on from here."""
+        names = [name for name, _ in segment.members]
+        held = [self._state_of(name, "step") for name in names]
+        by_index = Segment(tuple((name, i) for i, name in enumerate(names)), len(names))
+        counts = self.pool.find("step", by_index, [h if isinstance(h, torch.Tensor) else None for h in held])
+        if counts is None:
+            values = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32)
+            counts = values.to(self.params[names[0]].device)
+            held = [with_own_storage(count) for count in counts.unbind()]
+            self.pool.add("step", by_index, counts)
+        for name, count in zip(names, held, strict=True):
+            self._shown.append((self.params[name], "step", count))
+            self._placed.append(count)
+        self.lists["steps"].append(counts)
+        self.lists["step"].append(counts[0])
+
+    def members(self) -> list[str]:
+        return [name for segment in self.update.segments for name, _ in segment.members]
+
+    def _state_of(self, name: str, state: str) -> Any:
+        param = self.params[name]
+        held = self.optimizer.state.get(param)
+        value = None if held is None else held.get(state)
+        if state in self.names and value is not None and value.shape != param.shape:
+            raise ConfigValueError(
+                f"the optimizer's {state} of {name} has the shape {tuple(value.shape)}, the parameter now has "
+                f"{tuple(param.shape)}: clear optimizer.state[parameter], or give it state of this shape"
+            )
+        return value
+
+    def _step_count(self, name: str) -> float:
+        held = self._state_of(name, "step")
+        return 0.0 if held is None else float(held)

@@ -1,0 +1,79 @@
+"""The flat tensors in which the parameters and states of a step lie."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.program import Segment
+from commfuse_fx.runtime.memory.own_storage import with_own_storage
+
+log = logging.getLogger("commfuse_fx.runtime")
+
+
+def part_of_flat(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """The part of `flat` at `offset` (elements) with shape and strides of `like`, in a storage of its own."""
+    return with_own_storage(flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset))
+
+
+class FlatPool:
+    """The flat tensors of a step, shared by its programs: another input shape must not move parameters again."""
+
+    def __init__(self) -> None:
+        self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
+        self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
+        self._warned = False
+
+    def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """Memory for gradients, the same in every step: large blocks are slow to get from the system."""
+        key = (name, spec)
+        if key not in self._memory:
+            self._memory[key] = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        return self._memory[key]
+
+    def forget_memory(self) -> None:
+        """After a step that failed while they may have been on the wire."""
+        self._memory.clear()
+
+    def find(
+        self,
+        what: str,
+        segment: Segment,
+        parts: Sequence[torch.Tensor | None],
+        like: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
+        """The flat tensor in which these very parts lie where `segment` wants them, if there is one.
+
+        like: the tensors whose strides and dtypes the parts must have.
+        """
+        flat = self._flats.get((what, segment))
+        if flat is None:
+            return None
+        start, size = flat.data_ptr(), flat.element_size()
+        for part, other, (_, offset) in zip(parts, like or parts, segment.members, strict=True):
+            if part is None or other is None or (part.stride(), part.dtype) != (other.stride(), other.dtype):
+                return None
+            if part.dtype != flat.dtype or part.data_ptr() != start + offset * size:
+                return None
+        return flat
+
+    def warn_of_shared_memory(self, name: str) -> None:
+        """Say once that a parameter leaves memory that other processes see."""
+        if not self._warned:
+            log.warning(
+                "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
+                "keep the values of now. Send copies after a step, such as param.detach().clone()",
+                name,
+            )
+            self._warned = True
+
+    def add(self, what: str, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
+        """Keep a new flat tensor, and let go of those whose members it takes over."""
+        taken = dict.fromkeys(name for name, _ in segment.members)
+        for key in [key for key in self._flats if key[0] == what and any(name in taken for name, _ in key[1].members)]:
+            del self._flats[key]
+        self._flats[what, segment] = flat
+        return flat

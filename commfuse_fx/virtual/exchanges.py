@@ -1,0 +1,77 @@
+"""Collectives carried out on the list of all ranks' tensors: each fills the result of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from commfuse_fx.ir.collectives import c10d
+
+Tensors = list[torch.Tensor]
+
+
+_REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def _reduce(values: Tensors, op: str) -> torch.Tensor:
+    """In rank order, in the tensors' own dtype."""
+    total = values[0]
+    for value in values[1:]:
+        total = _REDUCE[op](total, value)
+    return total / len(values) if op == "avg" else total
+
+
+# Each fills one rank's result. `sent`: what the group's ranks send, in order; `mine`: this rank's place in it.
+
+
+def _all_reduce(out: torch.Tensor, sent: Tensors, mine: int, op: str, group: str) -> None:
+    out.copy_(_reduce(sent, op))
+
+
+def _all_gather(out: torch.Tensor, sent: Tensors, mine: int, size: int, group: str) -> None:
+    out.copy_(torch.cat(sent))
+
+
+def _reduce_scatter(out: torch.Tensor, sent: Tensors, mine: int, op: str, size: int, group: str) -> None:
+    out.copy_(_reduce([value.chunk(size)[mine] for value in sent], op))
+
+
+def _broadcast(out: torch.Tensor, sent: Tensors, mine: int, src: int, group: str) -> None:
+    out.copy_(sent[src])
+
+
+def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int], inputs: list[int], group: str) -> None:
+    out.copy_(torch.cat([value.split(inputs)[mine] for value in sent]))
+
+
+def own_part(out: torch.Tensor, sent: Tensors, mine: int, *args: Any) -> None:
+    """A dropped collective: this rank's own data, repeated or sliced to the shape of the result."""
+    own = sent[mine]
+    if own.shape == out.shape:
+        out.copy_(own)
+    elif own.shape[0] < out.shape[0]:
+        out.copy_(torch.cat([own] * len(sent)))
+    else:
+        out.copy_(own.chunk(len(sent))[mine])
+
+
+EXCHANGE: dict[Any, Callable[..., None]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.broadcast.default: _broadcast,
+    c10d.broadcast_.default: _broadcast,
+    c10d.all_to_all_single.default: _all_to_all,
+}
+
+IN_PLACE = (c10d.all_reduce_.default, c10d.broadcast_.default)
+COPIES_ITS_INPUT = (*IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default)

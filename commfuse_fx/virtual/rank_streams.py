@@ -1,0 +1,41 @@
+"""The random numbers of all ranks that run in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.runtime.execute.executor import seed_of_rank
+
+
+class RankStreams:
+    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike.
+
+    shared: the seed of a graph that is divided among the ranks, which all of them draw from alike.
+    """
+
+    def __init__(self, program: Program, shared: int) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+        world = program.mesh.world
+        if world == 1 or not any(draws_random_numbers(node) for node in program.graph.nodes):
+            return
+        divided = program.config.divides_graphs
+        seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
+        for rank in range(world):
+            own = seed_of_rank(seed, 0 if divided else rank)
+            self.states[rank] = torch.Generator().manual_seed(own).get_state()
+
+    def draw(self, rank: int, function: Callable[[], Any]) -> Any:
+        if rank not in self.states:
+            return function()
+        held = torch.get_rng_state()
+        torch.set_rng_state(self.states[rank])
+        try:
+            return function()
+        finally:
+            self.states[rank] = torch.get_rng_state()
+            torch.set_rng_state(held)
