@@ -22,8 +22,9 @@ WITH_OUTPUT = [page for page in PAGES if "```output" in page.read_text()]
 
 
 @pytest.fixture(autouse=True)
-def _as_found() -> Iterator[None]:
-    """Blocks may start a world of one, set the context and change log levels."""
+def _as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks run as a reader runs them. They may start a world of one, set the context and change log levels."""
+    monkeypatch.delenv("COMMFUSE_VERIFY", raising=False)
     root, ours = logging.getLogger(), logging.getLogger("commfuse_fx")
     levels, handlers = (root.level, ours.level), list(root.handlers)
     yield
