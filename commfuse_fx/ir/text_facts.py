@@ -89,8 +89,10 @@ def _add_params(program: Program) -> None:
 def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:
     """The gradients that the step returns, by their parameters. Raises ValueError."""
     returned: Sequence[fx.Node] = program.output.args[0][1:]  # type: ignore[index, assignment]
-    if not returned or updated or any(node.target is optimizer_step for node in program.graph.nodes):
-        return dict(zip(given or (), returned, strict=False))
+    if not returned:
+        return {}
+    if updated or any(node.target is optimizer_step for node in program.graph.nodes):
+        raise ValueError("it returns gradients, but a step that updates its parameters returns only its loss")
     names = list(given) if given is not None else _by_shape(program, returned)
     unknown = next((name for name in names if name not in program.params), None)
     if unknown is not None or len(names) != len(returned):

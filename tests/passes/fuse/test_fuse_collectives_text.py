@@ -1,0 +1,117 @@
+"""What `fuse_collectives` makes of a few lines of text, and what it leaves."""
+
+from commfuse_fx.config.fusion_config import FusionConfig
+from commfuse_fx.passes.fuse.fuse_collectives import FuseCollectives
+from tests.passes.cases import check
+
+REDUCED = """
+    in  %a: f32[16] = parameter
+    in  %b: f32[4,4] = parameter
+    fwd %/view.0: f32[16] = aten.view(%b, [16])
+    fwd %/dot.0: f32[] = aten.dot(%a, %/view.0)
+    bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%b, %/dot.0)
+    bwd %reduce/b/all_reduce: f32[4,4] = _c10d_functional.all_reduce(%/grad.mul.0, avg, dp)  {group=dp(2) op=avg dtype=f32 bytes=64 members=[b]}
+    bwd %/grad.mul.1: f32[16] = aten.mul.Tensor(%a, %/dot.0)
+    bwd %reduce/a/all_reduce: f32[16] = _c10d_functional.all_reduce(%/grad.mul.1, avg, dp)  {group=dp(2) op=avg dtype=f32 bytes=64 members=[a]}
+    bwd %reduce/b/wait: f32[4,4] = _c10d_functional.wait_tensor(%reduce/b/all_reduce)
+    bwd %reduce/a/wait: f32[16] = _c10d_functional.wait_tensor(%reduce/a/all_reduce)
+    return [%/dot.0, %reduce/a/wait, %reduce/b/wait]
+"""
+
+
+def test_gradients_of_one_key_are_reduced_in_one_bucket() -> None:
+    check(
+        REDUCED,
+        FuseCollectives(FusionConfig()),
+        """
+        in  %a: f32[16] = parameter
+        in  %b: f32[4,4] = parameter
+        fwd %/view.0: f32[16] = aten.view(%b, [16])
+        fwd %/dot.0: f32[] = aten.dot(%a, %/view.0)
+        bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%b, %/dot.0)
+        bwd %/grad.mul.1: f32[16] = aten.mul.Tensor(%a, %/dot.0)
+        bwd %bucket.0/flatten.0: f32[16] = aten.view(%/grad.mul.0, [-1])
+        bwd %bucket.0/flatten.1: f32[16] = aten.view(%/grad.mul.1, [-1])
+        bwd %bucket.0/concat: f32[32] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
+        bwd %bucket.0/all_reduce: f32[32] = _c10d_functional.all_reduce(%bucket.0/concat, avg, dp)  {group=dp(2) op=avg dtype=f32 bytes=128 members=[b, a]}
+        bwd %bucket.0/wait: f32[32] = _c10d_functional.wait_tensor(%bucket.0/all_reduce)
+        bwd %bucket.0/split: (f32[16], f32[16]) = aten.split_with_sizes(%bucket.0/wait, [16, 16], 0)
+        bwd %bucket.0/part.0: f32[16] = getitem(%bucket.0/split, 0)
+        bwd %bucket.0/part.1: f32[16] = getitem(%bucket.0/split, 1)
+        bwd %bucket.0/restore.0: f32[4,4] = aten.view(%bucket.0/part.0, [4, 4])
+        bwd %bucket.0/restore.1: f32[16] = aten.view(%bucket.0/part.1, [16])
+        return [%/dot.0, %bucket.0/restore.1, %bucket.0/restore.0]
+        """,
+    )
+
+
+def test_what_differs_in_its_reduction_stays_apart() -> None:
+    check(
+        REDUCED.replace("%/grad.mul.1, avg", "%/grad.mul.1, sum").replace(
+            "op=avg dtype=f32 bytes=64 members=[a]", "op=sum dtype=f32 bytes=64 members=[a]"
+        ),
+        FuseCollectives(FusionConfig()),
+        None,
+    )
+    check(REDUCED, FuseCollectives(FusionConfig(openstate=False)), None)
+    cut = FusionConfig.parse({"allreduce": {"mode": "index", "config": [1]}})
+    check(REDUCED, FuseCollectives(cut), None)
+
+
+def test_the_parts_of_a_gather_are_put_together_rank_by_rank() -> None:
+    check(
+        """
+        in  %x: f32[2,3] = input
+        in  %y: f32[4] = input
+        fwd %x/all_gather: f32[4,3] = _c10d_functional.all_gather_into_tensor(%x, 2, dp)  {group=dp(2) dtype=f32 bytes=48 members=[x]}
+        fwd %y/all_gather: f32[8] = _c10d_functional.all_gather_into_tensor(%y, 2, dp)  {group=dp(2) dtype=f32 bytes=32 members=[y]}
+        fwd %x/wait: f32[4,3] = _c10d_functional.wait_tensor(%x/all_gather)
+        fwd %y/wait: f32[8] = _c10d_functional.wait_tensor(%y/all_gather)
+        fwd %/sum.0: f32[] = aten.sum(%x/wait)
+        fwd %/sum.1: f32[] = aten.sum(%y/wait)
+        fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
+        return [%/add.0]
+        """,
+        FuseCollectives(FusionConfig()),
+        """
+        in  %x: f32[2,3] = input
+        in  %y: f32[4] = input
+        fwd %bucket.0/flatten.0: f32[6] = aten.view(%x, [-1])
+        fwd %bucket.0/flatten.1: f32[4] = aten.view(%y, [-1])
+        fwd %bucket.0/concat: f32[10] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
+        fwd %bucket.0/all_gather: f32[20] = _c10d_functional.all_gather_into_tensor(%bucket.0/concat, 2, dp)  {group=dp(2) dtype=f32 bytes=80 members=[x, y]}
+        fwd %bucket.0/wait: f32[20] = _c10d_functional.wait_tensor(%bucket.0/all_gather)
+        fwd %bucket.0/by_rank: f32[2,10] = aten.view(%bucket.0/wait, [2, 10])
+        fwd %bucket.0/split: (f32[2,6](10,1), f32[2,4](10,1)) = aten.split_with_sizes(%bucket.0/by_rank, [6, 4], 1)
+        fwd %bucket.0/part.0: f32[2,6](10,1) = getitem(%bucket.0/split, 0)
+        fwd %bucket.0/part.1: f32[2,4](10,1) = getitem(%bucket.0/split, 1)
+        fwd %bucket.0/restore.0: f32[4,3] = aten.reshape(%bucket.0/part.0, [4, 3])
+        fwd %bucket.0/restore.1: f32[8] = aten.reshape(%bucket.0/part.1, [8])
+        fwd %/sum.0: f32[] = aten.sum(%bucket.0/restore.0)
+        fwd %/sum.1: f32[] = aten.sum(%bucket.0/restore.1)
+        fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
+        return [%/add.0]
+        """,
+    )
+
+
+def test_a_tensor_that_is_reduced_twice_is_reduced_once() -> None:
+    check(
+        """
+        in  %x: f32[4] = input
+        fwd %x.0/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.0]}
+        fwd %x.1/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.1]}
+        fwd %x.0/wait: f32[4] = _c10d_functional.wait_tensor(%x.0/all_reduce)
+        fwd %x.1/wait: f32[4] = _c10d_functional.wait_tensor(%x.1/all_reduce)
+        fwd %/dot.0: f32[] = aten.dot(%x.0/wait, %x.1/wait)
+        return [%/dot.0]
+        """,
+        FuseCollectives(FusionConfig()),
+        """
+        in  %x: f32[4] = input
+        fwd %x.0/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.0]}
+        fwd %x.0/wait: f32[4] = _c10d_functional.wait_tensor(%x.0/all_reduce)
+        fwd %/dot.0: f32[] = aten.dot(%x.0/wait, %x.0/wait)
+        return [%/dot.0]
+        """,
+    )

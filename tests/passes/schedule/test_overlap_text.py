@@ -1,0 +1,51 @@
+"""What `overlap` makes of a few lines of text, and what it leaves."""
+
+from commfuse_fx.passes.schedule.overlap import Overlap
+from tests.passes.cases import check
+
+STEP = """
+    in  %a: f32[4] = parameter
+    in  %b: f32[4] = parameter
+    fwd %/dot.0: f32[] = aten.dot(%a, %b)
+    bwd %/grad.mul.0: f32[4] = aten.mul.Tensor(%a, %/dot.0)
+    bwd %/grad.mul.1: f32[4] = aten.mul.Tensor(%b, %/dot.0)
+    bwd %reduce/b/all_reduce: f32[4] = _c10d_functional.all_reduce(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[b]}
+    bwd %reduce/b/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/b/all_reduce)
+    bwd %reduce/a/all_reduce: f32[4] = _c10d_functional.all_reduce(%/grad.mul.1, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[a]}
+    bwd %reduce/a/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/a/all_reduce)
+    return [%/dot.0, %reduce/a/wait, %reduce/b/wait]
+"""
+
+
+def test_a_collective_starts_when_its_input_is_there_and_is_waited_for_when_it_is_needed() -> None:
+    check(
+        STEP,
+        Overlap(),
+        """
+        in  %a: f32[4] = parameter
+        in  %b: f32[4] = parameter
+        fwd %/dot.0: f32[] = aten.dot(%a, %b)
+        bwd %/grad.mul.0: f32[4] = aten.mul.Tensor(%a, %/dot.0)
+        bwd %reduce/b/all_reduce: f32[4] = _c10d_functional.all_reduce(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[b]}
+        bwd %/grad.mul.1: f32[4] = aten.mul.Tensor(%b, %/dot.0)
+        bwd %reduce/a/all_reduce: f32[4] = _c10d_functional.all_reduce(%/grad.mul.1, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[a]}
+        bwd %reduce/b/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/b/all_reduce)
+        bwd %reduce/a/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/a/all_reduce)
+        return [%/dot.0, %reduce/a/wait, %reduce/b/wait]
+        """,
+    )
+
+
+def test_what_reads_a_result_comes_behind_its_wait() -> None:
+    check(
+        """
+        in  %x: f32[4] = input
+        fwd %/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x]}
+        fwd %/neg.0: f32[4] = aten.neg(%x)
+        fwd %/wait: f32[4] = _c10d_functional.wait_tensor(%/all_reduce)
+        fwd %/dot.0: f32[] = aten.dot(%/wait, %/neg.0)
+        return [%/dot.0]
+        """,
+        Overlap(),
+        None,
+    )

@@ -1,0 +1,19 @@
+"""Every pass has cases in text, in a file that is named as it is, under the name of its stage."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from commfuse_fx.planning.registry import PASSES
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_has_a_case_that_it_changes_and_one_that_it_leaves(name: str) -> None:
+    *_, stage, _ = PASSES[name].make.__module__.split(".")
+    tree = ast.parse((Path(__file__).parent / stage / f"test_{name}_text.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    after = [ast.unparse(call.args[2]) for call in calls if ast.unparse(call.func) == "check"]
+    assert "None" in after and {*after} != {"None"}
