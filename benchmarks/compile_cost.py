@@ -23,6 +23,7 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.presets import preset
+from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
@@ -120,7 +121,7 @@ class Traced:
             if all_plans:
                 program, _, _ = plan_step(program, config, watcher=passes)
             else:
-                build_pipeline(config, self.mesh).run(program, watcher=passes)
+                build_pipeline(Situation(config, self.mesh)).run(program, watcher=passes)
             return program, passes, time.perf_counter() - start
 
     def _step(self, options: dict[str, Any]) -> CompiledStep:

@@ -31,6 +31,7 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import Pass
 from commfuse_fx.planning.recipe import build_pipeline
@@ -123,7 +124,7 @@ class Case:
         config = CompileConfig.resolve({**options, "device_num": ranks, "cluster": world})
         mesh, params = Mesh.of_sizes((ranks,)), dict(self.captured.params)
         program = replace(self.captured.copy(), mesh=mesh, config=config, params=params)
-        return program, list(build_pipeline(config, mesh).passes)
+        return program, list(build_pipeline(Situation(config, mesh)).passes)
 
     def unfused(self, world: str, ranks: int) -> Program:
         """The step as it is when its collectives are about to be merged; the one of the last world is kept."""

@@ -1,1 +1,8 @@
-"""Graph-to-graph passes, one file each."""
+"""Graph-to-graph passes, one file each.
+
+The names below are for those who write passes (docs/writing-a-pass.md). They are public; the modules are not.
+"""
+
+from commfuse_fx.passes.declaration import Pass, Situation, Variant
+
+__all__ = ["Pass", "Situation", "Variant"]

@@ -41,9 +41,10 @@ MODULES = (
     "commfuse_fx.ir",
     "commfuse_fx.cost",
     "commfuse_fx.simulate",
+    "commfuse_fx.passes",
     "commfuse_fx.planning",
 )
-"""What a program may import from; `ops` and `plans` as attributes of the package. The last four are for passes, and
+"""What a program may import from; `ops` and `plans` as attributes of the package. The last five are for passes, and
 `sharding` is for the rules of `register_rule`."""
 
 

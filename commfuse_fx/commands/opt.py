@@ -116,7 +116,7 @@ class _Printer:
 
 
 def _described(entry: PassEntry) -> str:
-    lines = [entry.name, f"  {entry.purpose}"]
+    lines = [entry.name, f"  {entry.purpose}", f"  stage: {entry.stage}"]
     for label, facts in (("requires", entry.requires), ("ensures", entry.ensures)):
         if facts:
             lines.append(f"  {label}: {', '.join(facts)}")

@@ -13,13 +13,12 @@ from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank,
 from commfuse_fx.inspect.dumps.load import GIVE, read_program
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.source import resolve_costs
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.planning.pass_text import Written
 from commfuse_fx.planning.pass_values import OWN_COSTS, option_from_data
-from commfuse_fx.planning.pipeline import Pass, PassPipeline
+from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES, PassEntry, PassOption, find_pass
-from commfuse_fx.planning.request import Sharding
-from commfuse_fx.sharding.marking.marks import Marks
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,6 @@ class Input:
     program: Program
     pipeline: PassPipeline | None
     done: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Before:
-    """Stands for what has happened to the graph before: it ensures those facts and does nothing."""
-
-    ensures: tuple[str, ...]
-    name: str = "the saved graph"
-    requires: tuple[str, ...] = ()
-
-    def __call__(self, program: Program) -> bool:
-        return False
 
 
 def read_input(path: Path) -> Input:
@@ -78,7 +65,7 @@ def pipeline_for(given: Input, written: Written | None, done: Sequence[str]) -> 
     else:
         passes = [_make(find_pass(name), options, usual, given.program) for name, options in written]
     try:
-        return PassPipeline((_Before(tuple(facts)), *passes))
+        return PassPipeline(tuple(passes), tuple(facts))
     except VerificationError as error:
         raise ConfigValueError(f"{error}; add the pass that ensures it, or name it in --after if it has run") from None
 
@@ -88,8 +75,7 @@ def _usual(given: Input) -> Mapping[str, Pass]:
     if given.pipeline is not None:
         return {item.name: item for item in given.pipeline.passes}
     config = given.program.config
-    sharding = Sharding(Marks()) if config.divides_graphs else None
-    made = build_pipeline(config, given.program.mesh, sharding=sharding).passes
+    made = build_pipeline(Situation(config, given.program.mesh)).passes
     return {item.name: item for item in made if item.name != "divide"}  # whose marks are not known
 
 
@@ -102,8 +88,7 @@ def _make(entry: PassEntry, options: Mapping[str, Any], usual: Mapping[str, Pass
     for option in entry.options:
         if option.required and option.name not in values:
             values[option.name] = _required(entry, option, program)
-    made: Pass = entry.make(**values)
-    return made
+    return entry.make(**values)
 
 
 def _required(entry: PassEntry, option: PassOption, program: Program) -> Any:

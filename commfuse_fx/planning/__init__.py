@@ -3,6 +3,7 @@
 The names below are for those who write passes (docs/writing-a-pass.md). They are public; the modules are not.
 """
 
-from commfuse_fx.planning.pipeline import Pass, PassPipeline
+from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.planning.pipeline import PassPipeline
 
 __all__ = ["Pass", "PassPipeline"]

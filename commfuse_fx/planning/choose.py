@@ -13,12 +13,13 @@ from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.fuse_collectives import Buckets, FuseCollectives, buckets_of
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.passes.schedule.schedule import TooLittleMemory
-from commfuse_fx.planning.pipeline import Pass, PassPipeline, PassRecord, Watcher
+from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.simulate.rounds import play
 
 WORTHWHILE = 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from math import prod
 
 from commfuse_fx.capture.build import capture
@@ -11,10 +12,11 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.model import CostModel, cost_model
+from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
@@ -23,7 +25,7 @@ from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
-from commfuse_fx.planning.variants import Variant, most_plans, variants
+from commfuse_fx.planning.variants import most_plans, needs_no_search, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
@@ -80,19 +82,25 @@ def plan_step(
     asked = PassRequest() if asked is None else asked
     sharding, common = asked.sharding, asked.common
 
-    def pipeline(variant: Variant, costs: CostModel | None) -> PassPipeline:
-        inputs, flat, same_batches = asked.sliced_inputs, asked.flat_updates, common is None
-        return build_pipeline(config, program.mesh, inputs, flat, variant, sharding, costs, same_batches)
-
+    situation = Situation(
+        config,
+        program.mesh,
+        batch=tuple(asked.sliced_inputs),
+        flat_updates=asked.flat_updates,
+        same_batches=common is None,
+        local_parameters=sharding is not None and sharding.local_parameters,
+        marks=None if sharding is None else sharding.marks,
+        layouts=None if sharding is None else sharding.fixed,
+    )
     nodes = len(program.graph.nodes)
     # How many rows are sent again follows from a rank's batch: not where batches differ.
     found = variants(config, nodes, sharding is None and common is None and may_resend(program))
     costs = cost_model(config.cluster) if config.plans_by_cost else None
     if costs is not None and common is not None:
-        costs = common_costs(program, pipeline(found[0], costs), costs, common)
+        costs = common_costs(program, build_pipeline(replace(situation, costs=costs)), costs, common)
     pipelines: list[PassPipeline] = []
     fixed: list[PassPipeline] = []
     for variant in found:
-        made = pipeline(variant, costs)
-        (fixed if variant.fusion or not variant.stored else pipelines).append(made)
+        made = build_pipeline(replace(situation, variant=variant, costs=costs))
+        (fixed if needs_no_search(variant) else pipelines).append(made)
     return fastest(program, pipelines, fixed, costs, most_plans(nodes), check, watcher or graph_log())

@@ -9,27 +9,7 @@ from typing import Protocol
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.program import Program
-
-
-class Pass(Protocol):
-    """A graph-to-graph transformation: a frozen dataclass whose fields are its options.
-
-    `requires` and `ensures` name facts about the program ("lowered", "reduced", ...): the pipeline
-    refuses an order in which a required fact was not established before.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def requires(self) -> tuple[str, ...]: ...
-
-    @property
-    def ensures(self) -> tuple[str, ...]: ...
-
-    def __call__(self, program: Program) -> bool:
-        """Transform the program in place. Returns whether anything changed."""
-        ...
+from commfuse_fx.passes.declaration import Pass
 
 
 @dataclass(frozen=True)
@@ -61,10 +41,16 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class PassPipeline:
+    """Passes in order. given: facts that hold before the first one.
+
+    Raises VerificationError where a pass requires a fact that no pass before it ensures.
+    """
+
     passes: tuple[Pass, ...]
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        known: dict[str, None] = {}
+        known = dict.fromkeys(self.given)
         for item in self.passes:
             missing = [fact for fact in item.requires if fact not in known]
             if missing:

@@ -7,8 +7,9 @@ from typing import Any
 from commfuse_fx.errors import CommFuseError, ConfigValueError
 from commfuse_fx.ir.json.write import to_dict
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.planning.pass_values import option_from_data, options_to_dict
-from commfuse_fx.planning.pipeline import Pass, PassPipeline
+from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.registry import PASSES, find_pass
 from commfuse_fx.support.json_fields import Fields, document_text
 

@@ -10,21 +10,18 @@ from torch import fx
 from commfuse_fx.cost.model import CostModel, profile_key
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.kernels.channels_last import ChannelsLast
-from commfuse_fx.passes.kernels.draw_masks import DrawMasks
-from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
-from commfuse_fx.planning.pipeline import Pass, PassPipeline
+from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.planning.pass_table import KERNELS, UPDATE
+from commfuse_fx.planning.pipeline import PassPipeline
+from commfuse_fx.planning.registry import find_pass
 
 Seconds = Mapping[str, float]
 """Of compute nodes, by name."""
 
-_BY_BATCH = (ChannelsLast, WeightGradients, DrawMasks)  # what these make of a graph depends on the size of the batch
-_FIRST_PLANNED = "update_parameters"  # up to this pass nothing has a price
-
 
 def seconds_by_name(captured: Program, pipeline: PassPipeline, costs: CostModel) -> Seconds:
     """What each compute node takes here, before passes arrange it by the size of the batch."""
-    front = [each for each in _front(pipeline) if not isinstance(each, _BY_BATCH)]
+    front = [each for each in _front(pipeline) if find_pass(each.name).stage != KERNELS]
     return {name: costs.compute_seconds(node) for name, node in _nodes_behind(front, captured).items()}
 
 
@@ -37,7 +34,7 @@ def common_costs(captured: Program, pipeline: PassPipeline, costs: CostModel, se
 
 
 def _front(pipeline: PassPipeline) -> list[Pass]:
-    return list(takewhile(lambda each: each.name != _FIRST_PLANNED, pipeline.passes))
+    return list(takewhile(lambda each: find_pass(each.name).stage != UPDATE, pipeline.passes))
 
 
 def _nodes_behind(passes: list[Pass], captured: Program) -> dict[str, fx.Node]:

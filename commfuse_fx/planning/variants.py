@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.config.fusion_config import FusionConfig, KindFusion
-from commfuse_fx.solvers.pieces import PIECE
+from commfuse_fx.passes.declaration import Variant
 
 SEARCHES = ((2_100, 8), (3_500, 5), (5_000, 3), (7_000, 2))
 """How many variants are searched for buckets, for graphs of up to so many nodes; a single one above."""
@@ -38,60 +36,48 @@ SCANT = (0.5, 0.25, 0.75)
 """The same, where what is computed later would be sent too late: a busy wire."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to plan a step.
-
-    across_steps: communication may run on into the next one. postponed: this part of the last gradient's all_reduce is
-    covered by compute that can wait, which stands behind it (0: nothing is moved): within a step that of the gradients
-    just before it, across steps that of the last layers. fusion: buckets by this rule, None for those that the
-    configuration asks for. stored: gradients that are reduced alone get storage where that may pay. resent: those of
-    what is also looked up are sent before the lookups' part is there, and the rows of that once more. cut_within:
-    buckets are those for a step that waits for all of them at its end, whatever the schedule.
-    """
-
-    across_steps: bool = False
-    postponed: float = 0.0
-    fusion: FusionConfig | None = None
-    stored: bool = True
-    resent: bool = False
-    cut_within: bool = False
-
-    def least_stored(self, config: CompileConfig) -> int | None:
-        """Bytes from which gradients that are reduced alone get storage, even where that takes more ops: all that can
-        be deferred, and those that may be sent in pieces."""
-        if self.across_steps:
-            return 0
-        return PIECE + 1 if config.schedule != "none" else None
-
-
 def variants(config: CompileConfig, nodes: int, may_resend: bool = False) -> list[Variant]:
     """What to make and compare for a graph of so many nodes, the most promising first: of equally fast ones the first
     is taken. Where buckets are searched for, those that any other mode makes follow.
 
-    may_resend: a gradient has a part of which only some rows are not zero.
+    may_resend: a gradient has a part of which only some rows are not zero. The choices are these:
+    across_steps: communication may run on into the next step.
+    postponed: this part of the last gradient's all_reduce is covered by compute that can wait, which stands behind it:
+        within a step that of the gradients just before it, across steps that of the last layers.
+    fused_mib: buckets have this size, where mode "optimal" would search for them; 0: nothing is fused.
+    stored: gradients that are reduced alone get storage where that may pay.
+    resent: gradients of what is also looked up are sent before the lookups' part is there, and the rows of that once
+        more.
+    cut_within: buckets are those for a step that waits for all of them at its end.
     """
-    found = [Variant(), Variant(postponed=1.0)]
+    plain = Variant()
+    within = Variant.of(across_steps=False) if config.across_steps else plain
+    found = [within, within.but(postponed=1.0)]
     if config.across_steps:
-        plain, ample, *scant = (Variant(across_steps=True, postponed=part) for part in (0.0, AMPLE, *SCANT))
-        within, *others = found
-        found = [plain, ample, within, replace(plain, cut_within=True), *scant, *others]
+        ample, *scant = (Variant.of(postponed=part) for part in (AMPLE, *SCANT))
+        found = [plain, ample, within, Variant.of(cut_within=True), *scant, found[1]]
     if may_resend and config.comm_fusion.for_kind("all_reduce").mode == "optimal":
-        first, second, *more = [replace(each, resent=True) for each in found[:3]]
-        loose = [replace(first, postponed=LOOSE)] if config.across_steps else []
+        first, second, *more = [each.but(resent=True) for each in found[:3]]
+        loose = [first.but(postponed=LOOSE)] if config.across_steps else []
         found = [first, found[0], second, *loose, *more, *found[1:]]
     if not config.comm_fusion.is_optimal:
-        found = [each for each in found if not each.postponed and not each.cut_within]
+        found = [each for each in found if not each.get("postponed", 0) and not each.get("cut_within", False)]
     if config.schedule == "none":
         found = found[:1]
     found = found[: _up_to(SEARCHES, nodes, 1)]
     if not config.plans_by_cost or most_plans(nodes) <= len(found):
         return found
-    fixed = [Variant(across_steps=True)] if config.across_steps else []
-    fixed += [Variant(), Variant(stored=False)] if config.schedule != "none" else [Variant()]
+    fixed = list(dict.fromkeys((plain, within)))
+    if config.schedule != "none":
+        fixed.append(within.but(stored=False))
     if not config.comm_fusion.is_optimal:
         return list(dict.fromkeys([*found, *fixed]))
-    return [*found, *(replace(each, fusion=fusion) for fusion in _fixed_fusions(config) for each in fixed)]
+    return [*found, *(each.but(fused_mib=mib) for mib in (ONE_BUCKET_MIB, *FIXED_MIB, 0) for each in fixed)]
+
+
+def needs_no_search(variant: Variant) -> bool:
+    """Whether its buckets follow from a rule."""
+    return variant.get("fused_mib", None) is not None or not variant.get("stored", True)
 
 
 def most_plans(nodes: int) -> int:
@@ -101,10 +87,3 @@ def most_plans(nodes: int) -> int:
 
 def _up_to(limits: Sequence[tuple[int, int]], nodes: int, above: int) -> int:
     return next((count for most, count in limits if nodes <= most), above)
-
-
-def _fixed_fusions(config: CompileConfig) -> list[FusionConfig]:
-    """Rules that need no search, in place of mode "optimal"."""
-    fusion = config.comm_fusion
-    fixed = [fusion.in_place_of_optimal(KindFusion("size", mib)) for mib in (ONE_BUCKET_MIB, *FIXED_MIB)]
-    return [*fixed, replace(fusion, openstate=False)]

@@ -12,6 +12,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _SENT_AS_THEY_ARE = (
     torch.bool,
@@ -30,14 +31,20 @@ _SENT_AS_THEY_ARE = (
 
 
 @dataclass(frozen=True)
-class BroadcastBuffers:
+class BroadcastBuffers(Pass):
     """The first rank of `group` sends its buffers at the top of the step; readers and the values written back at its
     end follow from what arrives. A group of None or of one rank sends nothing, and so does an evaluation."""
 
+    name = "broadcast_buffers"
+    requires = ("simplified",)
+
     group: str | None
-    name: str = "broadcast_buffers"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> BroadcastBuffers | None:
+        if situation.divides:
+            return None
+        return cls(situation.reduced_group if situation.config.broadcast_buffers else None)
 
     def __call__(self, program: Program) -> bool:
         if not program.training or self.group is None or program.mesh.size(self.group) == 1:

@@ -17,15 +17,18 @@ from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.kernels.random_replacements import counter_based
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class CounterRandom:
+class CounterRandom(Pass):
     """Ops without a counterpart stay, and draw the same numbers on every rank: they are never divided."""
 
-    name: str = "counter_random"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ()
+    name = "counter_random"
+
+    @classmethod
+    def when(cls, situation: Situation) -> CounterRandom | None:
+        return cls() if situation.divides else None
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)

@@ -15,6 +15,7 @@ from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import COLLECTIVES
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.dividing.division import Division
@@ -28,7 +29,7 @@ Layouts = Mapping[str, tuple[tuple[str, Any], ...]]
 
 
 @dataclass(frozen=True)
-class Divide:
+class Divide(Pass):
     """One mesh axis after the other, those over which the batch is divided first.
 
     marks: the layouts that the user asks for. batch: paths of the call's tensors whose dimension 0 is the batch.
@@ -36,14 +37,27 @@ class Divide:
     part of a parameter. fixed: layouts of parameters that an earlier graph of the same step has decided, or None.
     """
 
+    name = "divide"
+    requires = ("simplified",)
+    ensures = ("divided",)
+
     marks: Marks
     batch: tuple[str, ...] = ()
     local_inputs: bool = True
     local_parameters: bool = False
     fixed: Layouts | None = field(default=None, hash=False)
-    name: str = "divide"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ("divided",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> Divide | None:
+        if not situation.divides:
+            return None
+        return cls(
+            situation.marks,
+            situation.batch,
+            local_inputs=not situation.config.full_batch,
+            local_parameters=situation.local_parameters,
+            fixed=situation.layouts,
+        )
 
     def __call__(self, program: Program) -> bool:
         _refuse_user_collectives(program)

@@ -22,15 +22,20 @@ from commfuse_fx.ir.redistribution import (
     sum_and_divide,
     sum_partial,
 )
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class LowerRedistributions:
+class LowerRedistributions(Pass):
     """Reductions of one tensor over several axes in a row become one over all of them, and so do gathers."""
 
-    name: str = "lower_redistributions"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ("lowered", "reduced")
+    name = "lower_redistributions"
+    requires = ("simplified",)
+    ensures = ("lowered", "reduced")
+
+    @classmethod
+    def when(cls, situation: Situation) -> LowerRedistributions | None:
+        return cls() if situation.divides else None
 
     def __call__(self, program: Program) -> bool:
         merged = _merge_sums(program) + _merge_gathers(program)

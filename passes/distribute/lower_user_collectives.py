@@ -15,18 +15,22 @@ from commfuse_fx.ir.edit import replace
 from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import NO_FUSION_ID
+from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
 user = torch.ops.commfuse
 
 
 @dataclass(frozen=True)
-class LowerUserCollectives:
+class LowerUserCollectives(Pass):
     """A group of one rank and a tensor without elements need no collective."""
 
-    name: str = "lower_user_collectives"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ("lowered",)
+    name = "lower_user_collectives"
+    ensures = ("lowered",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> LowerUserCollectives | None:
+        return None if situation.divides else cls()
 
     def __call__(self, program: Program) -> bool:
         modified = False

@@ -15,15 +15,18 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.edit import erase_upwards, replace_all
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class RangeLookups:
+class RangeLookups(Pass):
     """Numerics stay bitwise the same."""
 
-    name: str = "range_lookups"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ()
+    name = "range_lookups"
+
+    @classmethod
+    def when(cls, situation: Situation) -> RangeLookups | None:
+        return cls() if situation.divides else None
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)

@@ -13,25 +13,39 @@ from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
 from commfuse_fx.ir.meta import CollectiveInfo, dtype_name, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class ReduceGradients:
+class ReduceGradients(Pass):
     """`mean`: average instead of sum. `fp32`: low-precision gradients are reduced in fp32 and cast back.
 
     `honour_layerwise`: leave out parameters marked layerwise_parallel. A group of None or of one rank
     reduces nothing; gradients that share memory are separated all the same.
     """
 
+    name = "reduce_gradients"
+    requires = ("simplified",)
+    ensures = ("reduced",)
+
     group: str | None
     mean: bool = True
     fp32: bool = True
     honour_layerwise: bool = False
-    name: str = "reduce_gradients"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ("reduced",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> ReduceGradients | None:
+        config = situation.config
+        if situation.divides:
+            return None
+        return cls(
+            situation.reduced_group,
+            mean=config.gradients_mean,
+            fp32=config.gradient_fp32_sync,
+            honour_layerwise=config.parallel_mode == "hybrid_parallel",
+        )
 
     def __call__(self, program: Program) -> bool:
         if not program.grads:

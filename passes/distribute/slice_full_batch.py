@@ -11,19 +11,23 @@ from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, set_info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class SliceFullBatch:
+class SliceFullBatch(Pass):
     """`inputs`: the paths of the call's tensors that are cut along dimension 0."""
+
+    name = "slice_full_batch"
 
     inputs: tuple[str, ...]
     group: str
-    name: str = "slice_full_batch"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> SliceFullBatch | None:
+        return None if situation.divides else cls(situation.batch, situation.mesh.all_axes)
 
     def __call__(self, program: Program) -> bool:
         size = program.mesh.size(self.group)

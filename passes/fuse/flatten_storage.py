@@ -22,6 +22,8 @@ from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.ir.updates import gradients_of, is_node_list, update_nodes
+from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.solvers.pieces import PIECE
 
 # Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
 # same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
@@ -56,7 +58,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class FlattenStorage:
+class FlattenStorage(Pass):
     """`flat_updates` False keeps parameters apart: their step counts differ, so one step cannot serve them all.
 
     `singles`: gradients that are reduced alone get storage of their own as well, so that it can be kept between
@@ -64,12 +66,20 @@ class FlattenStorage:
     no op more (None: only these).
     """
 
+    name = "flatten_storage"
+    requires = ("fused",)
+    ensures = ("flat",)
+
     flat_updates: bool = True
     singles: bool = False
     least: int | None = 0
-    name: str = "flatten_storage"
-    requires: tuple[str, ...] = ("fused",)
-    ensures: tuple[str, ...] = ("flat",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> FlattenStorage | None:
+        singles = situation.costs is not None and situation.variant.get("stored", True)
+        # All that can be deferred is given storage, or what may be sent in pieces.
+        least = 0 if situation.across_steps else PIECE + 1 if situation.schedules else None
+        return cls(situation.flat_updates, singles, least)
 
     def __call__(self, program: Program) -> bool:
         for start in self.alone(program):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from commfuse_fx.config.fusion_config import FusionConfig
+from commfuse_fx.config.fusion_config import FusionConfig, KindFusion
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
@@ -22,6 +22,7 @@ from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.solvers.step_problem import group_collectives
 
@@ -33,18 +34,28 @@ Buckets = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class FuseCollectives:
+class FuseCollectives(Pass):
     """`fusion` is the parsed comm_fusion; `costs` decide in mode "optimal", for a schedule within or `across_steps`.
 
     Bitwise neutral for groups of two; else within reduction order.
     """
 
+    name = "fuse_collectives"
+    requires = ("lowered", "reduced", "updated")
+    ensures = ("fused",)
+
     fusion: FusionConfig
     costs: CostModel | None = None
     across_steps: bool = False
-    name: str = "fuse_collectives"
-    requires: tuple[str, ...] = ("lowered", "reduced", "updated")
-    ensures: tuple[str, ...] = ("fused",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> FuseCollectives | None:
+        mib = situation.variant.get("fused_mib", None)
+        fusion = situation.config.comm_fusion
+        if mib is not None:
+            fusion = fusion.in_place_of_optimal(KindFusion("size", mib)) if mib else replace(fusion, openstate=False)
+        is_cut_within = situation.variant.get("cut_within", False)
+        return cls(fusion, situation.costs, situation.across_steps and not is_cut_within)
 
     def __call__(self, program: Program) -> bool:
         modified = _merge_repeated(program)

@@ -18,16 +18,17 @@ from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass
 
 
 @dataclass(frozen=True)
-class KeepGradients:
+class KeepGradients(Pass):
     """`at_least`: bytes below which the allocator's own caches serve well enough."""
 
+    name = "keep_gradients"
+    requires = ("averaged",)
+
     at_least: int = 2**18
-    name: str = "keep_gradients"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ()
 
     def __call__(self, program: Program) -> bool:
         # The choice depends on the batch, in which ranks may differ; where they communicate, buckets keep theirs.

@@ -16,6 +16,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.masks import bernoulli, bernoulli_
+from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten
 
@@ -40,12 +41,11 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Reinplace:
+class Reinplace(Pass):
     """Bitwise neutral: the in-place variant computes the same."""
 
-    name: str = "reinplace"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ()
+    name = "reinplace"
+    requires = ("averaged",)
 
     def __call__(self, program: Program) -> bool:
         return reinplace(program, Roots(program.graph, program.aliases()))

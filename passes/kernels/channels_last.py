@@ -24,6 +24,7 @@ from commfuse_fx.ir.known_shapes import known_shapes
 from commfuse_fx.ir.memory_format import is_channels_last, laid_out, unless_equal
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
@@ -77,7 +78,7 @@ _NOT_FOLLOWING = (
 
 
 @dataclass(frozen=True)
-class ChannelsLast:
+class ChannelsLast(Pass):
     """Gradients differ in their last digits: kernels sum in another order. What leaves the step is laid out as before.
 
     `large_weight`: a convolution stays as it is if its weight, whose gradient has to be copied back, has more bytes
@@ -85,11 +86,15 @@ class ChannelsLast:
     what the convolutions read and write.
     """
 
+    name = "channels_last"
+    requires = ("simplified",)
+
     large_weight: float = 0.5
     at_most: float = 0.5
-    name: str = "channels_last"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> ChannelsLast | None:
+        return cls() if not situation.divides and torch.backends.mkldnn.is_available() else None
 
     def __call__(self, program: Program) -> bool:
         if not program.training:

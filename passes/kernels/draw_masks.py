@@ -10,21 +10,27 @@ from torch import fx
 from commfuse_fx.ir.meta import tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.masks import bernoulli
+from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class DrawMasks:
+class DrawMasks(Pass):
     """Probabilities stay the same, and masks those of the rank's own stream; other numbers come from it.
 
     `at_least`: smaller masks, in numbers, stay with torch's kernel, which is one call.
     """
 
+    name = "draw_masks"
+
     at_least: int = 16384
-    name: str = "draw_masks"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> DrawMasks | None:
+        # A rank that is alone draws what eager execution draws.
+        is_alone = situation.reduced_group is None or situation.mesh.world == 1
+        return None if situation.divides or is_alone else cls()
 
     def __call__(self, program: Program) -> bool:
         found = [node for node in program.graph.nodes if self._is_mask(node)]

@@ -20,24 +20,29 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from commfuse_fx.kernels.winograd import tiles_pay
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _INPUT, _WEIGHT, _BIAS = range(3)  # results of a convolution's backward
 
 
 @dataclass(frozen=True)
-class WeightGradients:
+class WeightGradients(Pass):
     """Gradients differ in their last digits: they are summed in another order.
 
     `at_least`: channels in and out. `kernel`: the largest, in pixels. `padding`: maps may grow by this part when they
     are padded, unless they are computed by tiles. Outside of these, oneDNN's kernel is as fast or faster.
     """
 
+    name = "weight_gradients"
+    requires = ("simplified",)
+
     at_least: int = 32
     kernel: int = 9
     padding: float = 0.2
-    name: str = "weight_gradients"
-    requires: tuple[str, ...] = ("simplified",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> WeightGradients | None:
+        return cls() if not situation.divides and torch.backends.mkldnn.is_available() else None
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)

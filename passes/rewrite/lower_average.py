@@ -15,6 +15,7 @@ from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.declaration import Pass
 
 # Fused updates divide gradients by `grad_scale` while they read them: no pass over memory of its own.
 _SCALES = (
@@ -29,10 +30,10 @@ _PASS_ON = (put_rows_, aten.clone.default)
 
 
 @dataclass(frozen=True)
-class LowerAverage:
-    name: str = "lower_average"
-    requires: tuple[str, ...] = ("fused",)
-    ensures: tuple[str, ...] = ("averaged",)
+class LowerAverage(Pass):
+    name = "lower_average"
+    requires = ("fused",)
+    ensures = ("averaged",)
 
     def __call__(self, program: Program) -> bool:
         averages = [node for node in program.collectives() if _is_average(node)]

@@ -21,19 +21,24 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name
 from commfuse_fx.ir.naming import rows_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class ResendRows:
+class ResendRows(Pass):
     """`most`: where more rows than this part of all would be sent twice, the gradient stays whole.
 
     Every element is the same sum over ranks as before: bitwise neutral for groups of two, else within reduction order.
     """
 
+    name = "resend_rows"
+    requires = ("reduced", "updated")
+
     most: float = 0.5
-    name: str = "resend_rows"
-    requires: tuple[str, ...] = ("reduced", "updated")
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> ResendRows | None:
+        return cls() if situation.variant.get("resent", False) else None
 
     def __call__(self, program: Program) -> bool:
         if not program.updates:

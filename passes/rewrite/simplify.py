@@ -11,17 +11,17 @@ from torch import fx
 from commfuse_fx.ir.edit import IDENTITIES, remove_dead_nodes, replace_all
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Simplify:
+class Simplify(Pass):
     """Numerics stay bitwise the same."""
 
-    name: str = "simplify"
-    requires: tuple[str, ...] = ()
-    ensures: tuple[str, ...] = ("simplified",)
+    name = "simplify"
+    ensures = ("simplified",)
 
     def __call__(self, program: Program) -> bool:
         replacements: dict[fx.Node, fx.Node] = {}

@@ -18,22 +18,28 @@ from commfuse_fx.ir.update_layout import takes_blocks
 from commfuse_fx.ir.updates import gradients_of, update_nodes
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _LIKE = NodeInfo("update")
 
 
 @dataclass(frozen=True)
-class SplitUpdates:
+class SplitUpdates(Pass):
     """Bitwise neutral: the rules are elementwise. Gradients that nobody reduces share one update.
 
     `across_steps` False: all updates run together at the end of the step, and one is as good as many. Either way fused
     updates get gradients with the strides of their parameters, by a copy where they have others.
     """
 
+    name = "split_updates"
+    requires = ("flat",)
+    ensures = ("split",)
+
     across_steps: bool = True
-    name: str = "split_updates"
-    requires: tuple[str, ...] = ("flat",)
-    ensures: tuple[str, ...] = ("split",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> SplitUpdates | None:
+        return cls(situation.across_steps)
 
     def __call__(self, program: Program) -> bool:
         if not program.updates:

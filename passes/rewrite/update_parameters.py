@@ -13,20 +13,21 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
 from commfuse_fx.kernels.emit_updates import emit_update
+from commfuse_fx.passes.declaration import Pass
 
 _LIKE = NodeInfo("update")
 
 
 @dataclass(frozen=True)
-class UpdateParameters:
+class UpdateParameters(Pass):
     """All updates stand at the end: nothing the user owns changes before the whole step has succeeded.
 
     Gradients that the optimizer has no use for are neither reduced nor computed.
     """
 
-    name: str = "update_parameters"
-    requires: tuple[str, ...] = ("reduced",)
-    ensures: tuple[str, ...] = ("updated",)
+    name = "update_parameters"
+    requires = ("reduced",)
+    ensures = ("updated",)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None:

@@ -25,6 +25,7 @@ from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan
 from commfuse_fx.solvers.loop import Loop
 from commfuse_fx.solvers.piece_choices import PIECES, piece_choices
@@ -35,13 +36,17 @@ _STRETCHES = (inf, *(mebibytes * 2**20 for mebibytes in (8, 4, 3, 2, 1.5, 1)), P
 
 
 @dataclass(frozen=True)
-class AcrossSteps:
+class AcrossSteps(Pass):
     """Bitwise neutral: the same reductions and updates on the same values, in another order."""
 
+    name = "across_steps"
+    requires = ("averaged", "split")
+
     costs: CostModel
-    name: str = "across_steps"
-    requires: tuple[str, ...] = ("averaged", "split")
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> AcrossSteps | None:
+        return None  # a part of the schedule
 
     def __call__(self, program: Program) -> bool:
         units = _units(program)

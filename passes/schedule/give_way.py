@@ -26,18 +26,18 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.source import cluster_of
+from commfuse_fx.passes.declaration import Pass
 
 _CORE = Device(name="core", flops={"f32": 1e11}, memory_bandwidth=2e10, memory_bytes=1 << 30, op_overhead=1e-5)
 """Tells about how long a node computes where no cluster was given."""
 
 
 @dataclass(frozen=True)
-class GiveWay:
+class GiveWay(Pass):
     """An annotation: the graph and its text stay as they are."""
 
-    name: str = "give_way"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ()
+    name = "give_way"
+    requires = ("averaged",)
 
     def __call__(self, program: Program) -> bool:
         found = turns(program)

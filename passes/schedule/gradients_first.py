@@ -17,15 +17,19 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class GradientsFirst:
+class GradientsFirst(Pass):
     """What only gradients' collectives need moves up to behind the last thing that it needs itself. Bitwise neutral."""
 
-    name: str = "gradients_first"
-    requires: tuple[str, ...] = ("reduced",)
-    ensures: tuple[str, ...] = ()
+    name = "gradients_first"
+    requires = ("reduced",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> GradientsFirst | None:
+        return cls() if situation.schedules and situation.same_batches else None
 
     def __call__(self, program: Program) -> bool:
         nodes = list(program.graph.nodes)

@@ -19,22 +19,27 @@ from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.compute_program import Item
 from commfuse_fx.solvers.consumers import optimal_plan
 
 
 @dataclass(frozen=True)
-class IssueByNeed:
+class IssueByNeed(Pass):
     """For a graph in which starts stand where their inputs are ready and waits where results are used.
 
     Per stream the order of issue is the one with which compute ends first (`optimal_plan`: exact for up to 8
     collectives, else searched). Compute and waits keep their order. Bitwise neutral.
     """
 
+    name = "issue_by_need"
+    requires = ("averaged",)
+
     costs: CostModel
-    name: str = "issue_by_need"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> IssueByNeed | None:
+        return None  # a part of the schedule
 
     def __call__(self, program: Program) -> bool:
         place = {node: i for i, node in enumerate(program.graph.nodes)}

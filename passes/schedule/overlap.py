@@ -20,15 +20,20 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _IN_PLACE = tuple(IN_PLACE.values())
 
 
 @dataclass(frozen=True)
-class Overlap:
-    name: str = "overlap"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ("scheduled",)
+class Overlap(Pass):
+    name = "overlap"
+    requires = ("averaged",)
+    ensures = ("scheduled",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> Overlap | None:
+        return cls() if situation.schedules and situation.costs is None else None
 
     def __call__(self, program: Program) -> bool:
         if not any(True for _ in program.collectives()):

@@ -20,22 +20,30 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class PostponeGradients:
+class PostponeGradients(Pass):
     """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral.
 
     `last_layers`: that of the gradients with which the backward begins, instead of those just before the last one.
     `part`: of what the all_reduce takes; less leaves room for updates, and more of the backward to send in.
     """
 
+    name = "postpone_gradients"
+    requires = ("reduced", "updated")
+
     costs: CostModel
     last_layers: bool = False
     part: float = 1.0
-    name: str = "postpone_gradients"
-    requires: tuple[str, ...] = ("reduced", "updated")
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> PostponeGradients | None:
+        part = situation.variant.get("postponed", 0.0)
+        if situation.costs is None or not part:
+            return None
+        return cls(situation.costs, last_layers=situation.across_steps, part=part)
 
     def __call__(self, program: Program) -> bool:
         gradients = [start for start in program.collectives() if _role(start) == "gradient"]

@@ -18,6 +18,7 @@ from commfuse_fx.ir.dependence import Dependence, Roots
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Note, Program
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.passes.fuse.reinplace import reinplace
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
 from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
@@ -36,19 +37,26 @@ EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Pass):
     """`memory_limit`: bytes that the step may have allocated at most. `across_steps`: updates may run in the next step.
 
     Bitwise neutral: the same ops on the same values, in another order.
     Raises TooLittleMemory when no arrangement fits.
     """
 
+    name = "schedule"
+    requires = ("averaged", "split")
+    ensures = ("scheduled",)
+
     costs: CostModel
     memory_limit: int | None = None
     across_steps: bool = False
-    name: str = "schedule"
-    requires: tuple[str, ...] = ("averaged", "split")
-    ensures: tuple[str, ...] = ("scheduled",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> Schedule | None:
+        if situation.costs is None or not situation.schedules:
+            return None
+        return cls(situation.costs, situation.config.memory_limit, situation.across_steps)
 
     def __call__(self, program: Program) -> bool:
         if self.memory_limit is not None:

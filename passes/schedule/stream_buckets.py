@@ -14,22 +14,27 @@ from torch import fx
 
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.pieces import FIRST_PIECE, PIECE
 
 
 @dataclass(frozen=True)
-class StreamBuckets:
+class StreamBuckets(Pass):
     """`piece`: bytes from which a complete stretch is worth a message of its own. `first`: bytes from which the first
     one of the step is: it ends the time in which the wire has nothing to carry.
 
     Bitwise neutral for groups of two; else within reduction order, because a ring cuts pieces elsewhere.
     """
 
+    name = "stream_buckets"
+    requires = ("scheduled",)
+
     piece: int = PIECE
     first: int = FIRST_PIECE
-    name: str = "stream_buckets"
-    requires: tuple[str, ...] = ("scheduled",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> StreamBuckets | None:
+        return cls() if situation.schedules and situation.costs is None else None
 
     def __call__(self, program: Program) -> bool:
         buckets = [

@@ -18,6 +18,7 @@ from commfuse_fx.cost.model import CostModel, profile_key
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.pieces import FIRST_PIECE
 
 MOST_TILES = 4
@@ -33,13 +34,17 @@ thread and two)."""
 
 
 @dataclass(frozen=True)
-class TileFirstGradient:
+class TileFirstGradient(Pass):
     """Bitwise neutral. Only on CPUs: elsewhere libraries choose other kernels for other numbers of rows."""
 
+    name = "tile_first_gradient"
+    requires = ("flat",)
+
     costs: CostModel
-    name: str = "tile_first_gradient"
-    requires: tuple[str, ...] = ("flat",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> TileFirstGradient | None:
+        return cls(situation.costs) if situation.costs is not None and situation.schedules else None
 
     def __call__(self, program: Program) -> bool:
         place = {node: i for i, node in enumerate(program.graph.nodes)}

@@ -18,17 +18,24 @@ from commfuse_fx.ir.collectives import is_start, wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
 
 
 @dataclass(frozen=True)
-class VoteFirst:
+class VoteFirst(Pass):
     """Where numbers of rows are the first that a step sends, they start in the middle of the time to their wait: one
     half is for the votes, the other one for them. Bitwise neutral."""
 
+    name = "vote_first"
+    requires = ("scheduled",)
+
     costs: CostModel
-    name: str = "vote_first"
-    requires: tuple[str, ...] = ("scheduled",)
-    ensures: tuple[str, ...] = ()
+
+    @classmethod
+    def when(cls, situation: Situation) -> VoteFirst | None:
+        if situation.costs is None or not situation.schedules or not situation.variant.get("resent", False):
+            return None
+        return cls(situation.costs)
 
     def __call__(self, program: Program) -> bool:
         nodes = list(program.graph.nodes)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.passes.declaration import Variant
 from commfuse_fx.planning import compile_call
-from commfuse_fx.planning.variants import Variant
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import OFF, assert_same
 from tests.oracle import ACROSS, OPTIMAL, SLOW
@@ -163,7 +163,7 @@ def train_resending(rows: Rows, options: dict[str, Any]) -> Any:
 
     def variants(config: Any, nodes: int, may_resend: bool) -> list[Variant]:
         made.append(may_resend)
-        return [Variant(config.across_steps, resent=may_resend)]
+        return [Variant.of(resent=may_resend)]
 
     given, compile_call.variants = compile_call.variants, variants
     try:

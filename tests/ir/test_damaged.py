@@ -125,8 +125,8 @@ def test_what_is_wrong_where(edit: Callable[[dict[str, Any]], Any], place: str, 
     [
         (lambda p: p[0].update({"pass": "eval"}), "there is no pass 'eval'"),
         (lambda p: p[0]["options"].update(x=1), "has no option 'x'"),
-        (lambda p: p[-2]["options"].update(at_least=-1), "give an int >= 0"),
-        (lambda p: p[-2]["options"].clear(), "lacks an option"),
+        (lambda p: p[-3]["options"].update(at_least=-1), "give an int >= 0"),
+        (lambda p: p[-3]["options"].clear(), "lacks an option"),
         (lambda p: p.reverse(), "requires"),
     ],
 )

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +21,10 @@ from commfuse_fx.ir.meta import TensorSpec, info, spec_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.passes.kernels import channels_last
 from commfuse_fx.passes.kernels.channels_last import ChannelsLast
 from commfuse_fx.passes.rewrite.simplify import Simplify
-from commfuse_fx.planning import recipe
 from tests.models import Batch, Case, randomised
 from tests.oracle import (
     ACROSS_STEPS,
@@ -171,7 +170,11 @@ def build(net: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass counts no bytes."""
-    monkeypatch.setattr(recipe, "ChannelsLast", partial(ChannelsLast, at_most=math.inf))
+
+    def when(situation: Situation) -> ChannelsLast | None:
+        return ChannelsLast(at_most=math.inf) if torch.backends.mkldnn.is_available() else None
+
+    monkeypatch.setattr(ChannelsLast, "when", when)
 
 
 def compile_net(model: nn.Module, **options: Any) -> cf.CompiledStep:

@@ -9,10 +9,10 @@ from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.declaration import Situation, Variant
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.variants import Variant
 from tests.models import CONV, DIGITS, GPT2, TIED, Case, shards
 from tests.oracle import (
     ACROSS,
@@ -34,7 +34,7 @@ def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients]:
     captured = step.planner.read(step.planner.take_apart(batch, {})).captured
     assert captured is not None
     program = captured.copy()
-    pipeline = build_pipeline(step.config, step.mesh, variant=variant)
+    pipeline = build_pipeline(Situation(step.config, step.mesh, variant=variant))
     number = next(i for i, each in enumerate(pipeline.passes) if isinstance(each, PostponeGradients))
     pipeline.run(program, verify, part=slice(number))
     found = pipeline.passes[number]
@@ -44,7 +44,7 @@ def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients]:
 
 @pytest.mark.parametrize("case", [GPT2, TIED], ids=lambda case: case.name)
 def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
-    program, postpone = begun(case, Variant(postponed=1.0))
+    program, postpone = begun(case, Variant.of(postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
     assert postpone(program)
@@ -62,7 +62,7 @@ def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
 
 def test_gradients_of_the_last_layers_have_the_most_time() -> None:
     """They are computed first, needed last by the next forward, and move behind the last gradient."""
-    program, postpone = begun(GPT2, Variant(across_steps=True, postponed=1.0))
+    program, postpone = begun(GPT2, Variant.of(across_steps=True, postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
     assert postpone(program)
@@ -81,7 +81,9 @@ def test_gradients_of_the_last_layers_have_the_most_time() -> None:
 def test_parameters_are_those_of_one_device(
     case: Case, across: bool, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: [Variant(across, part)])
+    monkeypatch.setattr(
+        compile_call, "variants", lambda config, nodes, may_resend: [Variant.of(across_steps=across, postponed=part)]
+    )
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)

@@ -15,8 +15,8 @@ from commfuse_fx.inspect.dumps.load import load
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.kernels.rows import put_rows_
+from commfuse_fx.passes.declaration import Variant
 from commfuse_fx.planning import compile_call
-from commfuse_fx.planning.variants import Variant
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case, randomised, shards
 from tests.oracle import (
@@ -101,7 +101,7 @@ def only(monkeypatch: pytest.MonkeyPatch, resent: bool = True, postponed: float 
 
     def variants(config: Any, nodes: int, may_resend: bool) -> list[Variant]:
         assert may_resend
-        return [Variant(config.across_steps, postponed, resent=resent)]
+        return [Variant.of(postponed=postponed, resent=resent)]
 
     monkeypatch.setattr(compile_call, "variants", variants)
 

@@ -20,7 +20,6 @@ from commfuse_fx.kernels import convolutions
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from commfuse_fx.kernels.winograd import tiles_pay
 from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
-from commfuse_fx.planning import recipe
 from tests.models import Batch, Case, randomised
 from tests.oracle import ACROSS_STEPS, assert_same, make_world, sgd, train_reference, train_world
 
@@ -205,7 +204,7 @@ def test_a_model_that_lies_channels_last_itself() -> None:
 def test_a_rank_that_keeps_its_convolutions_whole_communicates_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(block(32, 48), block(48, 32))
     apart = lowered(model, device_num=2)
-    monkeypatch.setattr(recipe, "WeightGradients", partial(WeightGradients, at_least=1000))
+    monkeypatch.setattr(WeightGradients, "when", lambda situation: WeightGradients(at_least=1000))
     whole = lowered(model, device_num=2)
     assert NAME in apart.text() and NAME not in whole.text()
     assert apart.collectives == whole.collectives

@@ -27,10 +27,10 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.passes.declaration import Situation, Variant
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.variants import Variant
 from commfuse_fx.simulate.rounds import play
 from commfuse_fx.solvers import cyclic_buckets
 from tests.cost.graphs import f32
@@ -161,7 +161,7 @@ def with_fusion(program: Program, fusion: Mapping[str, Any]) -> Program:
 def planned(program: Program, fusion: Mapping[str, Any]) -> float:
     """Seconds of the step that the passes make of a program without moving its compute."""
     program = with_fusion(program, fusion)
-    build_pipeline(program.config, program.mesh, variant=Variant()).run(program)
+    build_pipeline(Situation(program.config, program.mesh, variant=Variant.of(across_steps=False))).run(program)
     return seconds(program)
 
 
@@ -180,7 +180,7 @@ def with_buckets(program: Program, buckets: Partition) -> Program:
         details = info(start).collective
         assert details is not None
         info(start).collective = replace(details, fusion_id=number[details.members[0]])
-    build_pipeline(program.config, program.mesh, variant=Variant()).run(program)
+    build_pipeline(Situation(program.config, program.mesh, variant=Variant.of(across_steps=False))).run(program)
     return program
 
 

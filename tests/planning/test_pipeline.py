@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,28 +12,23 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d, wait_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.rewrite.resend_rows import ResendRows
-from commfuse_fx.passes.schedule.across_steps import AcrossSteps
-from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
+from commfuse_fx.passes.declaration import Scalar, Situation, Variant
 from commfuse_fx.passes.schedule.overlap import Overlap
-from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
-from commfuse_fx.passes.schedule.vote_first import VoteFirst
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.request import Sharding
-from commfuse_fx.planning.variants import AMPLE, Variant, most_plans, variants
-from commfuse_fx.sharding.marking.marks import collect
+from commfuse_fx.planning.registry import PASSES
+from commfuse_fx.planning.variants import AMPLE, most_plans, needs_no_search, variants
+from commfuse_fx.sharding.marking.marks import Marks
 
-PASSES = Path(__file__).parents[2] / "passes"
+FILES = Path(__file__).parents[2] / "passes"
 
 
 def lower(**options: object) -> cf.Lowered:
@@ -46,41 +39,81 @@ def lower(**options: object) -> cf.Lowered:
 
 
 def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
-    configs = [CompileConfig.resolve(given) for given in ({}, {"cluster": "gloo-1gbit"})]
-    mesh = Mesh.of_sizes((2,))
-    plain, by_cost = (build_pipeline(config, mesh).passes for config in configs)
-    divided = build_pipeline(configs[0], mesh, sharding=Sharding(collect(torch.nn.Linear(2, 2)))).passes
-    costs = cost_model(configs[1].cluster)
-    inner = (AcrossSteps(costs), IssueByNeed(costs), PostponeGradients(costs), ResendRows(), VoteFirst(costs))
-    passes = {each.name: each for each in (*plain, *by_cost, *divided, *inner)}
-    assert sorted(passes) == sorted(path.stem for path in PASSES.glob("*.py") if path.stem != "__init__")
-    assert "schedule" in [each.name for each in by_cost] and "overlap" not in [each.name for each in by_cost]
-    for each in passes.values():
-        assert dataclasses.is_dataclass(each)
-        assert type(each).__dataclass_params__.frozen  # type: ignore[attr-defined]
-        module = importlib.import_module(f"commfuse_fx.passes.{each.name}")
-        assert inspect.getmodule(type(each)) is module
-        assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("_"))
+    files = [path for path in FILES.glob("*/*.py") if path.stem != "__init__"]
+    assert sorted(PASSES) == sorted(path.stem for path in files)
+    for path in files:
+        made = PASSES[path.stem].make
+        assert dataclasses.is_dataclass(made)
+        assert made.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert made.__module__ == f"commfuse_fx.passes.{path.parent.name}.{path.stem}"
+        assert made.__name__ == "".join(word.capitalize() for word in path.stem.split("_"))
+
+
+DATA_PARALLEL = "simplify slice_full_batch lower_user_collectives broadcast_buffers channels_last weight_gradients"
+DIVIDED = "simplify range_lookups counter_random divide lower_redistributions"
+FUSED = "fuse_collectives flatten_storage"
+LOWERED = "split_updates lower_average"
+END = "keep_gradients reinplace give_way"
+
+
+@pytest.mark.parametrize(
+    ("options", "choices", "order"),
+    [
+        (
+            {},
+            {},
+            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first {FUSED} {LOWERED} overlap "
+            f"stream_buckets {END}",
+        ),
+        (
+            {"cluster": "gloo-1gbit"},
+            {"resent": True, "postponed": 0.5},
+            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first resend_rows "
+            f"postpone_gradients {FUSED} tile_first_gradient {LOWERED} schedule vote_first {END}",
+        ),
+        (
+            {"schedule": "none", "parallel_mode": "stand_alone"},
+            {},
+            f"{DATA_PARALLEL} reduce_gradients update_parameters {FUSED} {LOWERED} {END}",
+        ),
+        (
+            {"parallel_mode": "semi_auto"},
+            {},
+            f"{DIVIDED} update_parameters gradients_first {FUSED} {LOWERED} overlap stream_buckets {END}",
+        ),
+    ],
+    ids=["plain", "by-cost", "stand-alone", "divided"],
+)
+def test_the_passes_of_a_situation(
+    options: dict[str, object], choices: dict[str, Scalar], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    config = CompileConfig.resolve(options)
+    situation = Situation(config, Mesh.of_sizes((2,)), Variant.of(**choices), marks=Marks())
+    assert [each.name for each in build_pipeline(situation).passes] == order.split()
 
 
 def test_larger_graphs_compare_fewer_plans() -> None:
     optimal = {"allreduce": {"mode": "optimal", "config": None}}
     config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
     sizes = (1_000, 2_100, 2_101, 3_500, 5_000, 7_000, 7_001, 100_000)
-    searches = [sum(each.fusion is None for each in variants(config, nodes)) for nodes in sizes]
+    searches = [sum(not needs_no_search(each) for each in variants(config, nodes)) for nodes in sizes]
     assert searches == [8, 8, 5, 5, 3, 2, 1, 1]
     assert [most_plans(nodes) for nodes in sizes] == [27, 9, 5, 5, 3, 2, 1, 1]
-    assert variants(config, 7_000) == [Variant(across_steps=True), Variant(across_steps=True, postponed=AMPLE)]
-    assert variants(config, 100_000) == [Variant(across_steps=True)]
-    assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant(postponed=1.0)]
+    assert variants(config, 7_000) == [Variant(), Variant.of(postponed=AMPLE)]
+    assert variants(config, 100_000) == [Variant()]
+    assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant.of(postponed=1.0)]
     resent = variants(config, 2_100, True)
-    assert resent[:2] == [Variant(across_steps=True, resent=True), Variant(across_steps=True)]
-    assert sum(each.fusion is None for each in resent) == 8
-    assert [each.resent for each in variants(config, 7_000, True)] == [True, False]
-    assert not any(each.resent for each in variants(CompileConfig.resolve({"cluster": "gloo-1gbit"}), 1_000, True))
+    assert resent[:2] == [Variant.of(resent=True), Variant()]
+    assert sum(not needs_no_search(each) for each in resent) == 8
+    assert [each.get("resent", False) for each in variants(config, 7_000, True)] == [True, False]
+    assert not any(
+        each.get("resent", False) for each in variants(CompileConfig.resolve({"cluster": "gloo-1gbit"}), 1_000, True)
+    )
     not_optimal = CompileConfig.resolve({"schedule": cf.ScheduleConfig(across_steps=True)})
-    assert variants(not_optimal, 1_000) == [Variant(across_steps=True), Variant(), Variant(stored=False)]
-    assert variants(not_optimal, 7_000) == [Variant(across_steps=True), Variant()]
+    within = Variant.of(across_steps=False)
+    assert variants(not_optimal, 1_000) == [Variant(), within, within.but(stored=False)]
+    assert variants(not_optimal, 7_000) == [Variant(), within]
 
 
 def test_an_order_without_a_required_fact_is_refused() -> None:
