@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from math import prod
 from typing import Any
 
@@ -12,6 +11,7 @@ from commfuse_fx.config.compile_config import DEFAULTS, ScheduleConfig
 from commfuse_fx.config.fusion_config import KINDS
 from commfuse_fx.config.options import PARALLEL_MODES
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
+from commfuse_fx.support.strict_json import TYPED, parse_json
 
 DEFAULT_DEVICES = 2
 
@@ -149,8 +149,8 @@ def _setting(text: str) -> tuple[str, Any]:
             f"--set {text!r}: {name!r} is not an option of compile{hint}; use one of {', '.join(DEFAULTS)}"
         )
     try:
-        return name, json.loads(value)
-    except (ValueError, RecursionError):
+        return name, parse_json(value, "--set", TYPED)
+    except ConfigValueError:
         raise ConfigValueError(
             f"--set {text!r}: {value!r} is not JSON; write true, null, 3, [1, 2] or '\"text\"'"
         ) from None

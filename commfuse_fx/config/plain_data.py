@@ -6,7 +6,6 @@ mesh), and the files of a strategy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.source import Costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.support.checks import show
+from commfuse_fx.support.documents import document_data, document_of_data
 
 _OF_THE_SESSION = ("mesh", "device_num", "global_rank", "strategy_ckpt_load_file", "strategy_ckpt_save_file")
 _SAVED = tuple(name for name in DEFAULTS if name not in _OF_THE_SESSION)
@@ -32,7 +32,7 @@ def config_to_dict(config: CompileConfig) -> dict[str, Any]:
         "comm_fusion": fusion_to_dict(config.comm_fusion),
         **plain,
         "schedule": vars(schedule) if isinstance(schedule, ScheduleConfig) else schedule,
-        "cluster": None if config.cluster is None else json.loads(config.cluster.to_json()),
+        "cluster": None if config.cluster is None else document_data(config.cluster),
     }
 
 
@@ -90,5 +90,6 @@ def _costs(data: Any, where: str) -> Costs | None:
         return None
     if not isinstance(data, dict) or data.get("kind") not in ("cluster", "profile"):
         raise ConfigValueError(f'{where} is neither null nor an object of kind "cluster" or "profile"')
-    reader = ClusterSpec if data["kind"] == "cluster" else StepProfile
-    return reader.from_json(json.dumps(data), where)
+    if data["kind"] == "cluster":
+        return document_of_data(ClusterSpec, data, where)
+    return document_of_data(StepProfile, data, where)

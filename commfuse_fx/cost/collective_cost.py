@@ -17,8 +17,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
 from commfuse_fx.machine.cluster_parts import Level
 from commfuse_fx.machine.presets import resolve_cluster
-from commfuse_fx.support.checks import check_choice, show
-from commfuse_fx.support.documents import check_number
+from commfuse_fx.support.checks import check_choice, check_number, show
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.support.checks import show
-from commfuse_fx.support.documents import check_number
+from commfuse_fx.support.checks import check_number, show
 
 
 @dataclass(frozen=True)

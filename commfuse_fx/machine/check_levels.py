@@ -8,8 +8,7 @@ from dataclasses import replace
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.bounds import BYTES, MOST_RANKS, SECONDS, SECONDS_PER_BYTE, SPEED, SPEED_OR_NONE
 from commfuse_fx.machine.cluster_parts import Level
-from commfuse_fx.support.checks import check_int, is_int, show
-from commfuse_fx.support.documents import check_text
+from commfuse_fx.support.checks import check_int, check_text, is_int, show
 
 Domains = int | tuple[tuple[int, ...], ...] | None
 """The blocks of ranks that a level joins, as a `Level` gives them."""

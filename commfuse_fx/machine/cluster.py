@@ -10,8 +10,8 @@ from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.bounds import FLOPS, MOST_BYTES, MOST_RANKS, SECONDS, SPEED
 from commfuse_fx.machine.check_levels import check_network, checked_levels, domain_of, domain_table
 from commfuse_fx.machine.cluster_parts import Device, Level, level_body, part_of
-from commfuse_fx.support.checks import check_int, is_int, show
-from commfuse_fx.support.documents import Document, check_keys, check_text, made_of
+from commfuse_fx.support.checks import check_int, check_text, is_int, show
+from commfuse_fx.support.documents import Document, check_keys, made_of
 
 
 @dataclass(frozen=True, slots=True)

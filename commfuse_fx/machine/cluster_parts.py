@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from commfuse_fx.support.documents import check_keys, check_object
+from commfuse_fx.support.documents import check_keys
+from commfuse_fx.support.strict_json import check_object
 
 _Spec = TypeVar("_Spec", "Level", "Device")
 

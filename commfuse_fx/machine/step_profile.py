@@ -5,7 +5,6 @@ A profile is taken wherever a cluster is; `cost.profiling` measures it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ from typing import Any
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.bounds import MOST_RANKS, NODE_SECONDS
 from commfuse_fx.machine.cluster import ClusterSpec
-from commfuse_fx.support.checks import check_int, show
-from commfuse_fx.support.documents import Document, check_keys, check_object, check_text, made_of
+from commfuse_fx.support.checks import check_int, check_text, show
+from commfuse_fx.support.documents import Document, check_keys, document_data, document_of_data, made_of
+from commfuse_fx.support.strict_json import check_object
 
 _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
 
@@ -67,7 +67,7 @@ class StepProfile(Document, kind="profile"):
 
     def _body(self) -> Mapping[str, Any]:
         return {
-            "cluster": json.loads(self.cluster.to_json()),
+            "cluster": document_data(self.cluster),
             "world": self.world,
             "model": self.model,
             "torch": self.torch,
@@ -78,7 +78,6 @@ class StepProfile(Document, kind="profile"):
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
         check_keys(body, where, _KEYS)
-        nested = json.dumps(check_object(body["cluster"], f"{where}: cluster"))
-        cluster = ClusterSpec.from_json(nested, f"{where}: cluster")
+        cluster = document_of_data(ClusterSpec, body["cluster"], f"{where}: cluster")
         check_object(body["node_seconds"], f"{where}: node_seconds")
         return made_of(cls, {**body, "cluster": cluster}, where)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.support.strict_json import TYPED, parse_json
 
 _PASS = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.ASCII | re.DOTALL)
 _OPTION = re.compile(r"\s*(\w+)\s*=(.*)", re.ASCII | re.DOTALL)
@@ -52,8 +52,8 @@ def _value(text: str, where: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, where, TYPED)
+    except ConfigValueError:
         pass
     if text.startswith("[") and text.endswith("]"):
         return [_value(part.strip(), where) for part in _split(text[1:-1], where)]

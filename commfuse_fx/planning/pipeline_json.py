@@ -11,7 +11,7 @@ from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.planning.pass_values import option_from_data, options_to_dict
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.registry import PASSES, find_pass
-from commfuse_fx.support.json_fields import Fields, document_text
+from commfuse_fx.support.json_fields import Fields, dump_text
 
 KEY = "pipeline"
 """Where it stands in captured.json."""
@@ -23,7 +23,7 @@ def captured_json(captured: Program, pipeline: PassPipeline | None) -> str:
     data = to_dict(captured)
     if pipeline is not None and all(item.name in PASSES for item in pipeline.passes):
         data[KEY] = [pass_to_dict(item) for item in pipeline.passes]
-    return document_text(data)
+    return dump_text(data)
 
 
 def pass_to_dict(item: Pass) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -47,3 +48,37 @@ def check_choice(value: object, where: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ConfigValueError(f"{where} is {show(value)}, which is unknown; use one of {allowed}")
     return value
+
+
+def check_number(value: object, where: str, *, positive: bool = False) -> float:
+    """`value` as a finite float >= 0 (> 0 with `positive`). Raises ConfigTypeError or ConfigValueError."""
+    allowed = "a finite number > 0" if positive else "a finite number >= 0"
+    if not isinstance(value, float) and not is_int(value):
+        raise ConfigTypeError(f"{where} is {show(value)}; give {allowed}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ConfigValueError(f"{where} is {show(value)}; give {allowed}")
+    return number
+
+
+def check_text(value: object, where: str, *, empty: bool = False) -> str:
+    """`value` if it is a str, non-empty unless `empty`. Raises ConfigTypeError or ConfigValueError."""
+    if not isinstance(value, str):
+        raise ConfigTypeError(f"{where} is {show(value)}; give a str")
+    if not value and not empty:
+        raise ConfigValueError(f"{where} is empty; give a name")
+    if not is_unicode(value):
+        raise ConfigValueError(f"{where} is {show(value)}, which has half of a surrogate pair; give whole characters")
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8. JSON may name half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

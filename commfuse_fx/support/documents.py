@@ -7,20 +7,22 @@ key, a wrong type and a newer schema are errors that name the document, the fiel
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.support.checks import is_int, show
+from commfuse_fx.support.checks import show
+from commfuse_fx.support.strict_json import JsonRules, check_document, parse_json
 
 SCHEMA = 1
 """The schema that this version writes, and the newest that it reads."""
 
 Reader = Callable[[Mapping[str, Any], str], Any]
 """Makes an object of a document's keys (without schema and kind); the str says where the document comes from."""
+
+_RULES = JsonRules("correct it there", ConfigTypeError, ConfigKeyError, constants=True)
 
 _READERS: dict[str, Reader] = {}
 
@@ -50,7 +52,7 @@ class Document:
 
     def to_json(self) -> str:
         """The text of a JSON document of this kind; `from_json` reads it back."""
-        return document_text(self.kind, self._body())
+        return _layout({"schema": SCHEMA, "kind": self.kind, **self._body()}, "") + "\n"
 
     @classmethod
     def from_json(cls: type[_Kept], text: str, where: str = "the text") -> _Kept:
@@ -60,14 +62,11 @@ class Document:
         """
         if not isinstance(text, str):
             raise ConfigTypeError(f"{where} is {show(text)}; give a str, or the path of a file to load()")
-        kind, body = parse_document(text, where)
-        if kind != cls.kind:
-            raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "{cls.kind}"')
-        return cls._from_body(body, where)
+        return document_of_data(cls, parse_json(text, where, _RULES), where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file. Raises ConfigTypeError for what is no path, OSError when writing fails."""
-        write_document(_checked_path(path), self.to_json())
+        Path(_checked_path(path)).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
@@ -89,11 +88,37 @@ def load_document(path: str | os.PathLike[str]) -> Any:
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError, which name the file, the field and the fix.
     """
     where = _checked_path(path)
-    kind, body = parse_document(read_text(where), where)
+    kind, body = _taken_apart(parse_json(read_text(where), where, _RULES), where)
     if kind not in _READERS:
         known = ", ".join(f'"{name}"' for name in _READERS)
         raise ConfigValueError(f"{where}: kind is {show(kind)}, which cannot be read here; give one of {known}")
     return _READERS[kind](body, where)
+
+
+def document_data(document: Document) -> dict[str, Any]:
+    """What `to_json` writes, as plain data: for a document that is a part of another one."""
+    found: dict[str, Any] = json.loads(document.to_json())
+    return found
+
+
+def document_of_data(made: type[_Kept], data: object, where: str) -> _Kept:
+    """The inverse of `document_data`. Raises like `from_json`."""
+    kind, body = _taken_apart(data, where)
+    if kind != made.kind:
+        raise ConfigValueError(f'{where}: kind is {show(kind)}; give a document of kind "{made.kind}"')
+    return made._from_body(body, where)
+
+
+def _taken_apart(data: object, where: str) -> tuple[str, dict[str, Any]]:
+    """(kind, the other keys) of a document. Raises ConfigTypeError, ConfigKeyError or ConfigValueError."""
+    body = check_document(data, where, SCHEMA, _RULES)
+    if "kind" not in body:
+        raise ConfigKeyError(f'{where}: key "kind" is missing; give a kind such as "cluster"')
+    del body["schema"]
+    kind = body.pop("kind")
+    if not isinstance(kind, str):
+        raise ConfigTypeError(f'{where}: kind is {show(kind)}; give a str such as "cluster"')
+    return kind, body
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -108,63 +133,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ConfigValueError(f"{os.fspath(path)} cannot be read ({error}); give the path of a JSON file") from None
 
 
-def write_document(path: str | os.PathLike[str], text: str) -> None:
-    """Write the text of a document. Raises OSError when the file cannot be written."""
-    Path(path).write_text(text, encoding="utf-8")
-
-
-def document_text(kind: str, body: Mapping[str, Any]) -> str:
-    """The JSON text of a document, with a line per field and lists of plain values on one line."""
-    return _layout({"schema": SCHEMA, "kind": kind, **body}, "") + "\n"
-
-
-def parse_document(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """(kind, the other keys) of a document's text; `where` says in errors where the text comes from.
-
-    Raises ConfigTypeError when it is not an object, ConfigKeyError for a missing or doubled key, ConfigValueError
-    when it is not JSON or has a schema that this version does not know.
-    """
-    try:
-        found = json.loads(text, object_pairs_hook=_unique_keys)
-    except ConfigKeyError as error:
-        raise ConfigKeyError(f"{where}: {error}") from None
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ConfigValueError(f"{where} is not JSON: {error.msg} at {place}; correct it there") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigValueError(f"{where} is not JSON: {error}; give finite numbers and plain nesting") from None
-    body = check_object(found, where)
-    for key in ("schema", "kind"):
-        if key not in body:
-            raise ConfigKeyError(f'{where}: key "{key}" is missing; give "schema": {SCHEMA} and a "kind"')
-    schema, kind = body.pop("schema"), body.pop("kind")
-    if not is_int(schema):
-        raise ConfigTypeError(f"{where}: schema is {show(schema)}; give {SCHEMA}")
-    if schema > SCHEMA:
-        raise ConfigValueError(
-            f"{where}: schema is {schema}, but this version reads up to {SCHEMA}; install a newer commfuse-fx or write "
-            "the file again"
-        )
-    if schema < 1:
-        raise ConfigValueError(f"{where}: schema is {schema}; give {SCHEMA}")
-    if not isinstance(kind, str):
-        raise ConfigTypeError(f'{where}: kind is {show(kind)}; give a str such as "cluster"')
-    return kind, body
-
-
 def made_of(made: Callable[..., _Made], fields: Mapping[str, Any], where: str) -> _Made:
     """An object of a document's fields, whose errors are told with `where` in front."""
     try:
         return made(**fields)
     except (ConfigTypeError, ConfigValueError) as error:
         raise type(error)(f"{where}: {error}") from None
-
-
-def check_object(value: object, where: str) -> dict[str, Any]:
-    """A copy of a JSON object. Raises ConfigTypeError for anything else."""
-    if not isinstance(value, dict):
-        raise ConfigTypeError(f"{where} is {show(value)}; give a JSON object")
-    return dict(value)
 
 
 def check_keys(body: Mapping[str, Any], where: str, required: Collection[str], optional: Collection[str] = ()) -> None:
@@ -178,53 +152,10 @@ def check_keys(body: Mapping[str, Any], where: str, required: Collection[str], o
             raise ConfigKeyError(f"{where}: key {show(key)} is unknown; use {allowed}")
 
 
-def check_number(value: object, where: str, *, positive: bool = False) -> float:
-    """`value` as a finite float >= 0 (> 0 with `positive`). Raises ConfigTypeError or ConfigValueError."""
-    allowed = "a finite number > 0" if positive else "a finite number >= 0"
-    if not isinstance(value, float) and not is_int(value):
-        raise ConfigTypeError(f"{where} is {show(value)}; give {allowed}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise ConfigValueError(f"{where} is {show(value)}; give {allowed}")
-    return number
-
-
-def check_text(value: object, where: str, *, empty: bool = False) -> str:
-    """`value` if it is a str, non-empty unless `empty`. Raises ConfigTypeError or ConfigValueError."""
-    if not isinstance(value, str):
-        raise ConfigTypeError(f"{where} is {show(value)}; give a str")
-    if not value and not empty:
-        raise ConfigValueError(f"{where} is empty; give a name")
-    if not _is_unicode(value):
-        raise ConfigValueError(f"{where} is {show(value)}, which has half of a surrogate pair; give whole characters")
-    return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8. JSON may name half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _checked_path(path: object) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigTypeError(f"path is {show(path)}; give the path of a JSON file")
     return os.fspath(path)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigKeyError(f"key {show(key)} stands twice in one object; keep one of them")
-        found[key] = value
-    return found
 
 
 def _layout(value: Any, indent: str) -> str:

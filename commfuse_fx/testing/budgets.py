@@ -10,8 +10,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.simulate.simulation import Simulation
-from commfuse_fx.support.checks import show
-from commfuse_fx.support.documents import check_number
+from commfuse_fx.support.checks import check_number, show
 from commfuse_fx.testing.check_lowered import check_lowered
 
 _LISTED = 10

@@ -19,7 +19,7 @@ import commfuse_fx as cf
 from commfuse_fx.ir.json.known_ops import find_target
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
-from commfuse_fx.support import json_fields
+from commfuse_fx.support import strict_json
 from tests.inspect.steps import Net, train
 
 CUT = {"allreduce": {"mode": "index", "config": [2, 6]}}
@@ -58,6 +58,11 @@ def node(data: dict[str, Any], op: str) -> dict[str, Any]:
     return found
 
 
+def options(pipeline: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(each["options"] for each in pipeline if each["pass"] == name)
+    return found
+
+
 ADDMM, SGD, REDUCE = "aten.addmm", "aten._fused_sgd_", "_c10d_functional.all_reduce_"
 
 
@@ -66,7 +71,7 @@ ADDMM, SGD, REDUCE = "aten.addmm", "aten._fused_sgd_", "_c10d_functional.all_red
     [
         (lambda d: d.update(schema=2), FILE, "reads schemas up to 1; update commfuse-fx"),
         (lambda d: d.update(schema=0), FILE, "not a version number"),
-        (lambda d: d.pop("schema"), FILE, 'no "schema"'),
+        (lambda d: d.pop("schema"), FILE, 'key "schema" is missing'),
         (lambda d: d.pop("program"), "the file", '"program" is missing'),
         (lambda d: d["program"].pop("mesh"), "program", '"mesh" is missing'),
         (lambda d: d["program"]["config"].pop("full_batch"), "program.config", '"full_batch" is missing'),
@@ -125,8 +130,8 @@ def test_what_is_wrong_where(edit: Callable[[dict[str, Any]], Any], place: str, 
     [
         (lambda p: p[0].update({"pass": "eval"}), "there is no pass 'eval'"),
         (lambda p: p[0]["options"].update(x=1), "has no option 'x'"),
-        (lambda p: p[-3]["options"].update(at_least=-1), "give an int >= 0"),
-        (lambda p: p[-3]["options"].clear(), "lacks an option"),
+        (lambda p: options(p, "keep_gradients").update(at_least=-1), "give an int >= 0"),
+        (lambda p: options(p, "keep_gradients").clear(), "lacks an option"),
         (lambda p: p.reverse(), "requires"),
     ],
 )
@@ -165,11 +170,11 @@ def test_reading_imports_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         ("{", "line 1, column 2: not JSON"),
         ("[" * 200_000, "nested too deeply"),
         ('{"schema":' * 200_000, "nested too deeply"),
-        ("[1]", "the JSON is no object"),
+        ("[1]", "is [1]; give a JSON object"),
         ('{"schema": 1, "schema": 1}', "the key 'schema' stands twice"),
         ('{"schema": NaN}', "NaN is no number of JSON"),
         ('{"schema": ' + "9" * 5000 + "}", "cannot be read"),
-        ('{"schema": ' + "9" * 30 + "}", "no version number"),
+        ('{"schema": ' + "9" * 30 + "}", "not a version number"),
         ('{"schema": "\\ud800"}', "half of a character"),
         ("# schema: 1\n", "not JSON"),
     ],
@@ -187,7 +192,7 @@ def test_values_that_are_nested_too_deeply() -> None:
 
 
 def test_large_texts_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_fields, "MOST_BYTES", 1000)
+    monkeypatch.setattr(strict_json, "MOST_CHARACTERS", 1000)
     assert "more than 1000: this is no graph" in read(sound()[0])
 
 

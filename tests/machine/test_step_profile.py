@@ -137,7 +137,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigValueError, match=f"{path} does not exist"):
         StepProfile.load(path)
     path.write_text(profile().to_json()[:-20])
-    with pytest.raises(ConfigValueError, match=f"{path} is not JSON"):
+    with pytest.raises(ConfigValueError, match=f"{path}, line .*: not JSON"):
         StepProfile.load(path)
     with pytest.raises(ConfigValueError, match=r"node_seconds\['.*'\] is nan; give a finite number >= 0"):
         StepProfile.from_json(profile().to_json().replace("0.00015", "NaN"))

@@ -16,7 +16,8 @@ from commfuse_fx.inspect.diff.records import (
 from commfuse_fx.ir.json.write import SCHEMA
 from commfuse_fx.ir.meta import PHASES, contiguous_stride
 from commfuse_fx.ir.text_lines import RETURN
-from commfuse_fx.support.json_fields import LARGEST, Fields, load_object
+from commfuse_fx.support.json_fields import DUMP, LARGEST, Fields
+from commfuse_fx.support.strict_json import parse_object
 
 _TEXTS = ("dtype", "device", "layout", "memory_format", "number", "text")
 """Values of arguments that are an object with a text."""
@@ -25,7 +26,7 @@ _TEXTS = ("dtype", "device", "layout", "memory_format", "number", "text")
 def read_json(text: str, label: str) -> GraphRecord:
     """Records of a graph as JSON. Raises ConfigValueError that names the place, what is wrong, and the fix."""
     try:
-        return _Reader(load_object(text, label, SCHEMA), label).read()
+        return _Reader(parse_object(text, label, SCHEMA, DUMP), label).read()
     except RecursionError:
         raise ConfigValueError(f"{label}: a value is nested too deeply; write the dump again") from None
 

@@ -22,7 +22,7 @@ from commfuse_fx.ir.text_lines import (
     split_header,
     split_lines,
 )
-from commfuse_fx.support.json_fields import check_schema
+from commfuse_fx.support.strict_json import check_schema
 
 
 def read_text(text: str, label: str) -> GraphRecord:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.support.json_fields import MOST_BYTES, load_object
+from commfuse_fx.support.json_fields import DUMP
+from commfuse_fx.support.strict_json import MOST_CHARACTERS, parse_object
 
 INDEX = "index.json"
 INDEX_SCHEMA = 1
@@ -16,7 +17,7 @@ _RANK = re.compile(r"rank(\d{1,9})")
 
 
 def read_content(path: Path, argument: str, give: str) -> str:
-    """The text of a file of a dump, of at most `documents.MOST_BYTES` bytes.
+    """The text of a file of a dump, of at most MOST_CHARACTERS bytes.
 
     argument: what the caller calls the path. give: what errors say to give instead.
     Raises ConfigValueError for what is missing, empty, too large, no UTF-8 or no regular file.
@@ -27,8 +28,10 @@ def read_content(path: Path, argument: str, give: str) -> str:
         if not path.is_file():
             raise ConfigValueError(f"{str(path)!r} is no regular file; {give}")
         size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise ConfigValueError(f"{str(path)!r} has {size} bytes, more than {MOST_BYTES}: this is no graph; {give}")
+        if size > MOST_CHARACTERS:
+            raise ConfigValueError(
+                f"{str(path)!r} has {size} bytes, more than {MOST_CHARACTERS}: this is no graph; {give}"
+            )
         if size == 0:
             raise ConfigValueError(f"{str(path)!r} is empty; {give}")
         return path.read_text(encoding="utf-8")
@@ -66,7 +69,7 @@ def folder_of_rank(folder: Path, argument: str, give: str) -> Path:
 def read_index(folder: Path, argument: str, give: str) -> dict[str, Any]:
     """The index of a rank's folder. Raises ConfigValueError."""
     place = folder / INDEX
-    return load_object(read_content(place, argument, give), str(place), INDEX_SCHEMA)
+    return parse_object(read_content(place, argument, give), str(place), INDEX_SCHEMA, DUMP)
 
 
 def file_of_dump(folder: Path, index: dict[str, Any], role: str) -> Path:

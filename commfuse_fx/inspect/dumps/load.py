@@ -25,7 +25,8 @@ from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.pipeline_json import pipeline_of
-from commfuse_fx.support.json_fields import Fields, load_object
+from commfuse_fx.support.json_fields import DUMP, Fields
+from commfuse_fx.support.strict_json import parse_object
 from commfuse_fx.support.tracebacks import user_frames_only
 
 GIVE = "give a folder that Lowered.dump wrote, the folder of one rank in it, or its graph.json"
@@ -62,7 +63,7 @@ def load(path: str | os.PathLike[str]) -> Lowered:
 
 def read_program(path: Path) -> tuple[Program, PassPipeline | None]:
     """The program of a JSON file, and the pipeline that is written in it, if there is one. Raises ConfigValueError."""
-    data = load_object(read_content(path, "path", GIVE), str(path), SCHEMA)
+    data = parse_object(read_content(path, "path", GIVE), str(path), SCHEMA, DUMP)
     program = from_dict(data, str(path))
     return program, pipeline_of(data, program, str(path))
 

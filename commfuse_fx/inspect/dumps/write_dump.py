@@ -13,6 +13,8 @@ from commfuse_fx.inspect.dot import to_dot
 from commfuse_fx.inspect.dumps.files import INDEX, INDEX_SCHEMA
 from commfuse_fx.inspect.report.page import report
 from commfuse_fx.planning.pipeline_json import captured_json
+from commfuse_fx.support.json_fields import DUMP
+from commfuse_fx.support.strict_json import parse_json
 from commfuse_fx.support.writing import write_whole
 
 PURPOSES = {
@@ -98,8 +100,8 @@ def _remove_earlier(folder: Path, keep: dict[str, str]) -> None:
     """Remove the index, and what it says that an earlier dump has written and this one will not replace."""
     place = folder / INDEX
     try:
-        earlier = json.loads(place.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
+        earlier = parse_json(place.read_text(encoding="utf-8"), INDEX, DUMP)
+    except (FileNotFoundError, ValueError):
         earlier = None  # no dump, or a damaged one: nothing is known to be its
     for name in _written_by(earlier):
         if name not in keep:

@@ -23,7 +23,8 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import PHASES, CollectiveInfo, NodeInfo, Part, Stretch, info, set_info
 from commfuse_fx.ir.naming import Names
 from commfuse_fx.ir.program import Note, Program, Redistribution, Source, Update
-from commfuse_fx.support.json_fields import LARGEST, load_object
+from commfuse_fx.support.json_fields import DUMP, LARGEST
+from commfuse_fx.support.strict_json import parse_object
 
 _SOURCES = ("parameter", "buffer", "input", "flat", "state", "hyper", "seed")
 _OWNED = ("flat", "state", "hyper")
@@ -33,13 +34,13 @@ _CONSTANT = re.compile(r"[A-Za-z_]\w{0,199}", re.ASCII)
 def from_json(text: str, where: str = "the JSON") -> Program:
     """The program that `to_json` wrote: its text, its JSON, and what passes make of it are the same again.
 
-    text: the JSON, up to `documents.MOST_BYTES` characters. where: what errors call it, such as the path of the file.
+    text: the JSON, up to 134,217,728 characters. where: what errors call it, such as the path of the file.
     Constants are meta tensors: their values are not saved.
 
     Raises ConfigValueError, naming `where`, the place and what to do, for anything else: no JSON, another schema, a
     missing key, a value of another type, a reference to no node, an op that graphs may not call, contradictions.
     """
-    return from_dict(load_object(text, where, SCHEMA), where)
+    return from_dict(parse_object(text, where, SCHEMA, DUMP), where)
 
 
 def from_dict(data: Mapping[str, Any], where: str) -> Program:

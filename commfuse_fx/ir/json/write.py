@@ -19,7 +19,7 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Stretch, TensorSpec, d
 from commfuse_fx.ir.naming import op_name
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Update
 from commfuse_fx.ir.text import header
-from commfuse_fx.support.json_fields import document_text
+from commfuse_fx.support.json_fields import dump_text
 
 SCHEMA = 1
 """The schema that this version writes, and the newest that it reads. It is not that of the canonical text."""
@@ -37,7 +37,7 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 def to_json(program: Program) -> str:
     """The program as JSON, a line for each node."""
-    return document_text(to_dict(program))
+    return dump_text(to_dict(program))
 
 
 def _node(program: Program, node: fx.Node) -> dict[str, Any]:
