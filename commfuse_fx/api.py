@@ -42,30 +42,37 @@ def compile(
     exchange_factors: Any = Default("never"),
     gradient_compression: Any = Default(None),
 ) -> CompiledStep:
-    """Compile the training step of `model`: trace, insert collectives, fuse and schedule them.
+    """Compile the training step of `model`: the result is called once per step.
 
-    What is not given is taken from `set_auto_parallel_context`, then from the default shown. Tracing
-    happens at the first call of the step, or of its `lower`.
+    The model is traced at the first call of the step, or of its `lower`. An argument that is not given is taken from
+    `set_auto_parallel_context`, and otherwise from the default shown.
 
-    loss_fn: the step's last positional argument is the target, and the loss is
-        `loss_fn(model(*inputs, **kwargs), target)`. None: the model returns its loss, or carries it as
-        `.loss` or `["loss"]`.
-    optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step.
-        None: a call adds the synchronised gradients to `param.grad`.
-    comm_fusion: `{"openstate": bool, "allreduce" | "allgather" | "reducescatter": {"mode", "config"}}`,
-        modes "auto" (64 MiB), "size" (MiB), "optimal" (by predicted step time) and, for allreduce, "index"
-        (ascending cuts).
+    model: the model to train. It stays the same object, and its parameters stay its own.
+    comm_fusion: `{"openstate": bool, "allreduce" | "allgather" | "reducescatter": {"mode", "config"}}`. Modes
+        are "auto" (64 MiB), "size" (MiB), "optimal" (shortest predicted step) and, for allreduce, "index"
+        (ascending cuts). Kinds that are left out are "auto".
+    loss_fn: the loss is `loss_fn(model(*inputs, **kwargs), target)`, and the step's last positional argument is
+        the target. None: the model returns its loss, or carries it as `.loss` or `["loss"]`.
+    optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step. None: a call
+        adds the synchronised gradients to `param.grad`.
+    parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
+        "semi_auto" (parameters and activations are divided as `shard` says) or "stand_alone" (no collectives).
+    mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.
+    device_num, global_rank: compile for this rank of a virtual world of 1 to 4096 ranks. `lower` works then,
+        calls do not.
+    gradients_mean: whether gradients are averaged over the ranks; False leaves the sum.
+    gradient_fp32_sync: whether gradients of a lower precision are summed in float32 and cast back.
+    full_batch: whether every rank is handed the global batch and takes its rows of it.
+    parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step.
+    broadcast_buffers: whether every training step begins with rank 0's buffers (BatchNorm statistics), sent in
+        one collective of the graph per dtype. False, and None: each rank keeps its own.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
-    cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a file.
-        Where something is planned by cost (mode "optimal", a ScheduleConfig) and None is given: 10 Gbit/s between
-        CPU ranks, nodes of 8 H100 for a model on CUDA.
-    broadcast_buffers: whether every training step begins with rank 0's buffers (BatchNorm statistics), sent in one
-        collective of the graph per dtype. False, and None: each rank keeps its own.
-    mesh: a DeviceMesh or a tuple of sizes; None is one axis over the world.
-    device_num, global_rank: compile for this rank of a virtual world; `lower` works, calls do not.
+    cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
+        file. None: plans that need prices take 10 Gbit/s between CPU ranks, and nodes of 8 H100 for a model on
+        CUDA.
 
-    Raises ConfigTypeError, ConfigKeyError or ConfigValueError (all of them CommFuseError) for bad
-    options, and NotAvailableError for options that are planned.
+    Raises ConfigTypeError, ConfigKeyError or ConfigValueError (all of them CommFuseError) for bad options.
+    Raises NotAvailableError for options that are planned.
     """
     given = dict(locals())
     for name in ("model", "loss_fn", "optimizer"):

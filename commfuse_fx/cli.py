@@ -46,7 +46,7 @@ exit codes: 0 done, 1 failed (diff: different), 2 bad usage or a file that canno
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code: 0 done, 1 failed or different, 2 bad usage, 130 interrupted.
 
     argv: the arguments. None: those of the process, which then ends here if a command fails amid collectives.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CommFuseError(Exception):
-    """Base of every error that commfuse-fx raises on purpose."""
+    """This is the base of every error that commfuse-fx raises on purpose."""
 
 
 class ConfigTypeError(CommFuseError, TypeError):
@@ -28,24 +28,25 @@ class NotAvailableError(CommFuseError, NotImplementedError):
 
 
 class CaptureError(CommFuseError, RuntimeError):
-    """The model cannot be traced."""
+    """The model or the loss cannot be traced into one graph. The message names module and source line."""
 
 
 class PlanMismatchError(CommFuseError, RuntimeError):
-    """The ranks compiled different plans.
+    """The ranks compiled different plans, or they call different steps. Nothing was updated.
 
-    may_agree: all of them captured the same graph, and not all have planned it with the prices of one rank yet.
+    may_agree: whether all ranks captured the same graph, and not all have planned it with the prices of one
+        rank yet.
     """
 
     may_agree = False
 
 
 class CollectiveError(CommFuseError, RuntimeError):
-    """A collective failed."""
+    """A collective failed or timed out, or another rank left the step between its collectives."""
 
 
 class PeerFailedError(CommFuseError, RuntimeError):
-    """Another rank failed in this step."""
+    """Another rank failed in this step before its vote. Nothing was updated, and the ranks may go on."""
 
 
 class ForkError(CommFuseError, RuntimeError):
@@ -57,4 +58,4 @@ class VirtualWorldError(CommFuseError, RuntimeError):
 
 
 class VerificationError(CommFuseError, RuntimeError):
-    """A pass broke an invariant of the graph."""
+    """A pass broke an invariant of the graph. This is a bug of the pass."""

@@ -54,10 +54,11 @@ def tracing_on(mesh: Mesh) -> Iterator[None]:
 def all_reduce(x: torch.Tensor, op: str = "sum", group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
     """Reduce `x` (any shape) elementwise over a group; every rank gets the result.
 
-    op: "sum" | "avg" | "max" | "min" | "product" (gradients: "sum" and "avg" only).
-    group: mesh axis names joined by commas, None for all ranks.
-    fusion: n > 0 joins all collectives of that id that can be joined; 0: never fused; None or not
-    given: as the `comm_fusion` mode of this kind says.
+    op: "sum", "avg", "max", "min" or "product"; only "sum" and "avg" have gradients.
+    group: mesh axis names joined by commas. None: all ranks.
+    fusion: n > 0 joins all collectives of that id that can be joined; 0: never fused. None, or not given: as
+        the `comm_fusion` mode of this kind says.
+
     Raises ConfigValueError on an unknown op or axis, ConfigTypeError on a fusion id that is not an int.
     """
     size, name = _group(group)
@@ -66,7 +67,13 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: str | None = None, fusio
 
 
 def all_gather(x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
-    """Concatenate the ranks' `x` (same shape everywhere) along `dim`: size d becomes group_size * d."""
+    """Concatenate the ranks' `x` along `dim`: size d becomes group_size * d. All ranks give the same shape.
+
+    dim: the dimension.
+    group, fusion: as for `all_reduce`.
+
+    Raises like `all_reduce`.
+    """
     size, name = _group(group)
     moved = x.movedim(dim, 0).contiguous() if dim else x
     out: torch.Tensor = torch.ops.commfuse.all_gather(moved, size, name, _fusion(fusion))
@@ -78,7 +85,12 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Reduce `x` over a group and keep this rank's slice of `dim`: size d becomes ceil(d / group_size).
 
-    When d does not divide, the end is padded with zeros (the last ranks' slices hold the padding).
+    When d does not divide, the end is padded with zeros; the last ranks' slices hold the padding.
+
+    op, group, fusion: as for `all_reduce`.
+    dim: the dimension.
+
+    Raises like `all_reduce`.
     """
     size, name = _group(group)
     moved = x.movedim(dim, 0).contiguous() if dim else x
@@ -87,7 +99,13 @@ def reduce_scatter(
 
 
 def broadcast(x: torch.Tensor, src: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
-    """Every rank gets the `x` of the group's member number `src` (an index into the group)."""
+    """Give every rank the `x` of one member of the group.
+
+    src: that member's position in the group.
+    group, fusion: as for `all_reduce`.
+
+    Raises like `all_reduce`.
+    """
     size, name = _group(group)
     if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < size:
         raise ConfigValueError(f"broadcast src={src!r} is not a member of the group: give an int in 0..{size - 1}")
@@ -96,7 +114,10 @@ def broadcast(x: torch.Tensor, src: int = 0, group: str | None = None, fusion: A
 
 
 def all_to_all(x: torch.Tensor, dim: int = 0, group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
-    """Send slice i of `dim` to rank i and concatenate what arrives in rank order; the shape stays the same.
+    """Send slice i of `dim` to rank i, and concatenate what arrives in rank order; the shape stays the same.
+
+    dim: the dimension.
+    group, fusion: as for `all_reduce`.
 
     Raises ConfigValueError when `dim` does not divide by the group size.
     """

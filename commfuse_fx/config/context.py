@@ -41,11 +41,11 @@ _settings: dict[str, Any] = {}
 
 @user_frames_only
 def set_auto_parallel_context(**settings: Any) -> None:
-    """Set defaults for the calls of `compile` that follow; a call that fails changes nothing.
+    """Set defaults for the calls of `compile` that follow. A call that fails changes nothing.
 
-    `comm_fusion` is merged into what is set: `openstate` and the kinds it gives are replaced, and None goes
-    back to the default. `all_reduce_fusion_config=[20, 35]` sets the kind "allreduce" to mode "index"; None
-    removes such cuts. None for `device_num` or `global_rank` unsets it.
+    `comm_fusion` is merged into what is set: `openstate` and the kinds that it gives are replaced, and None
+    goes back to the default. `all_reduce_fusion_config=[20, 35]` sets the kind "allreduce" to mode "index";
+    None removes such cuts. None for `device_num` or `global_rank` unsets it.
 
     Raises ConfigKeyError for an unknown name, ConfigTypeError or ConfigValueError for a value that `compile`
     would not take. A valid value that is not available yet is kept, and `compile` reports it.
@@ -62,10 +62,11 @@ def set_auto_parallel_context(**settings: Any) -> None:
 
 @user_frames_only
 def get_auto_parallel_context(name: str) -> Any:
-    """The value of `name` as it was set, or its default; 0 for `device_num` and `global_rank` when unset.
+    """The value of one default, as it was set or as it is by itself.
 
-    "comm_fusion" gives the full merged dict, "all_reduce_fusion_config" the list of cuts or None. Changing
-    what is returned does not change the context. Raises ConfigKeyError for an unknown name.
+    "comm_fusion" gives the full merged dict, "all_reduce_fusion_config" the list of cuts or None, and
+    "device_num" and "global_rank" give 0 when they are not set. Changing what is returned does not change the
+    context. Raises ConfigKeyError for an unknown name.
     """
     _check_name(name)
     if name == "comm_fusion":
@@ -80,7 +81,7 @@ def get_auto_parallel_context(name: str) -> Any:
 
 
 def reset_auto_parallel_context() -> None:
-    """Unset everything; a warning that has been given may be given again."""
+    """Unset all defaults. A warning that has been given may be given again."""
     _settings.clear()
     forget_given_warnings()
 

@@ -66,7 +66,7 @@ class Default:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`."""
+    """The options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`."""
 
     memory_limit: int | None = None
     """Hard cap in bytes on the step's peak memory as the compiler predicts it (parameters, optimizer state, gradients,

@@ -24,16 +24,19 @@ from commfuse_fx.support.checks import check_choice, check_number, show
 class CollectiveCost:
     """What one collective costs each rank of its group.
 
-    kind, algorithm: as `collective_cost` takes them; algorithm "none" for a group of one rank.
+    kind, algorithm: as `collective_cost` takes them; the algorithm is "none" for a group of one rank.
     seconds: from its start to its end; latency + transfer.
-    latency, transfer: the part of messages that follow one another, and that of bytes over bandwidth; seconds.
+    latency: seconds of the messages that follow one another.
+    transfer: seconds of bytes over bandwidth.
     host: seconds of the device's compute that it takes away meanwhile; not part of `seconds`.
     bus_bandwidth: bytes per second as nccl-tests defines it; 0 when it takes no time.
     links: names of the levels that it loads, from the innermost on.
-    burst: seconds of `transfer` that its link carries at once after a pause; boost: how many times as fast. 0 and 1
-        where a level has no bursts, or the group spans several. `seconds` is the time without.
-    slowed: how many times as long the latency is while the rank computes; at least 1. busy_speed: the part of its
-    speed that the transfer has at most in the meantime. last: of the latency, the part of the last message.
+    burst: seconds of `transfer` that its link carries at once after a pause. 0 where a level has no bursts, or
+        the group spans several. `seconds` is the time without.
+    boost: how many times as fast the link is in a burst; 1 without.
+    slowed: how many times as long the latency is while the rank computes; at least 1.
+    busy_speed: the part of its speed that the transfer has at most while the rank computes.
+    last: of the latency, the part of the last message.
     """
 
     kind: str
@@ -85,11 +88,16 @@ def collective_cost(
     cluster: ClusterSpec | str | os.PathLike[str],
     algorithm: str | None = None,
 ) -> CollectiveCost:
-    """What one collective costs a group of ranks of a cluster.
+    """The predicted cost of one collective for a group of ranks of a cluster.
 
-    kind: one of `COLLECTIVES`. algorithm: one of `algorithms(kind)`, or None for the cheapest that applies.
+    kind: one of `COLLECTIVES`: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather",
+        "scatter", "all_to_all", "barrier" or "send_recv".
+    nbytes: bytes of the full, unsharded buffer, as in the list below.
+    ranks: the global ranks of the group.
     cluster: what the option of that name takes: a ClusterSpec, the name of a preset, or the path of a file.
-    nbytes: bytes of the full, unsharded buffer:
+    algorithm: one of `algorithms(kind)`. None: the cheapest that applies.
+
+    What `nbytes` counts:
 
     - all_reduce, broadcast, reduce: the tensor, which is as large on every rank;
     - all_gather: the result, all shards together; reduce_scatter: the input of one rank;
@@ -97,15 +105,15 @@ def collective_cost(
     - all_to_all: what one rank holds, of which it sends 1/k to each other rank;
     - send_recv: the message, which every rank sends to its neighbour; barrier: counts for nothing.
 
-    A group inside one domain of a level is priced at that level. Of a group that spans several levels, "hierarchical"
-    is the sum over the levels, each with its cheapest algorithm: an all_reduce is reduce_scatters from the inside out,
-    an all_reduce across the outermost level on what is left, and all_gathers back. It applies when every part of the
-    group has as many ranks. The other algorithms pass every level at the pace of the slowest one, at one rank's share
-    of its bandwidth: ranks of a host that share a network card are charged as if all of them used it at once.
-    Halving and doubling ("recursive") apply to powers of two.
+    A group inside one domain of a level is priced at that level. Of a group that spans several levels,
+    "hierarchical" is the sum over the levels, each with its cheapest algorithm on its part of the payload. It
+    applies when every part of the group has as many ranks. The other algorithms pass every level at the pace of
+    the slowest one, at one rank's share of its bandwidth. Halving and doubling ("recursive") apply to powers of
+    two.
 
-    Raises ConfigTypeError or ConfigValueError for an unknown kind or algorithm, for an algorithm that does not apply
-    to this group, for a negative nbytes and for ranks that the cluster does not have, and like `resolve_cluster`.
+    Raises ConfigTypeError or ConfigValueError for an unknown kind or algorithm, for an algorithm that does not
+    apply to this group, for a negative nbytes and for ranks that the cluster does not have. Raises what
+    `resolve_cluster` raises.
     """
     if kind not in COLLECTIVES:
         check_choice(kind, "kind", COLLECTIVES)

@@ -55,11 +55,13 @@ def _numel(spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices of compute nodes and collectives.
+    """A cost model prices compute nodes and collectives.
 
-    cluster: devices and network. node_seconds: measured seconds by `profile_key`; seconds per element of the
-    parameters by `PER_ELEMENT` and the op's name for updates, whose size changes with fusion; and seconds by `PER_VIEW`
-    and the op's name for views that have no measurement of their own.
+    cluster: devices and network.
+    node_seconds: measured seconds by `profile_key`. Updates, whose size changes with fusion, have seconds per
+        element by `PER_ELEMENT` and the op's name; views that have no measurement of their own have seconds by
+        `PER_VIEW` and the op's name.
+
     Raises ConfigTypeError for other things than mappings, ConfigValueError for times below 0 or not finite.
     """
 
@@ -118,7 +120,7 @@ class CostModel:
         return self._costs[key]
 
     def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> Transfer:
-        """The same for the engine. Its stream is the group, written as mesh axes."""
+        """The same cost for the simulator. Its stream is the group, written as mesh axes."""
         cost = self.cost_of(start, nbytes, mesh=mesh)
         details = info(start).collective
         assert details is not None
@@ -157,7 +159,7 @@ class RememberingModel(CostModel):
 
 
 def cost_model(costs: Costs) -> CostModel:
-    """Prices for compute nodes and collectives."""
+    """The prices of compute nodes and collectives on a cluster, or by a profile of the step."""
     if isinstance(costs, ClusterSpec):
         return CostModel(costs)
     return CostModel(costs.cluster, costs.node_seconds)

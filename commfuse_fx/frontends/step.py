@@ -32,13 +32,14 @@ from commfuse_fx.support.warned import warn_once_per_step
 
 
 class CompiledStep:
-    """A training step, traced, fused and scheduled. Made by `compile`.
+    """A compiled step runs one training step per call. `compile` makes it.
 
-    `step(*inputs)` runs it and returns the loss (a detached scalar of this rank's batch). With an
-    optimizer one call is a whole step; without one, synchronised gradients are added to `param.grad`.
-    When the model is in eval mode the call computes the loss and changes nothing. With gradients disabled
-    (torch.no_grad(), torch.inference_mode()) a model in training mode is evaluated as in eager PyTorch: dropout is
-    active and BatchNorm statistics move, parameters, gradients and optimizer state do not.
+    `step(*inputs)` returns the loss, a detached scalar of this rank's batch. With an optimizer one call is a
+    whole step; without one, synchronised gradients are added to `param.grad`.
+
+    In eval mode a call computes the loss and changes nothing. With gradients disabled (torch.no_grad(),
+    torch.inference_mode()) a model in training mode is evaluated as in eager PyTorch: dropout is active and
+    BatchNorm statistics move, but parameters, gradients and optimizer state do not.
     """
 
     def __init__(
@@ -62,6 +63,14 @@ class CompiledStep:
 
     @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run one step on this rank and return its loss.
+
+        The arguments are those of the model, with the target behind them where there is a `loss_fn`. Tensors of
+        another shape or dtype trace the model again.
+
+        Raises CaptureError where the model cannot be traced, PlanMismatchError or PeerFailedError where the
+        ranks do not agree, CollectiveError where communication fails, and VirtualWorldError in a virtual world.
+        """
         if self.virtual:
             raise VirtualWorldError(
                 f"this step was compiled for a virtual world (device_num={self.config.device_num}), which has no "
@@ -85,17 +94,20 @@ class CompiledStep:
         """Wait until the last step is complete.
 
         With `ScheduleConfig(across_steps=True)` a call returns while gradients are still on the wire. Reading a
-        parameter or the optimizer's state waits by itself; this is for the cases that it cannot see, such as
-        an alias (`param.data`) that was made before. Raises CollectiveError when the communication fails.
+        parameter or the optimizer's state waits by itself. Call this for reads that the step cannot see, such
+        as those of an alias (`param.data`) that was made before. Raises CollectiveError when the communication
+        fails.
         """
         self.session.synchronize()
 
     def retrace(self) -> None:
         """Forget all graphs, so that the next call traces the model again.
 
-        For what a step cannot see by itself: globals, environment variables, values behind closures of helper
-        functions (docs/what-is-fixed.md). Parameters, optimizer state and buffers stay what they are. Call it on all
-        ranks: one that traces another graph than the others ends the step with a PlanMismatchError on all of them.
+        A step cannot see changes of globals, of environment variables and of values behind closures of helper
+        functions (docs/what-is-fixed.md): call this after one, on all ranks. A rank that traces another graph
+        than the others ends the step with a PlanMismatchError on all of them. Parameters, optimizer state and
+        buffers stay what they are.
+
         Raises CollectiveError when updates of the last step are still to come and their communication fails.
         """
         self.synchronize()
@@ -105,8 +117,8 @@ class CompiledStep:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it.
 
-        Takes the arguments of the step itself; tensors serve as examples of shape and dtype. Works in a
-        virtual world. Raises what compiling raises.
+        The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual
+        world. Raises what compiling raises.
         """
         self.synchronize()
         with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
@@ -118,12 +130,14 @@ class CompiledStep:
 
     @user_frames_only
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
-        """Measure what every compute node of this call takes, on the actual ranks; the medians are the same on all.
+        """Measure what every compute node of this call takes on the actual ranks. All ranks call it together.
 
-        args, kwargs: those of a call. rounds: how often the step is run; parameters, gradients, buffers, optimizer
-        state and random numbers are afterwards what they were. cluster: what collectives cost (`commfuse calibrate`
-        measures that); None: the step's own cluster. The result is what `compile` takes as `cluster=`. Call it on all
-        ranks together.
+        The result is the same on every rank, and `compile` takes it as `cluster=`. Afterwards parameters,
+        gradients, buffers, optimizer state and random numbers are what they were.
+
+        args, kwargs: those of a call.
+        rounds: how often the step is run; medians count.
+        cluster: what collectives cost (`commfuse calibrate` measures that). None: the step's own cluster.
 
         Raises VirtualWorldError in a virtual world, and what a call raises.
         """
@@ -152,10 +166,10 @@ class CompiledStep:
 
     @contextmanager
     def record_communication(self) -> Iterator[Timeline]:
-        """Measure, on this rank, the communication of the steps that run inside the `with` block.
+        """Measure the communication of the steps that run inside the `with` block, on this rank.
 
-        The timeline tells for each collective how long it was in flight and for how long of that the step
-        was blocked; it includes the vote of the ranks, where there is one. Raises NotAvailableError for a model on
+        The timeline tells for each collective how long it was in flight, and for how long of that the step was
+        blocked. It includes the vote of the ranks, where there is one. Raises NotAvailableError for a model on
         CUDA, whose waits do not block the host.
         """
         if any(param.is_cuda for param in self.model.parameters()):

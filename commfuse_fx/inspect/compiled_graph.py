@@ -52,7 +52,7 @@ class CompiledGraph:
 
     @property
     def program(self) -> Program:
-        """A copy of the final graph with what its inputs and outputs mean: what passes work on."""
+        """A copy of the final graph with what its inputs and outputs mean; passes work on it."""
         return self._program.copy()
 
     @property
@@ -70,7 +70,9 @@ class CompiledGraph:
 
     @cached_property
     def stages(self) -> Mapping[str, Snapshot]:
-        """Pass name -> snapshot after it, in order; "capture" comes first. Made when first asked for."""
+        """The snapshot after each pass by its name, in order; "capture" comes first. They are made when first
+        asked for.
+        """
         return self._replay()
 
     @cached_property
@@ -89,7 +91,7 @@ class CompiledGraph:
         return canonical_text(self._program)
 
     def text(self) -> str:
-        """Canonical text: byte-identical over runs, ranks and hash seeds."""
+        """The canonical text, which is byte-identical over runs, ranks and hash seeds."""
         return self._canonical
 
     def to_json(self) -> str:
@@ -110,8 +112,10 @@ class CompiledGraph:
 
     @user_frames_only
     def explain(self, cluster: Any = None) -> Explanation:
-        """Why the graph is as it is: buckets, merges that were illegal, parameters that are not reduced; and for each
-        collective how much of it is hidden on a cluster, and why the rest is not.
+        """Say why the graph is as it is, and why communication is not hidden.
+
+        The explanation lists buckets, merges that were illegal and parameters that are not reduced. For each
+        collective it says how much of it is hidden on a cluster, and why the rest is not.
 
         cluster: as for `simulate`.
         """
@@ -120,13 +124,13 @@ class CompiledGraph:
 
     @user_frames_only
     def simulate(self, cluster: Any = None) -> Simulation:
-        """Predict the step on a cluster: times in seconds, exposed communication, peak memory in bytes, a lower bound.
+        """Predict the step on a cluster: its time, exposed communication, peak memory and a lower bound.
 
-        cluster: what `compile` takes as `cluster=`. None: the one that the step was compiled for, else 10 Gbit/s
-            between CPU ranks, or nodes of 8 H100 for a model on CUDA.
+        cluster: what `compile` takes as `cluster=`. None: the one that the step was compiled for, else 10
+            Gbit/s between CPU ranks, or nodes of 8 H100 for a model on CUDA.
 
-        Raises ConfigTypeError, ConfigKeyError or ConfigValueError for a bad cluster, one with too few ranks, or a
-        profile of another step.
+        Raises ConfigTypeError, ConfigKeyError or ConfigValueError for a bad cluster, one with too few ranks, or
+        a profile of another step.
         """
         return simulate(self._program, cost_model(self._costs(cluster)))
 

@@ -18,12 +18,17 @@ from commfuse_fx.simulate.simulation import Simulation, simulate
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """One collective: where it is started and waited for (positions in the graph), and what lies between.
+    """The report on one collective says when it runs and how much of it is hidden.
 
-    `compute_between`: number of compute nodes that run while it, or a first piece of it, is on the wire.
-    `pieces`: into how many messages a large bucket is cut. `next_step`: it is waited for in the following step, before
-    the node of that name. `hidden`, `exposed`: predicted seconds in flight behind compute, and seconds that the step
-    stands still for it; `reason`: why the exposed part is not hidden, "" where nothing is exposed.
+    name: of its start node.
+    description: its kind, group, op, dtype, bytes and members.
+    issued_at, waited_at: positions in the graph of its start, or of its first piece, and of its wait.
+    compute_between: the number of compute nodes that run while it is on the wire.
+    pieces: into how many messages a large bucket is cut.
+    next_step: it is waited for in the following step, before the node of this name; "" if it is not.
+    hidden: predicted seconds in flight behind compute.
+    exposed: predicted seconds that the step stands still for it.
+    reason: why the exposed part is not hidden; "" where nothing is exposed.
     """
 
     name: str
@@ -40,14 +45,19 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How a parameter lies on the mesh: one placement per group of axes, each with who says so; none for one that is
-    whole on every rank, and that no mark speaks of."""
+    """The layout of one parameter says how it lies on the mesh.
+
+    name: of the parameter.
+    placements: one text per group of mesh axes, each with who asks for it. Empty for a parameter that is whole
+        on every rank and that no mark speaks of.
+    """
 
     name: str
     placements: tuple[str, ...]
 
     @property
     def is_plain(self) -> bool:
+        """Whether the parameter is whole on every rank, and no mark speaks of it."""
         return not self.placements
 
     def __str__(self) -> str:
@@ -56,9 +66,16 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class Explanation:
-    """layouts: of the parameters of a step that is divided. redistributions: changes of layout, with
-    the bytes of the tensor and who needs it so. simulation: the prediction that hidden and exposed times come from;
-    cluster: what for."""
+    """An explanation says why a compiled graph is as it is, and why its communication is not hidden.
+
+    collectives: a report on each, in issue order.
+    flat_updates: the parameters that are updated as one tensor, one text per tensor.
+    notes: what passes have decided, and why.
+    simulation: the prediction that hidden and exposed times come from.
+    cluster: what the times are predicted for.
+    layouts: how the parameters of a divided step lie on the mesh.
+    redistributions: changes of layout in a divided step, with the bytes of the tensor and who needs it so.
+    """
 
     collectives: tuple[CollectiveReport, ...]
     flat_updates: tuple[str, ...]

@@ -27,7 +27,10 @@ class LoweredCall:
 
 
 class Lowered(CompiledGraph):
-    """A compiled step. Text, JSON, collectives and fingerprint do not depend on the rank; groups do."""
+    """A lowered step is compiled and not run: it is there to be read.
+
+    Its text, JSON, collectives and fingerprint are the same on every rank; only the groups of collectives differ.
+    """
 
     def __init__(
         self,
@@ -44,19 +47,22 @@ class Lowered(CompiledGraph):
 
     @user_frames_only
     def report(self, cluster: Any = None, measured: Timeline | None = None) -> str:
-        """One self-contained HTML page about the step: it fetches nothing, and it is the same at every run.
+        """The step as one HTML page, which fetches nothing and is the same at every run.
 
-        cluster: what the times are predicted for, as for `simulate`. measured: what `CompiledStep.record_communication`
-        has recorded; its steps are shown below the predicted one. Raises what `simulate` raises for a bad cluster.
+        cluster: what the times are predicted for, as for `simulate`.
+        measured: what `CompiledStep.record_communication` has recorded; its steps are shown below the predicted one.
+
+        Raises what `simulate` raises for a bad cluster.
         """
         return report(self, cluster, measured)
 
     @user_frames_only
     def dump(self, directory: str | Path) -> Path:
-        """Write `rank<r>/` under `directory`: index.json and, beside it, one text per stage, the final and the captured
-        graph as data, the explanation, the graph for Graphviz, and a report for a browser.
+        """Write all that is known of the step into the folder `rank<r>` under `directory`, and return that folder.
 
-        Returns the folder of this rank. Files of an earlier dump there are replaced or removed, other files stay.
-        Raises ConfigValueError, which names the folder, where it cannot be written.
+        It holds index.json and, beside it, one text per stage, the final and the captured graph as data, the
+        explanation, the graph for Graphviz, and a report for a browser. Files of an earlier dump there are
+        replaced or removed, other files stay. Raises ConfigValueError, which names the folder, where it cannot
+        be written.
         """
         return dump(self, directory)

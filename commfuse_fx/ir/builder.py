@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Makes nodes of one program. Each new node takes the place and module of `like`, and a unique name."""
+    """A builder makes nodes of one program. Each new node takes the place and module of `like`, and a unique name."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -34,7 +34,15 @@ class Builder:
         name: str,
         **fields: Any,
     ) -> fx.Node:
-        """A call at the graph's current insertion point (see `after` and `before`)."""
+        """Make a call at the graph's current insertion point (see `after` and `before`).
+
+        target: the op.
+        args, kwargs: its arguments.
+        spec: shape, dtype and strides of what the op makes. They have to be true.
+        like: metadata of the node that this one belongs to.
+        name: a name, which is made unique.
+        fields: other fields of the new NodeInfo.
+        """
         # fx looks through all that it is given along with the op for symbolic numbers, of which there are none here.
         node = self.graph.call_function(target)
         node.args = tuple(args)
@@ -43,13 +51,15 @@ class Builder:
         return set_info(node, like.derive(spec, name=self.program.names.reserve(name), declared=True, **fields))
 
     def after(self, node: fx.Node) -> Any:
+        """Inside a `with` block, new nodes stand behind this one."""
         return self.graph.inserting_after(node)
 
     def before(self, node: fx.Node) -> Any:
+        """Inside a `with` block, new nodes stand in front of this one."""
         return self.graph.inserting_before(node)
 
     def placeholder(self, kind: str, name: str, spec: Spec, owner: int = -1) -> fx.Node:
-        """A new input of the step, placed after the existing ones."""
+        """Make a new input of the step, placed after the existing ones."""
         with self.after(self.program.last_input):
             node = self.graph.placeholder(f"{kind}_{len(self.program.sources)}")
         text = f"update.{owner}.{name}" if owner >= 0 else name
@@ -58,22 +68,23 @@ class Builder:
         return node
 
     def wait(self, start: fx.Node, name: str) -> fx.Node:
-        """The wait of a start node."""
+        """Make the wait of a start node."""
         details = info(start)
         return self.call(WAIT, (start,), spec=details.spec, like=details, name=name)
 
     def cast(self, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        """Make a copy of a value in another dtype."""
         spec = dense_like(tensor_spec(value)).with_dtype(dtype)
         return self.call(aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name)
 
     def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
-        """`value` in another shape: a view where its strides allow it, else a copy."""
+        """Make `value` in another shape: a view where its strides allow it, else a copy."""
         spec = tensor_spec(value)
         target = aten.view.default if spec.is_contiguous else aten.reshape.default
         made = reshaped(spec, tuple(shape))
         return self.call(target, (value, list(shape)), spec=made, like=info(value), name=name)
 
     def strided(self, base: fx.Node, spec: TensorSpec, offset: int, name: str, **fields: Any) -> fx.Node:
-        """The part of a flat tensor that starts at `offset` elements, with this shape and these strides."""
+        """Make the part of a flat tensor that starts at `offset` elements, with this shape and these strides."""
         args = (base, list(spec.shape), list(spec.stride), offset)
         return self.call(aten.as_strided.default, args, spec=spec, like=info(base), name=name, **fields)

@@ -53,10 +53,12 @@ def result_of_start(target: Any, args: Sequence[Any]) -> torch.Tensor:
 
 
 def is_start(node: fx.Node) -> bool:
+    """Whether a node starts a collective."""
     return node.op == "call_function" and node.target in _STARTS
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
     return node.op == "call_function" and node.target is WAIT
 
 

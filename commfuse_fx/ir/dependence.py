@@ -137,7 +137,10 @@ class Roots:
 
 
 class Dependence:
-    """`direct[node]` lists the nodes that must come before it, in graph order, each once."""
+    """Dependence says in which order nodes have to stay.
+
+    direct: for each node, the nodes that must come before it, in graph order, each once.
+    """
 
     def __init__(self, graph: fx.Graph, aliases: Mapping[fx.Node, fx.Node] | None = None) -> None:
         self.roots = Roots(graph, aliases)

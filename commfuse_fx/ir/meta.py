@@ -67,6 +67,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor."""
         stride = tuple(int(s) for s in tensor.stride()) if tensor.layout == torch.strided else ()
         return cls(tuple(int(s) for s in tensor.shape), tensor.dtype, stride, str(tensor.device))
 
@@ -81,27 +82,32 @@ class TensorSpec:
         return TensorSpec(shape, self.dtype, contiguous_stride(shape), self.device)
 
     def with_dtype(self, dtype: torch.dtype) -> TensorSpec:
+        """The same with another dtype."""
         return TensorSpec(self.shape, dtype, self.stride, self.device)
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements lie in the order of the dimensions, without gaps."""
         return same_layout(self.shape, self.stride, contiguous_stride(self.shape))
 
     @property
     def is_dense(self) -> bool:
-        """True when the elements fill one gap-free block of memory without overlap, in any order of dimensions."""
+        """Whether the elements fill one gap-free block of memory without overlap, in any order of dimensions."""
         if 0 in self.shape:
             return True
         expected = 1
@@ -134,7 +140,7 @@ def spec_of(value: Any) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInfo:
-    """What one collective does. `group` names mesh axes, never ranks, so it is the same on every rank."""
+    """What one collective does. `group` names mesh axes, never ranks, so that it is the same on every rank."""
 
     kind: str
     group: str
@@ -173,16 +179,29 @@ class Stretch:
 
 @dataclass(slots=True)
 class NodeInfo:
-    """Metadata of one node.
+    """The metadata of one node.
 
-    sends: stretches of buckets (given by their start) that go onto the wire once this node has run; rest: on such a
-    start, the stretches that it still has to send; kept: memory that stays allocated between steps; next_step: this
-    node runs in the following step, just before that node. Scratch fields: `source`; `origin`, the name under which a
-    profile knows the node, and `share`, which part of that one's work it does; `declared`, whether a pass has written
-    the spec, which must then be that of what the op makes; `parts`, the members of a fused start; `serves`, the
-    parameters whose gradient a redistribution sums; `varies`, the group of mesh axes along which ranks may hold
-    different values ("": all ranks hold the same; None: nobody knows); `writes`, which node fills which stretch of its
-    flat storage; `gives_way`, whether the backend's threads are let onto the core before it.
+    phase: "input", "forward", "backward" or "update".
+    spec: shape, dtype and strides of what it gives; a tuple for several results, None for none.
+    module: the path of the module that it comes from.
+    name: its canonical name.
+    collective: of a start, what the collective does.
+    sends: stretches of buckets (given by their start) that go onto the wire once this node has run.
+    rest: on such a start, the stretches that it still has to send.
+    kept: whether its memory stays allocated between steps.
+    next_step: this node runs in the following step, just before that node.
+    source: the user's line, `file:line`.
+    origin: the name under which a profile knows the node.
+    share: which part of the origin's work it does.
+    declared: whether a pass has written the spec, which must then be that of what the op makes.
+    parts: the members of a fused start.
+    serves: the parameters whose gradient a redistribution sums.
+    varies: the group of mesh axes along which ranks may hold different values. "": all ranks hold the same;
+        None: nobody knows.
+    writes: which node fills which stretch of its flat storage.
+    gives_way: whether the backend's threads are let onto the core before it.
+
+    Fields from `source` on are scratch: texts and comparisons leave them out.
     """
 
     phase: str
@@ -205,7 +224,7 @@ class NodeInfo:
     gives_way: bool = field(default=False, compare=False)
 
     def copy(self, same: Mapping[fx.Node, fx.Node]) -> NodeInfo:
-        """For another graph, in which `same[node]` stands for each node."""
+        """The same for another graph, in which `same[node]` stands for each node."""
         return replace(
             self,
             sends=tuple((same[start], stretch) for start, stretch in self.sends),
@@ -215,7 +234,7 @@ class NodeInfo:
         )
 
     def derive(self, spec: Spec, **changes: Any) -> NodeInfo:
-        """Metadata for a node that a pass makes beside this one: same place in the program, another value."""
+        """The metadata of a node that a pass makes beside this one: same place in the program, another value."""
         made = NodeInfo(self.phase, spec, self.module, source=self.source)
         for key, value in changes.items():
             setattr(made, key, value)

@@ -50,6 +50,7 @@ P = Partial()
 
 
 def S(dim: int, blocks: int = 1) -> Shard:
+    """Divided along dimension `dim` in equal parts; with `blocks`, inside of each of so many equal blocks."""
     return Shard(dim, blocks)
 
 

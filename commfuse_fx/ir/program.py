@@ -88,7 +88,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Note:
-    """One line of `explain()`: which pass decided what about whom, and why."""
+    """A note is one line of `explain()`: a pass says what it has decided about whom, and why.
+
+    topic: the heading that the line stands under.
+    subject: the node or the parameter that the note is about.
+    reason: what was decided, and why.
+    """
 
     topic: str
     subject: str
@@ -101,9 +106,13 @@ LAYOUT = "layout"
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A change of layout that a division has put into the graph: `have` -> `wanted` over a group of mesh axes.
+    """A redistribution is a change of layout that a division has put into the graph.
 
-    name: of the node; nbytes: of the tensor before the division; cause: who needs it so.
+    name: of the node.
+    group: the mesh axes over which the layout changes.
+    have, wanted: the placements before and after.
+    nbytes: of the tensor before the division.
+    cause: who needs the tensor so.
     """
 
     name: str
@@ -116,8 +125,19 @@ class Redistribution:
 
 @dataclass
 class Program:
-    """The unit that passes transform. `batch_axes`: the group of mesh axes over which inputs are divided; "": none.
-    `torch_version`: of the torch whose ops the graph calls."""
+    """A program is one graph with what its inputs and outputs mean. Passes transform programs.
+
+    graph: the torch.fx graph.
+    mesh: the ranks as a grid.
+    config: the options of the compile.
+    params: what is known of each parameter, by name.
+    sources: what each placeholder stands for.
+    training: whether it has a backward and an update.
+    loss: the node of the loss.
+    constants: tensors that the trace has met, by name.
+    batch_axes: the group of mesh axes over which inputs are divided; "": none.
+    torch_version: of the torch whose ops the graph calls.
+    """
 
     graph: fx.Graph
     mesh: Mesh
@@ -171,6 +191,7 @@ class Program:
         self._by_source = {source: node for node, source in self.sources.items()}
 
     def note(self, topic: str, subject: str, reason: str) -> None:
+        """Add a line to what `explain()` says."""
         self.notes.append(Note(topic, subject, reason))
 
     def placeholder(self, kind: str, name: str, owner: int = -1) -> fx.Node | None:
@@ -227,6 +248,7 @@ class Program:
 
     @property
     def output(self) -> fx.Node:
+        """The node that returns the results."""
         node: fx.Node = self.graph.output_node()
         return node
 

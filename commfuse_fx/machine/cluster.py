@@ -32,14 +32,18 @@ class GroupSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec(Document, kind="cluster"):
-    """A cluster of equal devices. `ranks` None: as many as the step has (a preset of one host per rank, say).
+    """A cluster of equal devices, joined by the levels of a network.
 
+    name: of the cluster.
+    device: what each rank computes with.
+    levels: the network, from the innermost level to the outermost.
+    ranks: how many there are. None: as many as the step has (a preset of one host per rank, say).
     notes: free remarks, by topic.
 
-    Numbers come out as floats, lists as tuples. Raises ConfigTypeError or ConfigValueError, naming the field, for
-    figures that no machine has (such as a bandwidth of 0, or an alpha of more than 1000 seconds) and for levels that do
-    not form a network: each level has every rank once, each domain lies inside one domain of the next level, and the
-    last level joins all ranks.
+    Numbers come out as floats, lists as tuples. Raises ConfigTypeError or ConfigValueError, which name the
+    field, for figures that no machine has, such as a bandwidth of 0. They are raised too for levels that do not
+    form a network: each level has every rank once, each domain lies inside one domain of the next level, and
+    the last level joins all ranks.
     """
 
     name: str
@@ -62,10 +66,10 @@ class ClusterSpec(Document, kind="cluster"):
         check_network(levels, self.ranks, self._domain_of)
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Whether a group can be one of this cluster.
+        """Check that a group can be one of this cluster.
 
-        Raises ConfigTypeError for a rank that is no int, and ConfigValueError for a group that is empty, has a rank
-        twice, or has ranks that the cluster does not have.
+        Raises ConfigTypeError for a rank that is no int, and ConfigValueError for a group that is empty, has a
+        rank twice, or has ranks that the cluster does not have.
         """
         if not ranks:
             raise ConfigValueError(f"the group is empty; give at least one rank of cluster {self.name}")
@@ -84,10 +88,11 @@ class ClusterSpec(Document, kind="cluster"):
             raise ConfigValueError(f"the group {show(tuple(ranks))} has a rank twice; give each rank once")
 
     def split(self, ranks: Sequence[int]) -> GroupSplit:
-        """The levels that a group spans; computed once per group. Raises like `check_ranks`.
+        """The levels that a group spans, computed once per group.
 
-        Two ranks talk over the innermost level that has both in one domain. So a group with one rank of each host
-        only spans the network between the hosts, and one that lies in one host only the links inside it.
+        Two ranks talk over the innermost level that has both in one domain. So a group with one rank of each
+        host only spans the network between the hosts, and one that lies in one host only the links inside it.
+        Raises like `check_ranks`.
         """
         if not isinstance(ranks, Sequence):
             raise ConfigTypeError(f"the group is {show(ranks)}; give a sequence of ranks")
@@ -100,7 +105,7 @@ class ClusterSpec(Document, kind="cluster"):
         return found
 
     def distinct(self, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """One group of each way in which these lie in the cluster: those that lie alike cost the same.
+        """One group of each way in which these lie in the cluster; groups that lie alike cost the same.
 
         Raises like `check_ranks`.
         """

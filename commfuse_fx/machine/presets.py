@@ -155,7 +155,9 @@ _SCALED: Mapping[str, tuple[Device, Level, Level]] = MappingProxyType(
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that `preset` takes. Of h100-ib-<n> and a100-ib-<n> those with n a power of two; any n in 2..512 works."""
+    """The names of presets. Of h100-ib-<n> and a100-ib-<n> those with n a power of two are listed; any n in 2..512
+    works.
+    """
     counts = [2**i for i in range(1, MAX_NODES.bit_length())]
     return (*_FIXED, *(f"{family}-{count}" for family in _SCALED for count in counts))
 
@@ -173,10 +175,13 @@ def preset(name: str) -> ClusterSpec:
 
 
 def resolve_cluster(value: object, where: str = "cluster") -> ClusterSpec:
-    """The cluster that an option stands for: a ClusterSpec, the name of a preset, or the path of a JSON file.
+    """The cluster that an option stands for.
 
-    A str is a path when it ends with .json or has a separator. `where` names the option in errors. Raises
-    ConfigTypeError, ConfigKeyError or ConfigValueError.
+    value: a ClusterSpec, the name of a preset, or the path of a JSON file. A str is a path when it ends with
+        .json or has a separator.
+    where: the name of the option, for errors.
+
+    Raises ConfigTypeError, ConfigKeyError or ConfigValueError.
     """
     if isinstance(value, ClusterSpec):
         return value

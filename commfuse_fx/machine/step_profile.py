@@ -22,13 +22,17 @@ _KEYS = ("cluster", "world", "model", "torch", "device", "node_seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile(Document, kind="profile"):
-    """The compute of one model's step on one cluster.
+    """A profile is what the compute of one model's step takes on one cluster. `CompiledStep.profile` measures it.
 
-    cluster: what the collectives cost. world: ranks that it was measured on. model: `model_fingerprint` of the
-    parameters. node_seconds: seconds by `profile_key(node)` of every compute node, with nothing on the wire; and
-    `update.per_element/<op>`: seconds per element of the parameters that an update op works on; `view.each/<op>`: of
-    nodes that move no data and are not in the profile; and `step.overhead`: what a step takes besides. torch, device:
-    the version and the device that it was measured with. Raises ConfigTypeError or ConfigValueError, naming the field.
+    cluster: what the collectives cost.
+    world: the number of ranks that it was measured on.
+    model: a fingerprint of the parameters' names, shapes and dtypes, 64 hex digits.
+    node_seconds: seconds of every compute node by name, with nothing on the wire. Other keys are
+        `update.per_element/<op>` (seconds per element of the parameters that an update works on), `view.each/<op>`
+        (of nodes that move no data and have no entry) and `step.overhead` (what a step takes besides).
+    torch, device: the version and the device that it was measured with.
+
+    Raises ConfigTypeError or ConfigValueError, which name the field.
     """
 
     cluster: ClusterSpec
@@ -57,7 +61,7 @@ class StepProfile(Document, kind="profile"):
         check_text(self.device, "device", empty=True)
 
     def check(self, world: int, model: str) -> None:
-        """Raises ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
+        """Raise ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
         if (world, model) != (self.world, self.model):
             raise ConfigValueError(
                 f"profile for another world or model: it was measured on {self.world} rank(s) with parameters "

@@ -14,7 +14,13 @@ from typing import Any
 
 @dataclass
 class Span:
-    """One collective of one step: `perf_counter` seconds at which it was started, done and waited for."""
+    """A span is one collective of one measured step. Times are those of `time.perf_counter`, in seconds.
+
+    name: of its start node.
+    description: its kind, group, op, dtype, bytes and members.
+    issued: when it was handed to the backend.
+    wait_entered, wait_left: when the step began to wait for it, and went on.
+    """
 
     name: str
     description: str
@@ -26,12 +32,13 @@ class Span:
 
     @property
     def end(self) -> float:
+        """When it was done: what the backend reports, or the end of the wait where that is earlier."""
         # The report comes from the backend's thread and may be late; the wait knows better then.
         return self.wait_left if self.done is None else min(self.done, self.wait_left)
 
     @property
     def noticed(self) -> float:
-        """When the step could go on with the result: where it has waited, it is woken a little after the end."""
+        """When the step could go on with the result. A step that has waited is woken a little after the end."""
         return self.end if self.end <= self.wait_entered else self.wait_left
 
     @property
@@ -46,7 +53,10 @@ class Span:
 
 
 class Timeline:
-    """What `CompiledStep.record_communication` records: one list of spans per step, in the order of waits."""
+    """A timeline is the measured communication of some steps. `CompiledStep.record_communication` makes it.
+
+    steps: one list of spans per step, in the order of their waits.
+    """
 
     def __init__(self) -> None:
         self.steps: list[list[Span]] = []
@@ -59,7 +69,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Exposed communication: seconds that the steps were blocked in waits."""
+        """Seconds that the steps were blocked in waits."""
         return sum(span.exposed for step in self.steps for span in step)
 
     @property
@@ -87,6 +97,7 @@ class Timeline:
         return "\n".join(lines) + "\n"
 
     def begin_step(self) -> None:
+        """Begin the list of another step."""
         self.steps.append([])
 
     def issued(self, key: Any, name: str, description: str, since: float, work: Any) -> None:

@@ -51,14 +51,23 @@ LARGE_ERROR = 0.5
 
 @dataclass(frozen=True)
 class LevelReport:
-    """How well one level's figures describe what was measured.
+    """The report of a level says how well its figures describe what was measured.
 
-    groups: the ranks that were measured together. alpha: seconds; bandwidth: bytes per second that the level carries
-    on and on with several collectives in flight, as in a training step (`fitted_bandwidth`: what single collectives
-    would give, which end before buffers and the allowances of a network are used up). burst: what it carries at once
-    after a pause. overhead: seconds of compute that a message costs besides its bytes. alpha_busy: `alpha` while the
-    ranks compute, bandwidth_busy: `bandwidth`; 0 where that makes no difference. median_error, max_error:
-    |predicted / measured - 1| over the samples; kind_errors: its median by kind. samples: the slowest rank's medians.
+    name: of the level.
+    groups: the ranks that were measured together.
+    alpha: seconds that a message takes before its first byte arrives.
+    bandwidth: bytes per second that the level carries on and on, with several collectives in flight as in a
+        training step.
+    fitted_bandwidth: what single collectives would give, which end before buffers and the allowances of a
+        network are used up.
+    burst: what the level carries at once after a pause.
+    host_seconds_per_byte: seconds of compute that a byte costs.
+    overhead: seconds of compute that a message costs besides its bytes.
+    alpha_busy: `alpha` while the ranks compute; 0 where that makes no difference.
+    bandwidth_busy: `bandwidth` while the ranks compute; 0 where that makes no difference.
+    median_error, max_error: |predicted / measured - 1| over the samples.
+    kind_errors: the median error by kind of collective.
+    samples: the slowest rank's medians.
     """
 
     name: str
@@ -79,7 +88,15 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What was measured. `seconds`: how long the whole calibration took."""
+    """The report says how a cluster was measured.
+
+    world: the number of ranks.
+    backend: the backend of torch.distributed.
+    torch: the version of torch.
+    seconds: how long the whole calibration took.
+    device: what one rank computes with, as measured.
+    levels: how well the figures of each level of the network fit.
+    """
 
     world: int
     backend: str
@@ -90,7 +107,7 @@ class CalibrationReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why figures are not to be relied on, and what to do about it."""
+        """The reasons why figures are not to be relied on, each with what to do about it."""
         return tuple(
             f"level {level.name}: the median error of all_reduce is {level.kind_errors['all_reduce']:.0%}, far above "
             "the usual 30%; calibrate again with nothing else running, and more --seconds"
@@ -99,7 +116,7 @@ class CalibrationReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers, strings, lists and dictionaries only; units as in the fields."""
+        """The report as numbers, strings, lists and dictionaries, for JSON. Units are those of the fields."""
         found: dict[str, Any] = asdict(replace(self, device=replace(self.device, flops=dict(self.device.flops))))
         return {**found, "warnings": list(self.warnings)}
 
@@ -138,18 +155,24 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The cluster as measured, and how it was found. The same on every rank."""
+    """A calibration is what `calibrate` has measured. It is the same on every rank.
+
+    cluster: the cluster as measured, which `compile` takes as `cluster=`.
+    report: how it was found, and how far it is to be relied on.
+    """
 
     cluster: ClusterSpec
     report: CalibrationReport
 
 
 def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | None = None) -> Calibration:
-    """Measure the ranks of the running world. All of them must call it, with the same arguments.
+    """Measure network and devices of the running world. All ranks call it, with the same arguments.
 
-    seconds: roughly how long measuring may take; slow networks take longer. device: what the collectives and the
-    compute run on; None picks CUDA where there is a GPU, else the CPU. Returns the same on every rank.
-    Raises ConfigTypeError or ConfigValueError for bad arguments, or a world of fewer than two ranks.
+    seconds: roughly how long measuring may take; slow networks take longer.
+    device: what the collectives and the compute run on. None: CUDA where there is a GPU, else the CPU.
+
+    Returns the same on every rank. Raises ConfigTypeError or ConfigValueError for bad arguments, or a world of
+    fewer than two ranks.
     """
     budget, where = _check_seconds(seconds), _check_device(device)
     if not is_distributed() or dist.get_world_size() < 2:

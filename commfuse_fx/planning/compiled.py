@@ -15,10 +15,17 @@ from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the final graph, as this rank runs it.
+    """A collective of the final graph, as this rank runs it.
 
-    bytes: payload of the full, unsharded buffer. group: global ranks. members: parameter names, or node
-    names for collectives that serve no parameter. index: sequence number of the first member.
+    kind: such as "all_reduce", "all_gather", "reduce_scatter", "broadcast" or "all_to_all".
+    reduce_op: such as "sum"; None for a kind that reduces nothing.
+    dtype: of the data on the wire.
+    group: the global ranks that take part.
+    bytes: payload of the full, unsharded buffer, without padding.
+    members: the parameters that it serves; of a collective that serves none, names of nodes.
+    fusion_id: the id that the user has given; None without one.
+    index: sequence number of the first member.
+    phase: "forward", "backward" or "update".
     """
 
     kind: str
@@ -33,10 +40,12 @@ class Collective:
 
     @property
     def fused(self) -> bool:
+        """Whether it has more than one member."""
         return len(self.members) > 1
 
     @classmethod
     def of(cls, details: CollectiveInfo, node: NodeInfo, ranks: tuple[int, ...]) -> Collective:
+        """The collective of a start node, for these ranks."""
         return cls(
             kind=details.kind,
             reduce_op=details.reduce_op,
@@ -52,7 +61,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The program after one pass. collectives: in issue order; their groups name mesh axes."""
+    """A snapshot is the program after one pass, as text.
+
+    name: of the pass; "capture" is the graph before all passes.
+    modified: whether the pass has changed anything.
+    collectives: those of the program, in issue order. Their groups name mesh axes.
+    """
 
     name: str
     modified: bool
@@ -60,6 +74,7 @@ class Snapshot:
     collectives: tuple[CollectiveInfo, ...]
 
     def text(self) -> str:
+        """The canonical text of the program after the pass."""
         return self._text
 
 

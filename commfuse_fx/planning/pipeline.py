@@ -14,7 +14,13 @@ from commfuse_fx.passes.declaration import Pass
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did. `seconds` is its own time, without verification and observers."""
+    """A record says what one pass did.
+
+    name: of the pass.
+    modified: whether it has changed anything.
+    seconds: its own time, without verification and observers.
+    nodes_before, nodes_after: how many nodes the graph had.
+    """
 
     name: str
     modified: bool
@@ -41,7 +47,10 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class PassPipeline:
-    """Passes in order. given: facts that hold before the first one.
+    """A pipeline runs passes over a program in order. It knows no single pass.
+
+    passes: the passes, each an instance with its options.
+    given: facts that hold before the first one.
 
     Raises VerificationError where a pass requires a fact that no pass before it ensures.
     """
@@ -65,8 +74,13 @@ class PassPipeline:
         part: slice = slice(None),
         watcher: Watcher | None = None,
     ) -> list[PassRecord]:
-        """Apply all passes, or a part of them. `check(program, pass name)` verifies after each; observers see each
-        result, and a watcher also what fails."""
+        """Apply all passes, or a part of them, and return what each did.
+
+        check: called with the program and the name of the pass after each; it raises where the result is wrong.
+        observers: called with the name of the pass and the program after each.
+        part: the passes to run.
+        watcher: told before and after each pass, and when one fails.
+        """
         records: list[PassRecord] = []
         for item in self.passes[part]:
             if watcher is not None:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one stream did from `begin` to `end`: seconds since the step began.
+    """An event is what one stream does from `begin` to `end`.
 
-    kind: "compute" | "issue" | "communication" | "wait". stream: "compute", or the group of a collective; on
-    "compute", "issue" is handing a transfer over, where that takes time. node: its name in the graph; that of the start
-    for a piece of a collective, whose own `name` carries a number. issued: when a transfer was handed to its stream
-    (None for other kinds). Where nodes run in the following step, a transfer may have been issued before the step
-    began, at a time below 0.
+    name: of the node; a piece of a collective has a number behind it.
+    kind: "compute", "issue" (a transfer is handed over), "communication" or "wait".
+    stream: "compute", or the group of a collective.
+    begin, end: seconds since the step began.
+    node: its name in the graph; for a piece, that of the collective's start.
+    phase: "forward", "backward" or "update".
+    issued: when a transfer was handed to its stream; None for other kinds. Below 0 for one that the step before
+        has issued.
     """
 
     name: str
@@ -28,11 +31,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCollective:
-    """One collective; times in seconds since the step began.
+    """A collective as simulated. Times are seconds since the step began.
 
-    issued: when its first piece was handed to its stream. begin, end: when the first piece went onto the wire and
-    the last one had arrived. seconds: on the wire, all pieces together. exposed: the step stood still in the wait.
-    hidden: the rest of the time from issued to end. reason: why it is exposed, "" where it is not.
+    name: of its start node.
+    issued: when its first piece was handed to its stream.
+    begin: when the first piece went onto the wire.
+    end: when the last piece had arrived.
+    wait_entered, wait_left: when the step began to wait for it, and went on.
+    seconds: on the wire, all pieces together.
+    hidden: the time from issued to end that is not exposed.
+    exposed: how long the step stood still in the wait.
+    reason: why it is exposed; "" where it is not.
+    description: its kind, group, op, dtype, bytes and members.
     """
 
     name: str

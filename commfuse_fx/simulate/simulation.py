@@ -32,11 +32,16 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: times in seconds, memory in bytes.
+    """A simulation is one predicted step. Times are seconds, memory is bytes.
 
-    compute_seconds: of all nodes and of handing transfers over, with nothing on the wire. exposed_seconds: the step
-    stood still in waits. bound_seconds, bound_by: what no order of the same nodes can beat, and why. peak_memory:
-    allocated at most. events: by stream, in the order of time. collectives: in the order of their waits.
+    step_seconds: how long the step takes.
+    compute_seconds: all nodes and the handing over of transfers, with nothing on the wire.
+    exposed_seconds: how long the step stands still in waits.
+    bound_seconds: the step time that no order of the same nodes can beat.
+    bound_by: what that bound comes from.
+    peak_memory: the most that is allocated at one time.
+    events: what every stream does, in the order of time.
+    collectives: each collective, in the order of their waits.
     """
 
     step_seconds: float
@@ -91,8 +96,10 @@ class Simulation:
 def simulate(program: Program, model: CostModel, steps: int | None = None) -> Simulation:
     """Play a step of `program` and report on it.
 
+    model: the prices, from `cost_model`.
     steps: how many to play, the last of which is reported. None: one, or four where nodes run in the following
-    step; such programs go on until one step is as long as the next.
+        step; such programs go on until one step is as long as the next.
+
     Raises ConfigValueError for fewer than one step, VerificationError for a graph that cannot be played.
     """
     played = play(program, model, steps)

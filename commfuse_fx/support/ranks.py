@@ -10,10 +10,10 @@ def is_distributed() -> bool:
 
 
 def get_rank() -> int:
-    """This process's rank: 0 without torch.distributed."""
+    """The rank of this process in the world; 0 without torch.distributed."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def get_group_size() -> int:
-    """Number of processes in the world: 1 without torch.distributed."""
+    """The number of processes in the world; 1 without torch.distributed."""
     return dist.get_world_size() if is_distributed() else 1

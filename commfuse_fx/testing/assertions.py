@@ -29,12 +29,13 @@ def assert_collectives(
 ) -> None:
     """Assert how many collectives the final graph has.
 
-    all_reduce ... all_to_all: how many of that kind. total: of all kinds together. None: not looked at.
+    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: how many of that kind. None: not looked at.
+    total: how many of all kinds together. None: not looked at.
     max_bytes: what the payloads (bytes of the full, unsharded buffers) of all collectives may add up to.
     phase: "forward", "backward" or "update": only collectives of that phase count, for all other arguments.
 
-    Raises AssertionError, which lists the collectives found; ConfigTypeError or ConfigValueError for a bad argument,
-    and where nothing is expected.
+    Raises AssertionError, which lists the collectives found. Raises ConfigTypeError or ConfigValueError for a
+    bad argument, and where nothing is expected.
     """
     __tracebackhide__ = True
     where = "assert_collectives"

@@ -33,7 +33,7 @@ class SnapshotTest:
 
 
 class GraphSnapshot:
-    """Holds graphs of one test against goldens in `__graphs__` next to its file."""
+    """The fixture `graph_snapshot` holds graphs of one test against goldens in `__graphs__` next to its file."""
 
     def __init__(self, test: SnapshotTest) -> None:
         self._test = test

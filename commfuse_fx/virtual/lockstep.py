@@ -22,10 +22,11 @@ from commfuse_fx.virtual.virtual_world import LockstepWorld, RankResult
 
 @dataclass(frozen=True)
 class LockstepResult:
-    """One step of all ranks.
+    """The result of one step of all ranks.
 
-    loss: the mean of `losses`, each rank's own. disagreement: the first value that ranks should have in common and do
-    not, or None; `compared` values were looked at.
+    losses: each rank's own loss.
+    disagreement: the first value that ranks should have in common and do not, or None.
+    compared: how many values were compared.
     """
 
     losses: tuple[torch.Tensor, ...]
@@ -38,6 +39,7 @@ class LockstepResult:
 
     @property
     def loss(self) -> torch.Tensor:
+        """The mean of the ranks' losses."""
         return torch.stack(self.losses).mean()
 
     @cached_property
@@ -50,11 +52,11 @@ class LockstepResult:
         return self._ranks[0].grads if self._gradients is None else self._gradients.compute()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> whole value on rank 0 after this step."""
+        """The whole value of each parameter on rank 0 after this step, by name."""
         return dict(self._parameters)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffer name -> value on rank 0 after this step."""
+        """The value of each buffer on rank 0 after this step, by name."""
         return dict(self._buffers)
 
     def __str__(self) -> str:
@@ -64,9 +66,11 @@ class LockstepResult:
 
 
 class Lockstep:
-    """Made by `lockstep`. A call runs one step of all ranks; the next one goes on from there.
+    """All ranks of a compiled step in this process. `lockstep` makes it.
 
-    `models` and `optimizers` are those of the ranks: copies, the user's own stay as they are.
+    A call runs one step of all ranks, and the next call goes on from there.
+
+    models, optimizers: those of the ranks, which are copies. The user's own stay as they are.
     """
 
     def __init__(self, lowered: Lowered, drop: Collection[str], tolerance: float) -> None:
@@ -81,11 +85,14 @@ class Lockstep:
 
     @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> LockstepResult:
-        """One step on a global batch; without arguments, on those that `lower` was given.
+        """Run one step on a global batch; without arguments, on the one that `lower` was given.
 
-        Tensors whose dimension 0 is that of the first one are divided among the ranks as `Program.batch_axes` says, or
-        among all of them with data_parallel. With full_batch=True every rank is handed the whole batch. Raises
-        ConfigValueError for a batch that does not divide, or a name in `drop` that is no collective of this step.
+        Tensors whose dimension 0 is that of the first one are divided among the ranks as `Program.batch_axes`
+        says, or among all of them with data_parallel. With full_batch=True every rank is handed the whole
+        batch.
+
+        Raises ConfigValueError for a batch that does not divide, or a name in `drop` that is no collective of
+        this step.
         """
         if not args and not kwargs:
             args, kwargs = self.lowered._call.args, dict(self.lowered._call.kwargs)
@@ -109,7 +116,7 @@ class Lockstep:
 
     @property
     def disagreement(self) -> Disagreement | None:
-        """The first one over all steps so far."""
+        """The first disagreement over all steps so far, or None."""
         return next((result.disagreement for result in self._results if result.disagreement is not None), None)
 
     def report(self) -> str:
@@ -165,12 +172,14 @@ def lockstep(
         check(x, y)
         print(check.report())
 
-    It finds where ranks begin to differ. That all of them agree on a wrong number it cannot see: compare the result's
-    loss, grads and parameters() with one device for that.
+    It finds where ranks begin to differ. It cannot see that all of them agree on a wrong number: for that,
+    compare loss, grads and parameters() of the result with one device.
 
-    lowered: from `CompiledStep.lower`. world: number of ranks, for the reader: that of the step's mesh. drop: names of
-    collectives (as in `lowered.text()`) to leave out: ranks go on with their own data then. tolerance: by how much
-    values that ranks must share may differ, relative to their size or to 1; 0 compares bit by bit.
+    lowered: from `CompiledStep.lower`.
+    world: the number of ranks, for the reader: that of the step's mesh.
+    drop: names of collectives (as in `lowered.text()`) to leave out. Ranks then go on with their own data.
+    tolerance: by how much values that ranks must share may differ, relative to their size or to 1. 0 compares
+        bit by bit.
 
     Raises ConfigTypeError for something that is not a Lowered, ConfigValueError for another world than the step's.
     """

@@ -21,10 +21,12 @@ _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two ranks that should hold the same value and do not.
+    """A disagreement: two ranks should hold the same value, and do not.
 
-    node: its canonical name; ranks: the two; difference: the largest absolute one, NaN where one of them is NaN or
-    where shapes differ; phase, module and source (`file:line`, "" if unknown) say where in the step that is.
+    node: the canonical name of the node that computes it.
+    ranks: the two.
+    difference: the largest absolute one; NaN where one of them is NaN, or where shapes differ.
+    phase, module, source: where in the step that is; the source is `file:line`, "" if unknown.
     """
 
     node: str

@@ -19,11 +19,11 @@ def diff(a: Any, b: Any, cluster: Any = None) -> GraphDiff:
 
     a, b: each a Lowered; its text() or to_json(); or the path of a file of either, or of a folder that
         `Lowered.dump` wrote (of several ranks, the first is read).
-    cluster: what to predict step times for where both are Lowered, as for `Lowered.simulate`. Files hold no program
-        that could be simulated, so diffs of files tell no times.
+    cluster: what to predict step times for where both are Lowered, as for `Lowered.simulate`. Files hold no
+        program that could be simulated, so diffs of files tell no times.
 
-    Raises ConfigTypeError for a source of another type, and ConfigValueError for one that is missing, damaged or
-    written by a newer version, and for a cluster that is given with files. A bad cluster raises what
+    Raises ConfigTypeError for a source of another type. Raises ConfigValueError for one that is missing,
+    damaged or written by a newer version, and for a cluster that is given with files. A bad cluster raises what
     `Lowered.simulate` raises.
     """
     times: tuple[Delta, ...] = ()

@@ -7,7 +7,17 @@ from commfuse_fx.inspect.diff.result import Differences
 
 
 class GraphDiff(Differences):
-    """Two graphs, node by node, with reports about them. The fields are those of `Differences`."""
+    """A diff says what differs between two graphs, node by node.
+
+    header: lines of the header that differ.
+    added, removed: nodes that only the second or only the first graph has.
+    changed: nodes that both have, with another op or other arguments.
+    renamed: nodes that have another name.
+    renumbered: nodes whose name has another number only.
+    moved: nodes that stand elsewhere.
+    collectives: collectives whose members, size or options differ.
+    deltas: figures of both graphs: counts, bytes and predicted seconds.
+    """
 
     def text(self) -> str:
         """A report in plain lines."""
@@ -18,5 +28,5 @@ class GraphDiff(Differences):
         return render.to_json(self)
 
     def markdown(self) -> str:
-        """For a comment on a pull request, with details folded and long lists cut."""
+        """The report for a comment on a pull request, with details folded and long lists cut."""
         return render.markdown(self)

@@ -39,17 +39,19 @@ Stages = Mapping[str, Snapshot]
 
 @user_frames_only
 def load(path: str | os.PathLike[str]) -> Lowered:
-    """The compiled step that was saved: to read, simulate, explain, compare and dump again, and for passes to run on.
+    """Read a compiled step that was saved. It can be read, simulated, explained, compared and dumped again.
 
-    path: a folder that `Lowered.dump` wrote (of several ranks the first is read), the folder of one rank, or a file of
-        `Lowered.to_json`. Everything is the same as before, but for what is not in files: how long passes took, the
-        values of constants, and model and optimizer, so that `cf.lockstep` refuses it.
-    `stages`: of a folder, made by running its passes again where it has a captured.json and this version makes the same
-        graph of it, else read from its texts, where the collectives of `cf.ops` have the index -1. Of a file alone
-        there is one stage, "graph".
+    path: a folder that `Lowered.dump` wrote (of several ranks the first is read), the folder of one rank, or a
+        file of `Lowered.to_json`.
 
-    Nothing that a file names is imported or run. Raises ConfigTypeError for what is no path, and ConfigValueError,
-    naming the file, the place and what to do, for what is missing, damaged or of a newer schema.
+    Everything is as before, but for what is not in files: how long passes took, the values of constants, and
+    model and optimizer, so that `cf.lockstep` refuses it. The `stages` of a folder are made by running its
+    passes again, where it has a captured.json and this version makes the same graph of it. Else they are read
+    from its texts, where the collectives of `cf.ops` have the index -1. A file alone has one stage, "graph".
+
+    Nothing that a file names is imported or run. Raises ConfigTypeError for what is no path. Raises
+    ConfigValueError, naming the file, the place and what to do, for what is missing, damaged or of a newer
+    schema.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigTypeError(f"path is {path!r:.100}; {GIVE}")

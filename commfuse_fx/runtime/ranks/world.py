@@ -17,13 +17,16 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @user_frames_only
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
-    """Join the world that torchrun started. Does nothing when torch.distributed is initialised already.
+    """Join the world that torchrun started. Outside torchrun this is a world of one.
 
-    backend: None picks by device: Gloo on CPU; with CUDA, NCCL for GPU tensors and Gloo for CPU ones
-    (each process then uses the GPU of its LOCAL_RANK). timeout: seconds, or a timedelta, after which
-    a collective that some rank does not join is an error. Outside torchrun this is a world of one.
-    Under torchrun, whose store lives on when it restarts the ranks, nothing that an earlier start has written there is
-    read. Raises ConfigTypeError or ConfigValueError on a bad timeout, CollectiveError if some rank does not come.
+    It does nothing when torch.distributed is initialised already. When torchrun restarts the ranks, nothing
+    that an earlier start has written into its store is read.
+
+    backend: the backend of torch.distributed. None picks by device: Gloo on CPU; with CUDA, NCCL for GPU
+        tensors and Gloo for CPU ones (each process then uses the GPU of its LOCAL_RANK).
+    timeout: seconds, or a timedelta, after which a collective that some rank does not join is an error.
+
+    Raises ConfigTypeError or ConfigValueError on a bad timeout, CollectiveError if some rank does not come.
     """
     limit = _timeout(timeout)
     if not dist.is_available() or dist.is_initialized():

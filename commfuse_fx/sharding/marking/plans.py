@@ -24,13 +24,17 @@ __all__ = ["Layouts", "Plan", "data_parallel", "tensor_parallel"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """What a plan says of a module: strategies of its inputs, results and parameters, as in `cf.shard`.
-
-    keywords: inputs that forward takes by name. gradient: whether the gradients of inputs and results get the same
-    layouts; with False the compiler chooses theirs. A plan may give a list of these for one pattern: marks on an input
-    then follow one another.
+    """What a plan says of one module: strategies of its inputs, results and parameters, as in `cf.shard`.
 
         cf.shard(model, {"**.up": cf.plans.Layouts(parameters={"weight": ("tp", None), "bias": ("tp",)})})
+
+    in_strategy, out_strategy: strategies of the inputs of forward and of its results.
+    parameters: strategies of parameters, by their name in the module.
+    keywords: strategies of inputs that forward takes by name.
+    gradient: whether the gradients of inputs and results get the same layouts; with False the compiler chooses
+        theirs.
+
+    A plan may give a list of these for one pattern: marks on an input then follow one another.
     """
 
     in_strategy: Any = None
@@ -45,7 +49,7 @@ Plan = dict[str, Any]
 
 
 def data_parallel(model: nn.Module) -> Plan:
-    """The empty plan: every rank holds all parameters, and its own part of the batch."""
+    """The empty plan: every rank holds all parameters, and gets its own part of the batch."""
     _check_model(model)
     return {}
 
@@ -53,17 +57,22 @@ def data_parallel(model: nn.Module) -> Plan:
 def tensor_parallel(
     model: nn.Module, axis: str | None = None, vocabulary: bool = False, sequence: bool = False
 ) -> Plan:
-    """Divide the layers of transformer blocks over one mesh axis, as in Megatron-LM (arXiv:1909.08053, section 3).
+    """A plan that divides the layers of transformer blocks over one mesh axis (Megatron-LM, arXiv:1909.08053,
+    section 3).
 
-    The first layers of attention and of the MLP are divided by columns (by heads), the last ones by rows, which leaves
-    one sum over the axis for each. axis: its name; the mesh's last one if None. vocabulary: whether embedding and head
-    are divided by words as well (their number has to divide by the size of the axis). sequence: whether everything
-    between those layers (norms, residual stream) is divided by positions, dimension 1 of [batch, positions, hidden]
-    (arXiv:2205.05198, section 4.2.2), which turns each sum into a reduce-scatter and a gather.
+    The first layers of attention and of the MLP are divided by columns (by heads), the last ones by rows. That
+    leaves one sum over the axis for each. Blocks are known by the names and shapes of their layers: those of
+    GPT-2, BERT and Llama in Hugging Face transformers.
 
-    Knows blocks shaped like those of GPT-2, BERT and Llama in Hugging Face transformers, by the names and shapes of
-    their layers. Raises ConfigValueError for a model in which it finds none, ConfigTypeError for arguments of the wrong
-    type.
+    axis: the name of the mesh axis. None: the last one of the mesh.
+    vocabulary: whether embedding and head are divided by words as well. The number of words has to divide by
+        the size of the axis.
+    sequence: whether everything between those layers (norms, residual stream) is divided by positions,
+        dimension 1 of [batch, positions, hidden]. Each sum then becomes a reduce_scatter and an all_gather
+        (arXiv:2205.05198, section 4.2.2).
+
+    Raises ConfigValueError for a model in which it finds no such block, ConfigTypeError for arguments of the
+    wrong type.
     """
     _check_model(model)
     check_bool(vocabulary, "vocabulary")

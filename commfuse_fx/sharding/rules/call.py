@@ -15,7 +15,7 @@ from commfuse_fx.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In the arguments of a call: its tensor input number `index`."""
+    """In the arguments of a call, a reference to its tensor input number `index`."""
 
     index: int
 
@@ -29,7 +29,11 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """In the arguments of a step: what an earlier step of the same strategy gave; `item` of it if that is a tuple."""
+    """In the arguments of a step, the result of an earlier step of the same strategy.
+
+    step: the number of that step.
+    item: which item of the result, if that is a tuple.
+    """
 
     step: int
     item: int | None = None
@@ -46,12 +50,15 @@ INDEX = Rank.INDEX
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of `target` on whole tensors, to be divided among `ways` ranks.
+    """A call of one op on whole tensors, which a rule is to divide among ranks.
 
-    args, kwargs: with a `Ref` in place of every tensor; lists are tuples, so that calls are hashable. inputs: the
-    specs of the tensors, in the order of the arguments, nested lists included. outputs: one spec per result (one for
-    an op that returns a tensor; None for a result that is no tensor). blocks: the numbers of blocks in which
-    dimensions may be divided, 1 among them; others that a rule comes upon (by merging dimensions) are as good.
+    target: the op.
+    args, kwargs: its arguments, with a `Ref` in place of every tensor. Lists are tuples, so that calls are hashable.
+    inputs: the specs of the tensors, in the order of the arguments, nested lists included.
+    outputs: one spec per result; None for a result that is no tensor.
+    ways: the number of ranks.
+    blocks: the numbers of blocks in which dimensions may be divided, 1 among them. Others that a rule comes
+        upon (by merging dimensions) are as good.
     """
 
     target: Any
@@ -93,7 +100,10 @@ class Step:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """A step that reduces a tensor over the ranks of the axis. op: "sum" or "max"."""
+    """A step that reduces a tensor over the ranks of the axis.
+
+    op: "sum" or "max".
+    """
 
     value: Ref | Result
     op: str = "sum"
@@ -101,11 +111,13 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Given the inputs as placed, every rank runs `steps`, and the results are placed as `outputs` say.
+    """A strategy is one way to divide an op: inputs placed so give results placed so.
 
-    steps: empty for the op itself with its own arguments (which works wherever these name no sizes). The last step
-    gives what the op gives; `results` picks it from several steps instead, one per output. comm: bytes that the steps
-    themselves send (per rank, of the reduced tensors).
+    outputs, inputs: the placement of each result and of each tensor input.
+    steps: what every rank runs on its parts. Empty: the op itself with its own arguments, which works wherever
+        these name no sizes. The last step gives what the op gives.
+    results: picks the results from several steps instead, one per output.
+    comm: bytes that the steps themselves send (per rank, of the reduced tensors).
     """
 
     outputs: tuple[Placement, ...]

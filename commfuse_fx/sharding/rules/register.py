@@ -29,15 +29,19 @@ def register_rule(
         def scale_rows(call):  # (x[n, m], s[n]) -> [n, m]
             return [Strategy(outputs=(S(0),), inputs=(S(0), S(0))), Strategy((S(1),), (S(1), R))]
 
-    op: an op of torch.ops, with or without its overload (then its only one), or what torch.library.custom_op returns.
-    rule: given an `OpCall`, all `Strategy`s but the one that replicates everything, which every op has; strategies
-    that sizes or dtypes do not allow are dropped, and need not be left out. Placements: `R` whole on every rank,
-    `S(dim)` an equal part of a dimension, `P` a summand. examples: argument tuples to prove the rule with: every
-    strategy is run on the parts that 2 and 4 ranks would have and compared with the op on the whole tensors. A rule
-    that is there already is replaced.
+    op: an op of torch.ops, with or without its overload (then its only one), or what torch.library.custom_op
+        returns.
+    rule: a function that is given an `OpCall` and returns all its `Strategy`s. The one that replicates
+        everything need not be among them. Strategies that sizes or dtypes do not allow are dropped.
+    examples: argument tuples to prove the rule with. Every strategy is run on the parts that 2 and 4 ranks
+        would have, and compared with the op on the whole tensors.
 
-    Raises ConfigTypeError (not an op; rule not callable; a result that is no Strategy) or ConfigValueError (a strategy
-    whose result differs, named with the difference; an example that no strategy but the replicated one fits).
+    Placements are `R` (whole on every rank), `S(dim)` (an equal part of a dimension) and `P` (a summand). A
+    rule that is there already is replaced.
+
+    Raises ConfigTypeError (not an op; rule not callable; a result that is no Strategy) or ConfigValueError (a
+    strategy whose result differs, named with the difference; an example that no strategy but the replicated one
+    fits).
     """
     target = _overload(op)
     if rule is None:
