@@ -15,13 +15,17 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to plan a step: what has been chosen, by name, in the order of the names. What has not been chosen has
-    the default of whoever asks for it."""
+    """A variant is one way to plan a step.
+
+    choices: what has been chosen, by name, in the order of the names. What has not been chosen has the default
+        of whoever asks for it.
+    """
 
     choices: tuple[tuple[str, Scalar], ...] = ()
 
     @classmethod
     def of(cls, **choices: Scalar) -> Variant:
+        """The variant with these choices."""
         return cls(tuple(sorted(choices.items())))
 
     def but(self, **choices: Scalar) -> Variant:
@@ -35,12 +39,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides which passes run, and with which options.
+    """A situation decides which passes run, and with which options.
 
-    batch: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension where the
-    step is divided. flat_updates: parameters of a bucket may be updated as one tensor. same_batches: False where ranks'
-    batches differ in size: what makes both gradients of a layer is then one op on some ranks and two on others, and the
-    order of two must not matter. costs: None where nothing is planned by cost. The others are as for `Divide`.
+    config, mesh: the options of the compile, and the ranks as a grid.
+    variant: which way to plan is tried.
+    costs: prices of nodes and collectives. None: nothing is planned by cost.
+    batch: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
+        where the step is divided.
+    flat_updates: whether parameters of a bucket may be updated as one tensor.
+    same_batches: whether the ranks' batches have one size. Where they do not, what makes both gradients of a
+        layer is one op on some ranks and two on others, and the order of two must not matter.
+    local_parameters, marks, layouts: as for `Divide`.
     """
 
     config: CompileConfig
@@ -66,6 +75,7 @@ class Situation:
 
     @property
     def schedules(self) -> bool:
+        """Whether nodes may be moved."""
         return self.config.schedule != "none"
 
     @property
