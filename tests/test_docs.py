@@ -95,3 +95,9 @@ def test_links_lead_to_files(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    named = re.findall(r"(?<![\w/.-])((?:commfuse_fx|examples|benchmarks|docs)/[\w./-]+\w)", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []

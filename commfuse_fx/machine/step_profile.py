@@ -1,6 +1,6 @@
 """What one step's compute really takes: a cluster plus the seconds of every compute node of one model.
 
-A profile is taken wherever a cluster is; `cost.profiling` measures it.
+A profile is taken wherever a cluster is; `CompiledStep.profile` measures it.
 """
 
 from __future__ import annotations
