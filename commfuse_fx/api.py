@@ -38,6 +38,7 @@ def compile(
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),
+    cpu_kernels: Any = Default(True),
     cluster: Any = Default(None),
     exchange_factors: Any = Default("never"),
     gradient_compression: Any = Default(None),
@@ -67,6 +68,9 @@ def compile(
     broadcast_buffers: whether every training step begins with rank 0's buffers (BatchNorm statistics), sent in
         one collective of the graph per dtype. False, and None: each rank keeps its own.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
+    cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
+        convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
+        dropout masks from fewer random bits. Gradients then differ in their last digits.
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
         file. None: plans that need prices take 10 Gbit/s between CPU ranks, and nodes of 8 H100 for a model on
         CUDA.

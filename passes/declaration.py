@@ -69,6 +69,11 @@ class Situation:
         return self.config.divides_graphs
 
     @property
+    def rewrites_kernels(self) -> bool:
+        """Whether passes run that only make kernels of the CPU faster; in a divided step none does."""
+        return self.config.cpu_kernels and not self.divides
+
+    @property
     def reduced_group(self) -> str | None:
         """The mesh axes over which gradients are reduced where every rank has its own batch; None: they are not."""
         return None if self.config.parallel_mode == "stand_alone" else self.mesh.all_axes

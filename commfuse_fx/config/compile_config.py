@@ -62,6 +62,8 @@ class CompileConfig:
     schedule: str | ScheduleConfig
     """One of "overlap" and "none", or a ScheduleConfig."""
     backend: str
+    cpu_kernels: bool
+    """Whether passes run that only make kernels of the CPU faster."""
     cluster: Any
     """What plans are priced with: a ClusterSpec, a StepProfile, or None."""
     exchange_factors: str
@@ -127,6 +129,7 @@ class CompileConfig:
             *((name, str(getattr(self, name))) for name in names),
             *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
             ("schedule", schedule),
+            ("cpu_kernels", str(self.cpu_kernels)),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]
 

@@ -94,7 +94,7 @@ class ChannelsLast(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> ChannelsLast | None:
-        return cls() if not situation.divides and torch.backends.mkldnn.is_available() else None
+        return cls() if situation.rewrites_kernels and torch.backends.mkldnn.is_available() else None
 
     def __call__(self, program: Program) -> bool:
         if not program.training:

@@ -30,7 +30,7 @@ class DrawMasks(Pass):
     def when(cls, situation: Situation) -> DrawMasks | None:
         # A rank that is alone draws what eager execution draws.
         is_alone = situation.reduced_group is None or situation.mesh.world == 1
-        return None if situation.divides or is_alone else cls()
+        return cls() if situation.rewrites_kernels and not is_alone else None
 
     def __call__(self, program: Program) -> bool:
         found = [node for node in program.graph.nodes if self._is_mask(node)]

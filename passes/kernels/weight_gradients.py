@@ -42,7 +42,7 @@ class WeightGradients(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> WeightGradients | None:
-        return cls() if not situation.divides and torch.backends.mkldnn.is_available() else None
+        return cls() if situation.rewrites_kernels and torch.backends.mkldnn.is_available() else None
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)

@@ -90,6 +90,7 @@ def test_default_prints_as_its_value():
         ("parameter_broadcast", True, True),
         ("broadcast_buffers", True, True),
         ("broadcast_buffers", None, False),
+        ("cpu_kernels", False, False),
         ("pipeline_stages", 1, 1),
         ("schedule", "none", "none"),
         ("schedule", ScheduleConfig(), ScheduleConfig()),
@@ -164,6 +165,7 @@ BOOLS = [
     "enable_parallel_optimizer",
     "full_batch",
     "parameter_broadcast",
+    "cpu_kernels",
 ]
 CHOICES = {
     "parallel_mode": ["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto", "auto"],
@@ -385,6 +387,7 @@ def test_header():
         ("full_batch", "False"),
         ("parameter_broadcast", "False"),
         ("schedule", "none"),
+        ("cpu_kernels", "True"),
     ]
 
 
