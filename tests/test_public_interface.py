@@ -188,6 +188,29 @@ def test_the_reference_has_every_public_name() -> None:
     assert shown == names
 
 
+def documented() -> Iterator[tuple[str, Any]]:
+    for module in MODULES:
+        for name, value in public(module).items():
+            if isinstance(value, (type, types.FunctionType)):
+                yield f"{module}.{name}", value
+            if isinstance(value, type):
+                yield from ((f"{module}.{name}.{member}", function) for member, function in members(value))
+
+
+def test_public_names_have_docstrings() -> None:
+    assert [name for name, value in documented() if not inspect.getdoc(value)] == []
+
+
+def test_docstrings_have_a_line_for_each_parameter_or_field() -> None:
+    """The reference makes a list of them."""
+    crowded = []
+    for name, value in documented():
+        known = {*(fields(value) if isinstance(value, type) else inspect.signature(value).parameters)}
+        inside = re.findall(r"[.;] `?(\w+)`?: ", inspect.getdoc(value) or "")
+        crowded += [(name, each) for each in inside if each in known]
+    assert crowded == []
+
+
 def test_importing_the_package_imports_neither_torch_nor_networkx() -> None:
     script = "import sys, commfuse_fx; print([name for name in ('torch', 'networkx') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)

@@ -52,18 +52,20 @@ def parse_program(
     cluster: Costs | None = None,
     device: str = "cpu",
 ) -> Program:
-    """The program whose canonical text this is: its own text is the same again.
+    """Read the program whose canonical text this is. Its own text is the same again.
+
+    What a text does not say is chosen. Strides that are not written are contiguous. Parameters of a floating
+    dtype are trainable, and are numbered in their order. Parameters are whole, not parts that a division has
+    left on a rank. The returned values behind the loss are gradients of the parameters, in their order.
 
     text: as `Lowered.text()` writes it. Empty lines and indentation do not count. Lines of the header may be
-    left out: two ranks along `dp`, a training step and default options are meant then.
-
-    What a text does not say is chosen. Strides that are not written are contiguous. Parameters of a floating dtype
-    are trainable, and are numbered in their order. Parameters are whole, not parts that a division has left on a rank.
-    The returned values behind the loss are gradients of the parameters, in their order.
-
-    gradients: the parameters whose gradients are returned, where shapes do not tell. flags: those of the optimizer
-    that are not False, such as {"momentum": True}, where no update in the text shows them. constants: values by the
-    name of the node; the others have none. cluster: prices, where the header names no preset. device: of all tensors.
+        left out: two ranks along `dp`, a training step and default options are meant then.
+    gradients: the parameters whose gradients are returned, where shapes do not tell.
+    flags: those of the optimizer that are not False, such as {"momentum": True}, where no update in the text
+        shows them.
+    constants: values by the name of the node; the others have none.
+    cluster: prices, where the header names no preset.
+    device: of all tensors.
 
     Raises ConfigValueError, which names the line and what to write instead.
     """

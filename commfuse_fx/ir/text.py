@@ -31,10 +31,11 @@ def header(program: Program) -> list[tuple[str, str]]:
 
 
 def canonical_text(program: Program, activations: bool = True) -> str:
-    """The header and one line per node.
+    """The header, and one line per node.
 
-    With `activations` False, sizes that depend on the batch are left out: two ranks may differ in
-    those and still run the same collectives. Lines correspond one to one with the full text.
+    program: the program to write.
+    activations: False leaves out sizes that depend on the batch: two ranks may differ in those and still run
+        the same collectives. Lines correspond one to one with the full text.
     """
     lines = [f"# {name}: {value}" for name, value in header(program)]
     writer = _Writer(program, activations)

@@ -15,7 +15,11 @@ from commfuse_fx.ir.program import Program
 
 
 def verify(program: Program, after: str) -> None:
-    """Raise VerificationError, naming pass, node and source line, where an invariant does not hold."""
+    """Raise VerificationError, naming pass, node and source line, where an invariant does not hold.
+
+    program: the program to look at.
+    after: the name of the pass that has made it.
+    """
 
     def fail(node: fx.Node, what: str) -> None:
         name = info(node).name if has_info(node) else node.name

@@ -16,11 +16,13 @@ from commfuse_fx.support.documents import Document, check_keys, made_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
-    """How a group of ranks lies in a cluster.
+    """A split says how a group of ranks lies in a cluster.
 
-    size: ranks of the group. levels: the levels that messages between its ranks use, from the innermost on.
-    parts: for each of these levels, how many parts it joins, each part being what the levels inside it have joined.
-        Their product is `size`. None when the parts are not the same everywhere (5 ranks of one host, 3 of another).
+    size: the number of ranks in the group.
+    levels: the levels that messages between its ranks use, from the innermost on.
+    parts: for each of these levels, how many parts it joins, each part being what the levels inside it have
+        joined. Their product is `size`. None when the parts are not the same everywhere (5 ranks of one host, 3 of
+        another).
     memo: room for what is derived from the split, so that it is derived once.
     """
 

@@ -52,10 +52,13 @@ class Level:
 class Device:
     """What one rank computes with.
 
+    name: of the device.
     flops: FLOP per second that large matrix products reach, by dtype name ("f64", "f32", "bf16", "f16", ...).
-    memory_bandwidth: bytes per second. memory_bytes: capacity. op_overhead: seconds that any op takes at least.
-    collective_overhead: seconds of compute that each message costs besides its bytes: to hand it over, to wake the
-        backend's threads on the core that computes, and to wait for it.
+    memory_bandwidth: bytes per second.
+    memory_bytes: capacity in bytes.
+    op_overhead: seconds that any op takes at least.
+    collective_overhead: seconds of compute that each message costs besides its bytes: to hand it over, to wake
+        the backend's threads on the core that computes, and to wait for it.
     source: where the figures come from.
 
     The fields are checked by the ClusterSpec that the device is put into.

@@ -16,12 +16,15 @@ from commfuse_fx.support.checks import show
 def assert_pass(before: str | Program, apply: Callable[[Program], bool], after: str | None) -> Program:
     """Assert that a pass turns one program into another, and return the one that it has made.
 
-    before: canonical text, of which the header may be left out, or a program that `parse_program` has read; it is not
-    changed. apply: the pass; it returns whether it has changed anything. after: the lines that the program has then,
-    without header and in any indentation; None: the pass changes nothing.
+    before: canonical text, of which the header may be left out, or a program that `parse_program` has read; it
+        is not changed.
+    apply: the pass; it returns whether it has changed anything.
+    after: the lines that the program has then, without header and in any indentation. None: the pass changes
+        nothing.
 
-    Raises AssertionError with the lines that differ, or where the pass says something else than what it did;
-    VerificationError where its result is no valid program; ConfigValueError where `before` cannot be read.
+    Raises AssertionError with the lines that differ, or where the pass says something else than what it did.
+    Raises VerificationError where its result is no valid program, and ConfigValueError where `before` cannot be
+    read.
     """
     __tracebackhide__ = True
     if not callable(apply):

@@ -32,13 +32,16 @@ _CONSTANT = re.compile(r"[A-Za-z_]\w{0,199}", re.ASCII)
 
 
 def from_json(text: str, where: str = "the JSON") -> Program:
-    """The program that `to_json` wrote: its text, its JSON, and what passes make of it are the same again.
+    """Read the program that `to_json` wrote: its text, its JSON, and what passes make of it are the same again.
 
-    text: the JSON, up to 134,217,728 characters. where: what errors call it, such as the path of the file.
-    Constants are meta tensors: their values are not saved.
+    text: the JSON. Its size is bounded.
+    where: what errors call it, such as the path of the file.
 
-    Raises ConfigValueError, naming `where`, the place and what to do, for anything else: no JSON, another schema, a
-    missing key, a value of another type, a reference to no node, an op that graphs may not call, contradictions.
+    Constants are meta tensors, since their values are not saved.
+
+    Raises ConfigValueError, naming `where`, the place and what to do, for anything else: no JSON, another
+    schema, a missing key, a value of another type, a reference to no node, an op that graphs may not call,
+    contradictions.
     """
     return from_dict(parse_object(text, where, SCHEMA, DUMP), where)
 
