@@ -1,4 +1,4 @@
-"""What runs the plans of one step on this rank, and what its programs share: memory, parts of parameters, groups."""
+"""What runs the plans of one step on this rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import communication_text
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.rank_executors import RankExecutors
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
-from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.host_memory import keep_freed_memory
-from commfuse_fx.runtime.memory.layout import divided_parameters
-from commfuse_fx.runtime.memory.shards import Shards, layouts_of
 from commfuse_fx.runtime.ranks.agreement import Agreement, Ballot
 from commfuse_fx.runtime.ranks.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.ranks.groups import Groups
@@ -48,16 +45,12 @@ class Runners:
         calls: Callable[[], int],
     ) -> None:
         self.groups = groups
-        self.shards: Shards | None = None
-        """Those of the last step, whose parameters may be divided."""
+        self.executors = RankExecutors(rank, self._make_exchange, synchronize)
         self._planner = planner
         self._rank = rank
         self._agreement = agreement
-        self._synchronize = synchronize
         self._calls = calls
-        self._pool = FlatPool()
         self._made: weakref.WeakKeyDictionary[Plan, Runner] = weakref.WeakKeyDictionary()
-        self._known_shards: dict[Any, Shards] = {}
         self._exchanges = 0
 
     def of(self, plan: Plan) -> Runner | None:
@@ -69,16 +62,9 @@ class Runners:
         """In place of the plan's present runner, if it has one. prepare: lets the executor generate its code."""
         program, planner = plan.compiled.program, self._planner
         self._forget_replaced_parameters()
-        executor = Executor(
-            program,
-            planner.watch.params,
-            planner.watch.buffers,
-            planner.optimizer,
-            None if self.groups is None else self.groups.on(program.mesh),
-            self._rank,
-            self._pool,
-            self._shards_of(program),
-        )
+        groups = None if self.groups is None else self.groups.on(program.mesh)
+        watch = planner.watch
+        executor = self.executors.make(program, watch.params, watch.buffers, planner.optimizer, groups)
         ballot = None
         if self._agreement is not None and executor.has_collectives:
             ballot = _ballot(plan, self._agreement.number, planner, planner.config)
@@ -92,12 +78,6 @@ class Runners:
         self._made[plan] = runner
         return runner
 
-    def hand_over(self, executor: Executor) -> None:
-        """Parameters that the next program divides in another way, or not at all, have to be whole before it."""
-        if self.shards is not None and self.shards is not executor.shards:
-            self.shards.open()
-        self.shards = executor.shards
-
     def some_evaluation_votes(self) -> bool:
         """Whether an evaluation has been run whose forward has collectives."""
         return any(
@@ -110,8 +90,7 @@ class Runners:
         """Let go of everything that holds process groups."""
         self._made.clear()
         self._planner.plans.clear()
-        for shards in self._known_shards.values():
-            shards.exchange.release()
+        self.executors.release()
         self.groups = self._agreement = None
 
     def _forget_replaced_parameters(self) -> None:
@@ -120,20 +99,7 @@ class Runners:
             if plan in self._made and self.of(plan) is None:
                 del self._made[plan]
 
-    def _shards_of(self, program: Program) -> Shards | None:
-        """The same ones for all programs that divide the same parameters alike."""
-        optimizer, params = self._planner.optimizer, self._planner.watch.params
-        if optimizer is None or not divided_parameters(program):
-            return None
-        key = layouts_of(program)
-        known = self._known_shards.get(key)
-        if known is None or known.params is not params:
-            exchange = self._make_exchange(program.mesh)
-            known = Shards(program, params, optimizer, self._rank, exchange, self._synchronize)
-            self._known_shards[key] = known
-        return known
-
-    def _make_exchange(self, mesh: Mesh) -> Exchange:
+    def _make_exchange(self, mesh: Mesh, _: Any) -> Exchange:
         assert self._agreement is not None, "a world of several ranks"
         self._exchanges += 1
         return ProcessExchange(mesh, self._rank, f"{self._agreement.name}/{self._exchanges}", self._calls)

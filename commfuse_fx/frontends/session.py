@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -94,16 +94,9 @@ class Session:
         if self.running is not None:
             self.running.synchronize()
 
-    @contextmanager
-    def shapes_only(self) -> Iterator[None]:
-        """Inside the `with` block parameters that are divided among ranks have memory, but no values: enough to trace
-        the model with, and nothing has to be gathered for it."""
-        shards = self.runners.shards
-        if shards is None:
-            yield
-            return
-        with shards.shapes_only():
-            yield
+    def shapes_only(self) -> AbstractContextManager[None]:
+        """Parameters that are divided among ranks have memory, but no values: enough to trace the model with."""
+        return self.runners.executors.shapes_only()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -131,7 +124,7 @@ class Session:
     def executor(self, plan: Plan, call: Call) -> Executor:
         """The plan's executor, bound to the optimizer's present state; re-plans where that state demands it."""
         runner = self.runners.of(plan) or self.runners.make(plan, self._voting.prepare)
-        self.runners.hand_over(runner.executor)
+        self.runners.executors.hand_over(runner.executor)
         if not runner.executor.is_bound():
             try:
                 runner.executor.bind()
@@ -139,7 +132,7 @@ class Session:
                 with self.shapes_only():
                     self.planner.replan(plan, call, conflict)
                 runner = self.runners.make(plan, self._voting.prepare)
-                self.runners.hand_over(runner.executor)
+                self.runners.executors.hand_over(runner.executor)
                 runner.executor.bind()
         return runner.executor
 
@@ -213,7 +206,7 @@ class Session:
             self.synchronize()
             plan = self.plan(call)
             self.running = self.executor(plan, call)
-        executor, program = self.running, plan.compiled.program
+        executor = self.running
         assert executor is not None
         self._watch_wire(executor)
         if not self._voting.is_started and (runner := self.runners.of(plan)) is not None:
@@ -223,13 +216,7 @@ class Session:
         loss, *grads = executor.run(dict(call.leaves))
         if self.agreement is not None:
             self.agreement.end_step()
-        if self.planner.optimizer is not None and program.training:
-            # What a learning-rate scheduler looks at to see that optimizer steps came first.
-            self.planner.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if grads:
-            with interrupts_deferred():
-                for name, grad in zip(program.grads, grads, strict=True):
-                    accumulate(executor.params[name], grad)
+        hand_out(executor, grads)
         result: torch.Tensor = loss
         return result
 
@@ -263,7 +250,18 @@ class Session:
         self._voting = Voting(self.planner, None)
 
 
-def accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
+def hand_out(executor: Executor, grads: Sequence[torch.Tensor]) -> None:
+    """After a step: what the user looks at besides the loss and the parameters."""
+    if executor.optimizer is not None and executor.program.training:
+        # What a learning-rate scheduler looks at to see that optimizer steps came first.
+        executor.optimizer._opt_called = True  # type: ignore[attr-defined]
+    if grads:
+        with interrupts_deferred():
+            for name, grad in zip(executor.program.grads, grads, strict=True):
+                _accumulate(executor.params[name], grad)
+
+
+def _accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
     """As autograd does: the first gradient is kept, later ones are added to it."""
     if param.grad is None:
         param.grad = separated(grad)

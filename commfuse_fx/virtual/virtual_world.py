@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +13,18 @@ from torch import nn
 
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.frontends.session import accumulate
+from commfuse_fx.frontends.session import hand_out
 from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.request import Call
-from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.guard import Guard
 from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes
-from commfuse_fx.runtime.memory.flat_pool import FlatPool
-from commfuse_fx.runtime.memory.layout import divided_parameters
-from commfuse_fx.runtime.memory.shards import Shards, layouts_of
-from commfuse_fx.runtime.ranks.exchange import LocalExchange
+from commfuse_fx.runtime.execute.rank_executors import RankExecutors
+from commfuse_fx.runtime.ranks.exchange import Exchange, LocalExchange
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.virtual.rank_copies import copy_for_rank
@@ -60,11 +59,11 @@ class LockstepWorld:
             ranks.append(copy_for_rank(step.model, step.optimizer))
         self.models: list[nn.Module] = [model for model, _ in ranks]
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
-        self._pools = [FlatPool() for _ in ranks]
-        self._known: dict[int, RanksProgram] = {}
-        self._shards: dict[Any, list[Shards]] = {}
+        self._ranks = [RankExecutors(rank, self._exchange(rank), self.synchronize) for rank in range(len(ranks))]
+        self._made: weakref.WeakKeyDictionary[Plan, RanksProgram] = weakref.WeakKeyDictionary()
         self._running: RanksProgram | None = None  # that of the last step, which may have left updates
         self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
+        self._params_of: list[dict[str, nn.Parameter]] = []  # of each rank's model, then
         self._seeds = Seeds(0, None)
         self._steps = 0
         self._guard = Guard(self.synchronize)
@@ -109,11 +108,8 @@ class LockstepWorld:
         with torch._C.DisableTorchFunctionSubclass():
             for executor, (loss, *grads) in zip(running.executors, outputs, strict=True):
                 executor.publish()
-                if executor.optimizer is not None and running.program.training:
-                    executor.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a rank's own step does
+                hand_out(executor, grads)
                 results.append(RankResult(loss, dict(zip(running.program.grads, grads, strict=True))))
-                for name, grad in results[-1].grads.items():
-                    accumulate(executor.params[name], grad)
             if running.is_pending and not self._guard.is_closed:
                 self._guard.close(tensor for each in running.executors for tensor in each.storage.tensors())
         return results
@@ -164,25 +160,22 @@ class LockstepWorld:
                     return running
         self.synchronize()
         if not same:
-            self._forget_parameters()
+            self._take_parameters()
         plan = self._plan(call)
-        found = self._of(plan.compiled.program)
         try:
-            self._bind(found.executors)
+            return self._bound(plan)
         except LayoutConflict as conflict:
             with self._shapes_only():
                 planner.replan(plan, call, conflict)
-            found = self._of(plan.compiled.program)
-            self._bind(found.executors)
-        return found
+            return self._bound(plan)
 
-    def _forget_parameters(self) -> None:
+    def _take_parameters(self) -> None:
         """Some were replaced: whatever works on the models' parameters is made anew."""
-        for shards in (each for known in self._shards.values() for each in known):
-            shards.open()
-        self._shards.clear()
-        self._known.clear()
+        for rank in self._ranks:
+            rank.open()
+        self._made.clear()
         self._params = self.step.planner.watch.params
+        self._params_of = [dict(model.named_parameters()) for model in self.models]
 
     def _plan(self, call: Call) -> Plan:
         with self._shapes_only():
@@ -191,56 +184,29 @@ class LockstepWorld:
     @contextmanager
     def _shapes_only(self) -> Iterator[None]:
         """To trace the step's own model, which may be that of rank 0."""
-        with ExitStack() as entered:
-            entered.enter_context(self.step.session.shapes_only())
-            for shards in self._shards.values():
-                entered.enter_context(shards[0].shapes_only())
+        with self.step.session.shapes_only(), self._ranks[0].shapes_only():
             yield
 
-    def _bind(self, executors: Sequence[Executor]) -> None:
-        # Parameters that this program divides in another way, or not at all, have to be whole before it.
-        for known in self._shards.values():
-            for shards, executor in zip(known, executors, strict=True):
-                if shards is not executor.shards:
-                    shards.open()
-        for executor in executors:
+    def _bound(self, plan: Plan) -> RanksProgram:
+        """The ranks of a plan, with storage that is bound. Raises LayoutConflict."""
+        found = self._made.get(plan)
+        if found is None or found.program is not plan.compiled.program:
+            found = self._made[plan] = self._make(plan.compiled.program)
+        for rank, executor in zip(self._ranks, found.executors, strict=True):
+            rank.hand_over(executor)
+        for executor in found.executors:
             if not executor.is_bound():
                 executor.bind()
+        return found
 
-    def _of(self, program: Program) -> RanksProgram:
-        """The ranks of a program, kept as long as the program is: they hold the flat storage."""
-        if id(program) not in self._known:
-            shards = self._shards_of(program)
-            executors = [
-                Executor(
-                    program,
-                    dict(model.named_parameters()),
-                    dict(model.named_buffers()),
-                    self.optimizers[rank],
-                    None,
-                    rank,
-                    self._pools[rank],
-                    shards[rank] if shards else None,
-                )
-                for rank, model in enumerate(self.models)
-            ]
-            for executor in executors:
-                executor.guard = self._guard
-            self._known[id(program)] = RanksProgram(program, executors)
-        return self._known[id(program)]
+    def _make(self, program: Program) -> RanksProgram:
+        executors = [
+            each.make(program, self._params_of[rank], dict(self.models[rank].named_buffers()), self.optimizers[rank])
+            for rank, each in enumerate(self._ranks)
+        ]
+        for executor in executors:
+            executor.guard = self._guard
+        return RanksProgram(program, executors)
 
-    def _shards_of(self, program: Program) -> list[Shards]:
-        """The ranks' parts, the same for all programs that divide the same parameters alike; [] for a program that
-        divides none."""
-        if not divided_parameters(program):
-            return []
-        key = layouts_of(program)
-        if key not in self._shards:
-            made: list[Shards] = []
-            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                assert optimizer is not None, "only a step with an optimizer keeps parameters divided"
-                exchange = LocalExchange(program.mesh, rank, lambda other: made[other].parts())
-                params = dict(model.named_parameters())
-                made.append(Shards(program, params, optimizer, rank, exchange, self.synchronize))
-            self._shards[key] = made
-        return self._shards[key]
+    def _exchange(self, rank: int) -> Callable[[Mesh, Any], Exchange]:
+        return lambda mesh, key: LocalExchange(mesh, rank, lambda other: self._ranks[other].parts(key))

@@ -35,11 +35,11 @@ def train(mesh: tuple[int, ...], layouts: Layouts, optimizer: str, steps: int, *
     divided = []
     for number in range(steps):
         step(batch(number, step.mesh.index("dp", cf.get_rank())))
-        assert step.session.runners.shards is not None and step.session.running is not None
+        assert step.session.runners.executors.shards is not None and step.session.running is not None
         assert step.session.running.tail.is_pending == ("schedule" in options and mesh[0] > 1)
-        divided.append(step.session.runners.shards.is_divided)
+        divided.append(step.session.runners.executors.shards.is_divided)
         if number == 1:
-            assert float(step.model.a.sum()) and not step.session.runners.shards.is_divided
+            assert float(step.model.a.sum()) and not step.session.runners.executors.shards.is_divided
     return values(step.model, step.optimizer), divided
 
 
@@ -179,7 +179,7 @@ def lower_on_one_rank() -> str:
     step = make_step(ONE_AXIS, (2, 2), virtual=False)
     step(batch(0, step.mesh.index("dp", cf.get_rank())))
     text = step.lower(batch(0, 0)[:2]).text() if cf.get_rank() == 0 else ""
-    assert step.session.runners.shards is not None and step.session.runners.shards.is_divided
+    assert step.session.runners.executors.shards is not None and step.session.runners.executors.shards.is_divided
     step.model.c.sum()
     return text
 

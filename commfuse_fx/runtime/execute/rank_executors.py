@@ -1,0 +1,100 @@
+"""The executors of one rank, and what they share: flat memory, and the parts of parameters that a step divides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
+from commfuse_fx.runtime.memory.layout import divided_parameters
+from commfuse_fx.runtime.memory.shards import Shards, layouts_of
+from commfuse_fx.runtime.ranks.exchange import Exchange
+from commfuse_fx.runtime.ranks.groups import Groups
+
+
+class RankExecutors:
+    """Makes the executors of one rank of a step.
+
+    exchange: makes what gets at the other ranks' parts, of programs that divide parameters as the key (of `layouts_of`)
+    says. before_reading: completes the last step, before parts are gathered.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        exchange: Callable[[Mesh, Any], Exchange],
+        before_reading: Callable[[], None],
+    ) -> None:
+        self.shards: Shards | None = None
+        """Those of the last step, whose parameters may be divided."""
+        self._rank = rank
+        self._exchange = exchange
+        self._before_reading = before_reading
+        self._pool = FlatPool()
+        self._known: dict[Any, Shards] = {}
+
+    def make(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        groups: Groups | None = None,
+    ) -> Executor:
+        """A new executor, on the parts and the flat memory that this rank's other programs work on.
+
+        params: the same object for all programs, until a parameter is replaced.
+        """
+        shards = self._shards_of(program, params, optimizer)
+        return Executor(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
+
+    def hand_over(self, executor: Executor) -> None:
+        """Parameters that the next program divides in another way, or not at all, have to be whole before it."""
+        if self.shards is not executor.shards:
+            self.open()
+        self.shards = executor.shards
+
+    def open(self) -> None:
+        """Make the parameters whole. All ranks have to call this together."""
+        if self.shards is not None:
+            self.shards.open()
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the `with` block parameters that are divided among ranks have memory, but no values: enough to trace
+        the model with, and nothing has to be gathered for it."""
+        if self.shards is None:
+            yield
+            return
+        with self.shards.shapes_only():
+            yield
+
+    def parts(self, key: Any) -> Mapping[str, torch.Tensor]:
+        """What this rank holds for programs that divide parameters as the key says."""
+        return self._known[key].parts()
+
+    def release(self) -> None:
+        """Let go of everything that holds process groups."""
+        for shards in self._known.values():
+            shards.exchange.release()
+
+    def _shards_of(
+        self, program: Program, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+    ) -> Shards | None:
+        """The same ones for all programs that divide the same parameters alike."""
+        if optimizer is None or not divided_parameters(program):
+            return None
+        key = layouts_of(program)
+        known = self._known.get(key)
+        if known is None or known.params is not params:
+            exchange = self._exchange(program.mesh, key)
+            known = Shards(program, params, optimizer, self._rank, exchange, self._before_reading)
+            self._known[key] = known
+        return known
