@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import commfuse_fx as cf
+from commfuse_fx.planning.pass_table import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -95,6 +96,17 @@ def test_links_lead_to_files(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_passes_is_complete_and_in_order() -> None:
+    text = (ROOT / "docs" / "writing-a-pass.md").read_text()
+    (table,) = re.findall(r"^\| stage \| pass \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    stage, rows = "", []
+    for row in table.splitlines():
+        first, name = (cell.strip() for cell in row.split("|")[1:3])
+        stage = first or stage
+        rows.append((stage, name))
+    assert rows == [(stage, item.name) for stage, items in TABLE.items() for item in items]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
