@@ -42,7 +42,8 @@ class Trainee:
 
     @contextmanager
     def reseated(self) -> Iterator[None]:
-        """Parameters replaced in the block take over the places of the old ones in the optimizer, and their state."""
+        """Parameters replaced in the block take over the places of the old ones in the optimizer, and their state where
+        it fits."""
         before = dict(self.model.named_parameters(remove_duplicate=False))
         yield
         after = dict(self.model.named_parameters(remove_duplicate=False))
@@ -58,7 +59,9 @@ class Trainee:
         self.held_back = _once([new for param in self.held_back for new in replaced.get(id(param), [])], taken)
         for key, news in replaced.items():
             if old[key] in self.optimizer.state and news and news[0] is not old[key]:
-                self.optimizer.state[news[0]] = self.optimizer.state.pop(old[key])
+                state = self.optimizer.state.pop(old[key])
+                if news[0].shape == old[key].shape:
+                    self.optimizer.state[news[0]] = state
 
     def tensors(self) -> Named:
         """Everything that training has changed, by name: copies."""
