@@ -20,6 +20,9 @@ MOVED = {
 }
 """File of the repository -> page of the site. What lies in docs/ keeps its path."""
 
+NOTE = "In the repository this page is a list of names; `make docs` puts their docstrings in.\n\n"
+"""What pages of the reference say, and what is not true of the site."""
+
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
@@ -34,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
-    return markdown if uri in MOVED.values() else moved_links(markdown, f"docs/{uri}", uri)
+    return markdown if uri in MOVED.values() else moved_links(markdown.replace(NOTE, ""), f"docs/{uri}", uri)
 
 
 def moved_links(markdown: str, source: str, page: str) -> str:
