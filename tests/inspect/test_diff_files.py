@@ -98,13 +98,15 @@ def test_damaged_dumps(tmp_path: Path) -> None:
     index = folder / "index.json"
     sound_index = index.read_text()
     for name in ("../graph.json", "/etc/passwd", "", 3, None):
-        index.write_text(json.dumps({**json.loads(sound_index), "json": name}))
-        assert '"json" is not the name of a file beside it' in read(tmp_path)
+        index.write_text(json.dumps({**json.loads(sound_index), "text": name}))
+        assert '"text" is not the name of a file beside it' in read(tmp_path)
     index.write_text(sound_index[:40])
     assert f"{index}, line" in read(tmp_path) and "not JSON" in read(tmp_path)
     index.write_text(sound_index)
     assert read(tmp_path) == ""
-    (folder / "graph.json").unlink()
+    (folder / "graph.json").write_text("of another version")
+    assert read(tmp_path) == "", "the text says it all"
+    (folder / "graph.txt").unlink()
     assert "there is no file" in read(tmp_path)
 
 
@@ -123,26 +125,26 @@ def test_every_key_is_asked_for() -> None:
     "edit, message",
     [
         (lambda d: d["nodes"].pop(), 'the last one is not the "output"'),
-        (lambda d: d["nodes"].append(d["nodes"][0]), "two nodes of the name"),
+        (lambda d: d["nodes"].insert(1, d["nodes"][0]), "two nodes of the name"),
         (lambda d: d["nodes"].insert(3, 5), "nodes[3]: this is no object"),
         (lambda d: some(d).update(phase="later"), "'later' is none of input, forward, backward, update"),
         (lambda d: some(d).update(args=[{"node": "nobody"}]), "refers to 'nobody'"),
-        (lambda d: some(d).update(args=[{"node": ["a"]}]), "no node has this name"),
-        (lambda d: some(d).update(args=[{"other": 1}]), 'an object here has "node", "dtype" or "text"'),
-        (lambda d: some(d).update(args=["]"]), "cannot be told apart"),
+        (lambda d: some(d).update(args=[{"node": ["a"]}]), 'args[0]: this is no {"node": name}'),
+        (lambda d: some(d).update(args=[{"other": 1}]), "args[0]: 'other' is no kind of value"),
+        (lambda d: some(d).update(args=["]"]), "is called wrongly: its argument 'mat1' is missing"),
         (lambda d: some(d).update(value=3), "neither a tensor nor a list of them"),
-        (lambda d: some(d)["value"].update(shape=[2**80]), "not all integers of 64 bits"),
-        (lambda d: some(d)["value"].update(stride=[True]), "not all integers of 64 bits"),
-        (lambda d: d["header"].update(world=2), "header.world: this is no text"),
+        (lambda d: some(d)["value"].update(shape=[2**80]), "value.shape[0]: this number is too large"),
+        (lambda d: some(d)["value"].update(stride=[True]), "value.stride[0]: this is no integer"),
+        (lambda d: d["header"].update(world=2), "header.world: this is not what the rest of the file says"),
         (
             lambda d: node(d, "bucket.0/in_place")["collective"].update(bytes="8"),
             "collective.bytes: this is no integer",
         ),
         (lambda d: node(d, "bucket.0/in_place")["collective"].update(bytes=10**30), "this number is too large"),
-        (lambda d: node(d, "bucket.0/in_place")["collective"].update(members=[1]), "these are not all names"),
+        (lambda d: node(d, "bucket.0/in_place")["collective"].update(members=[1]), "members[0]: this is no text"),
         (lambda d: node(d, "bucket.0/reduced").update(next_step={"node": "x?"}), "refers to 'x?'"),
-        (lambda d: node(d, "bucket.0/reduced").update(rest=[[1]]), "no list of [begin, end]"),
-        (lambda d: node(d, "bucket.0/reduced").update(sends=[{}]), "no node has this name"),
+        (lambda d: node(d, "bucket.0/reduced").update(rest=[[1]]), 'rest[0]: "end" is missing'),
+        (lambda d: node(d, "bucket.0/reduced").update(sends=[{}]), 'sends[0]: "collective" is missing'),
     ],
 )
 def test_damaged_json_names_the_place(edit: Callable[[dict[str, Any]], Any], message: str) -> None:
@@ -170,10 +172,18 @@ def test_what_is_no_graph(source: str, message: str) -> None:
 
 
 def test_deeply_nested_arguments() -> None:
-    nested = "[" * 600 + "]" * 600
-    record = f'{{"name": "a/b.0", "op": "aten.b", "phase": "forward", "value": null, "args": {nested}}}'
-    text = f'{{"schema": 1, "header": {{}}, "nodes": [{record}, {{"op": "output", "args": []}}]}}'
-    assert read(text) == "" or "nested too deeply" in read(text)
+    nested: Any = []
+    for _ in range(600):
+        nested = [nested]
+    assert "nested too deeply" in changed(lambda d: some(d).update(args=nested))
+
+
+def test_ops_that_this_process_does_not_know() -> None:
+    text, data = sound()
+    before, after = (data.replace('"aten.addmm"', f'"{name}"') for name in ("mine.addmm", "mine.addmm.other"))
+    assert before != data and cf.diff(before, text.replace("aten.addmm(", "mine.addmm(")).is_same
+    assert "mine.addmm.other" in cf.diff(before, after).text()
+    assert "'no op' cannot be called" in read(data.replace('"aten.addmm"', '"no op"'))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.errors import ConfigTypeError
-from commfuse_fx.inspect.diff.read_json import read_json
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import GraphRecord
 from commfuse_fx.inspect.dumps.files import file_of_dump, folder_of_rank, is_folder, read_content, read_index
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.ir.json.read import from_json
+from commfuse_fx.ir.text import canonical_text
 
 _GIVE = "give a file of Lowered.text() or to_json(), or a folder that Lowered.dump wrote"
 
@@ -24,7 +25,7 @@ def read_graph(source: Any, argument: str) -> GraphRecord:
     Raises ConfigTypeError for anything else, and ConfigValueError for what is missing, damaged or of a newer schema.
     """
     if isinstance(source, Lowered):
-        return read_json(source.to_json(), f"{argument} (a Lowered)")
+        return read_text(source.text(), f"{argument} (a Lowered)")
     if not isinstance(source, (str, Path)):
         raise ConfigTypeError(
             f"{argument} is of type {type(source).__name__}; give a Lowered, its text() or to_json(), or the path of "
@@ -36,11 +37,16 @@ def read_graph(source: Any, argument: str) -> GraphRecord:
 
 
 def _parse(content: str, label: str) -> GraphRecord:
-    return read_json(content, label) if content.lstrip().startswith(("{", "[")) else read_text(content, label)
+    if content.lstrip().startswith(("{", "[")):
+        try:
+            content = canonical_text(from_json(content, label, any_op=True))
+        except ConfigValueError as error:
+            raise ConfigValueError(f"{error}, or give the text of the graph, such as the graph.txt of a dump") from None
+    return read_text(content, label)
 
 
 def _read_path(path: Path, argument: str) -> GraphRecord:
     if is_folder(path, argument, _GIVE):
         folder = folder_of_rank(path, argument, _GIVE)
-        path = file_of_dump(folder, read_index(folder, argument, _GIVE), "json")
+        path = file_of_dump(folder, read_index(folder, argument, _GIVE), "text")
     return _parse(read_content(path, argument, _GIVE), str(path))

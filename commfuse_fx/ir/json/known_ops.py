@@ -28,6 +28,28 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 _OP = re.compile(r"([A-Za-z_]\w{0,99})\.(\w{1,200})(?:\.(\w{1,200}))?", re.ASCII)
 
+_NAME = re.compile(r"\w{1,200}(?:\.\w{1,200}){0,3}", re.ASCII)
+
+
+class UnknownOp:
+    """Stands for an op that this process does not know, in a graph that is only looked at."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{self.__name__} is not known here, and only stands in a graph to be looked at")
+
+
+def find_any(name: str) -> Any:
+    """As `find_target`; a stand-in for an op that it does not know. Raises LookupError for what is no name of an op."""
+    try:
+        return find_target(name)
+    except LookupError:
+        if not _NAME.fullmatch(name):
+            raise
+        return UnknownOp(name)
+
 
 @lru_cache(maxsize=4096)
 def find_target(name: str) -> Any:
@@ -54,7 +76,7 @@ def find_target(name: str) -> Any:
 
 
 def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError unless the target takes so many arguments, of these names."""
+    """Raises TypeError unless the target takes so many arguments, of these names. An unknown op takes any."""
     if not isinstance(target, torch._ops.OpOverload):
         inspect.signature(target).bind(*args, **kwargs)
         return

@@ -7,7 +7,7 @@ file, so constants are meta tensors, and the program cannot be run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from commfuse_fx.config.plain_data import config_from_dict
 from commfuse_fx.ir.json.check import check_saved
 from commfuse_fx.ir.json.facts import FactReader
-from commfuse_fx.ir.json.known_ops import check_call, find_target
+from commfuse_fx.ir.json.known_ops import check_call, find_any, find_target
 from commfuse_fx.ir.json.values import ArgumentReader
 from commfuse_fx.ir.json.write import SCHEMA
 from commfuse_fx.ir.mesh import Mesh
@@ -31,11 +31,12 @@ _OWNED = ("flat", "state", "hyper")
 _CONSTANT = re.compile(r"[A-Za-z_]\w{0,199}", re.ASCII)
 
 
-def from_json(text: str, where: str = "the JSON") -> Program:
+def from_json(text: str, where: str = "the JSON", *, any_op: bool = False) -> Program:
     """Read the program that `to_json` wrote: its text, its JSON, and what passes make of it are the same again.
 
     text: the JSON. Its size is bounded.
     where: what errors call it, such as the path of the file.
+    any_op: also reads ops that this process does not know; passes cannot run on such a program.
 
     Constants are meta tensors, since their values are not saved.
 
@@ -43,20 +44,21 @@ def from_json(text: str, where: str = "the JSON") -> Program:
     schema, a missing key, a value of another type, a reference to no node, an op that graphs may not call,
     contradictions.
     """
-    return from_dict(parse_object(text, where, SCHEMA, DUMP), where)
+    return from_dict(parse_object(text, where, SCHEMA, DUMP), where, any_op=any_op)
 
 
-def from_dict(data: Mapping[str, Any], where: str) -> Program:
+def from_dict(data: Mapping[str, Any], where: str, *, any_op: bool = False) -> Program:
     """The same for JSON that is parsed; keys at the top that are not the program's are not looked at."""
-    program = _Reader(data, where).read()
+    program = _Reader(data, where, find_any if any_op else find_target).read()
     check_saved(program, data, where)
     return program
 
 
 class _Reader(ArgumentReader):
-    def __init__(self, data: Mapping[str, Any], label: str) -> None:
+    def __init__(self, data: Mapping[str, Any], label: str, find: Callable[[str], Any]) -> None:
         super().__init__(label)
         self.data = data
+        self.find = find
         self.graph = fx.Graph()
         self.facts = FactReader(label)
         self.inputs: dict[fx.Node, Source] = {}
@@ -180,7 +182,7 @@ class _Reader(ArgumentReader):
                 raise self.error(place, f"there is no constant {name[:80]!r}")
             return self.graph.create_node("get_attr", name)
         try:
-            target = find_target(op)
+            target = self.find(op)
         except LookupError as error:
             raise self.error(f"{place}.op", f"{op[:80]!r} cannot be called: {error}") from None
         args = self.arguments(record, place)
