@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -127,7 +128,11 @@ class _Plan:
         self._taken: dict[fx.Node, dict[fx.Node, torch.memory_format]] = {}  # node -> operand -> the format it takes
         self._broadcast: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # node -> operand -> what expands it for the node
         self._specs: dict[fx.Node, Spec] = {}  # of nodes whose strides change
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:
+        """Takes milliseconds to make, and most graphs have no convolution."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(self) -> str | None:
         """Follow the graph in its order. Returns the name of a node that cannot be served, if there is one."""

@@ -16,7 +16,7 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.memory.storage import FlatPool
+from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.sharding.marking.marks import MarkedParameter, Marks, ParameterMark
 from commfuse_fx.sharding.marking.strategy import parse_tensor
 from commfuse_fx.testing import assert_pass, parse_program
