@@ -213,7 +213,7 @@ def test_docstrings_have_a_line_for_each_parameter_or_field() -> None:
 
 def test_importing_the_package_imports_neither_torch_nor_networkx() -> None:
     script = "import sys, commfuse_fx; print([name for name in ('torch', 'networkx') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
