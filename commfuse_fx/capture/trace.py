@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from commfuse_fx import ops
 from commfuse_fx.capture.anomaly import without_anomaly_detection
+from commfuse_fx.capture.batch_norm import BATCH_NORMS
 from commfuse_fx.capture.call_paths import CallPaths
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
@@ -174,7 +175,7 @@ def trace_step(
         with torch._C._DisableAutocast():
             functional = make_fx(
                 functionalize(keeping_origins(traced), remove="mutations"),
-                decomposition_table={**_SUMS, **_DECOMPOSITIONS} if marked else _DECOMPOSITIONS,
+                decomposition_table={**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS,
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
             )(*flat)
@@ -271,65 +272,6 @@ def _read(module: fx.GraphModule, num_params: int, calls: CallPaths) -> Traced:
     assert isinstance(loss, fx.Node) and len(grads) == num_params
     return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()), calls)
 
-
-def _batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """native_batch_norm updates its running statistics without saying so in its schema; this form says it."""
-    if not training or running_mean is None or running_var is None:
-        return NotImplemented  # type: ignore[no-any-return]
-    out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(
-        x, weight, bias, running_mean, running_var, training, momentum, eps
-    )
-    running_mean.copy_(new_mean)
-    running_var.copy_(new_var)
-    return out, mean, invstd
-
-
-def _cudnn_batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
-    if not training or running_mean is None or running_var is None:
-        return NotImplemented
-    out, mean, invstd = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
-    return out, mean, invstd, x.new_empty((0,), dtype=torch.uint8)
-
-
-def _cudnn_batch_norm_backward(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    invstd: torch.Tensor | None,
-    eps: float,
-    reserve: torch.Tensor,
-) -> Any:
-    return aten.native_batch_norm_backward(
-        grad, x, weight, running_mean, running_var, mean, invstd, True, eps, [True, True, True]
-    )
-
-
-_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
-    aten.native_batch_norm.default: _batch_norm,
-    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
-    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
-}
 
 _SUMS: Mapping[Any, Callable[..., Any]] = {
     op: function for op in decomposed() if (function := decompose(op)) is not None

@@ -11,6 +11,11 @@ EQUAL = 1e-9
 """Relative difference up to which two predicted times count as equal."""
 
 
+def in_ms(seconds: float) -> str:
+    """`12.345 ms`."""
+    return f"{seconds * 1e3:.3f} ms"
+
+
 def check_time(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{name} is {value!r}; pass a number")

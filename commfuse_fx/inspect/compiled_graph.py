@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import networkx as nx
 import torch
@@ -24,9 +24,6 @@ from commfuse_fx.planning.compiled import Collective, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.simulate.simulation import Simulation, simulate
 from commfuse_fx.support.tracebacks import user_frames_only
-
-if TYPE_CHECKING:
-    pass
 
 
 class CompiledGraph:

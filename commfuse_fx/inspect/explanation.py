@@ -8,6 +8,7 @@ from itertools import accumulate
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import in_ms
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
@@ -89,8 +90,8 @@ class Explanation:
         """A report in plain lines."""
         step = self.simulation
         lines = [
-            f"predicted step: {_ms(step.step_seconds)} on {self.cluster}, {step.gap:.1%} above its lower bound of "
-            f"{_ms(step.bound_seconds)} ({step.bound_by}); exposed communication {_ms(step.exposed_seconds)}, "
+            f"predicted step: {in_ms(step.step_seconds)} on {self.cluster}, {step.gap:.1%} above its lower bound of "
+            f"{in_ms(step.bound_seconds)} ({step.bound_by}); exposed communication {in_ms(step.exposed_seconds)}, "
             f"peak memory {step.peak_memory / 2**20:.1f} MiB",
             f"{len(self.collectives)} collective(s)",
         ]
@@ -103,7 +104,7 @@ class Explanation:
                 f"{each.compute_between} compute node(s) in between"
             )
             why = f": {each.reason}" if each.reason else ""
-            lines.append(f"    {_ms(each.hidden)} hidden, {_ms(each.exposed)} exposed{why}")
+            lines.append(f"    {in_ms(each.hidden)} hidden, {in_ms(each.exposed)} exposed{why}")
         if self.flat_updates:
             lines.append("flat storage (updated as one tensor)")
             lines.extend(f"  {line}" for line in self.flat_updates)
@@ -139,10 +140,6 @@ def _layouts(program: Program) -> tuple[ParameterLayout, ...]:
         if note.topic == LAYOUT:
             found[note.subject].append(note.reason)
     return tuple(ParameterLayout(name, tuple(reasons)) for name, reasons in found.items())
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def explain(program: Program, costs: CostModel, label: str) -> Explanation:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import is_start, is_wait, result_of_start
-from commfuse_fx.ir.meta import Spec, TensorSpec, has_info, info, same_layout, spec_of
+from commfuse_fx.ir.meta import Spec, TensorSpec, empty_of, has_info, info, same_layout, spec_of
 from commfuse_fx.ir.program import Program
 
 
@@ -79,15 +79,7 @@ def _key(value: Any) -> Any:
 def _value(key: Any) -> Any:
     kind, value = key
     if kind is fx.Node:
-        return _without_data(value)
+        return empty_of(value, 1, "meta")  # None stands for a number
     if kind is list:
         return [_value(item) for item in value]
     return torch.device("meta") if kind is torch.device else value
-
-
-def _without_data(spec: Spec) -> Any:
-    if spec is None:
-        return 1  # a number
-    if isinstance(spec, TensorSpec):
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-    return [_without_data(item) for item in spec]

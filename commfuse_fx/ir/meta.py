@@ -85,6 +85,11 @@ class TensorSpec:
         """The same with another dtype."""
         return TensorSpec(self.shape, dtype, self.stride, self.device)
 
+    def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
+        """A tensor like this with any values, on its own device or another one; on "meta" it has no memory."""
+        where = self.device if device is None else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
+
     @property
     def numel(self) -> int:
         """The number of elements."""
@@ -127,6 +132,13 @@ class TensorSpec:
 
 
 Spec = TensorSpec | tuple["Spec", ...] | None
+
+
+def empty_of(spec: Spec, number: Any = None, device: str | None = None) -> Any:
+    """A tensor with any values for each one of the spec, and `number` for what is none."""
+    if isinstance(spec, tuple):
+        return tuple(empty_of(item, number, device) for item in spec)
+    return number if spec is None else spec.empty(device)
 
 
 def spec_of(value: Any) -> Spec:

@@ -15,7 +15,7 @@ def reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     contiguous copy."""
     if spec.is_contiguous:
         return spec.with_shape(shape)
-    stride = _without_data(spec).reshape(shape).stride()
+    stride = spec.empty("meta").reshape(shape).stride()
     return TensorSpec(shape, spec.dtype, tuple(stride), spec.device)
 
 
@@ -25,9 +25,5 @@ def dense_like(spec: TensorSpec) -> TensorSpec:
     without gaps."""
     if spec.is_dense:
         return spec
-    stride = torch.empty_like(_without_data(spec)).stride()
+    stride = torch.empty_like(spec.empty("meta")).stride()
     return TensorSpec(spec.shape, spec.dtype, tuple(stride), spec.device)
-
-
-def _without_data(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")

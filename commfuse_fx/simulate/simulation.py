@@ -11,6 +11,7 @@ from torch import fx
 
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import in_ms
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
@@ -62,18 +63,18 @@ class Simulation:
     def text(self) -> str:
         """A report in plain lines."""
         lines = [
-            f"simulated step: {_ms(self.step_seconds)}, {self.gap:.1%} above its lower bound of "
-            f"{_ms(self.bound_seconds)} ({self.bound_by})",
-            f"  compute {_ms(self.compute_seconds)}, exposed communication {_ms(self.exposed_seconds)}, "
+            f"simulated step: {in_ms(self.step_seconds)}, {self.gap:.1%} above its lower bound of "
+            f"{in_ms(self.bound_seconds)} ({self.bound_by})",
+            f"  compute {in_ms(self.compute_seconds)}, exposed communication {in_ms(self.exposed_seconds)}, "
             f"peak memory {self.peak_memory / 2**20:.1f} MiB",
             f"{len(self.collectives)} collective(s)",
         ]
         for each in self.collectives:
             reason = f" ({each.reason})" if each.reason else ""
             lines.append(
-                f"  {each.name}: issued {_ms(each.issued)}, on the wire {_ms(each.begin)} to {_ms(each.end)}, "
-                f"waited for at {_ms(each.wait_entered)}; {_ms(each.hidden)} hidden, "
-                f"{_ms(each.exposed)} exposed{reason}; {each.description}"
+                f"  {each.name}: issued {in_ms(each.issued)}, on the wire {in_ms(each.begin)} to {in_ms(each.end)}, "
+                f"waited for at {in_ms(each.wait_entered)}; {in_ms(each.hidden)} hidden, "
+                f"{in_ms(each.exposed)} exposed{reason}; {each.description}"
             )
         return "\n".join(lines) + "\n"
 
@@ -193,7 +194,3 @@ def _transfer_events(played: Played) -> list[Event]:
 def _transfer_name(collective: str, number: int, count: int) -> str:
     """A collective that is one transfer lends it its name; pieces are numbered."""
     return collective if count == 1 else f"{collective}.{number}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

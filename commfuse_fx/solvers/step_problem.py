@@ -16,7 +16,7 @@ from torch import fx
 
 from commfuse_fx.cost.collective_cost import CollectiveCost
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.numbers import EQUAL, in_ms
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
@@ -152,7 +152,7 @@ class _Graph:
 
     def _cut(self, played: PlayedCuts, starts: Sequence[fx.Node], cuts: Ranges) -> _Groups:
         late = played.play(cuts).arrival - self.clock[self.place[starts[-1]]]
-        text = f"the last one arrives {_ms(late)} after the last gradient, by the cost model"
+        text = f"the last one arrives {in_ms(late)} after the last gradient, by the cost model"
         return [list(starts[begin:end]) for begin, end in cuts], text
 
     def _message(self, bucket: Sequence[fx.Node]) -> Message:
@@ -257,9 +257,9 @@ class _Graph:
         cuts = played.best(self._cuts(starts, sizes))
         in_step = played.seconds(cuts) + self.clock[-1] - self.clock[self.place[starts[-1]]] - played.rest
         if in_step <= period * (1 + EQUAL):
-            reason = f"a step takes {_ms(in_step)} with all communication waited for at its end, by the cost model"
+            reason = f"a step takes {in_ms(in_step)} with all communication waited for at its end, by the cost model"
             return [starts[begin:end] for begin, end in cuts], reason
-        reason = f"a step takes {_ms(period)} with communication across steps, by the cost model"
+        reason = f"a step takes {in_ms(period)} with communication across steps, by the cost model"
         return [[starts[i] for i in group] for group in across], reason
 
     def _loop(
@@ -313,7 +313,3 @@ def _details(start: fx.Node) -> CollectiveInfo:
     details = info(start).collective
     assert details is not None
     return details
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

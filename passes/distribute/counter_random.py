@@ -7,10 +7,10 @@ of dropout are those of one device, whatever part a rank holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
+from commfuse_fx.ir.bound_arguments import bound_arguments
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import TensorSpec, info
@@ -42,7 +42,7 @@ class CounterRandom(Pass):
             spec = info(node).spec
             first = spec[0] if isinstance(spec, tuple) else spec
             assert isinstance(first, TensorSpec)
-            args = replacement.convert(_arguments(node), first, seed, len(made))
+            args = replacement.convert(bound_arguments(node.target, node.args, node.kwargs), first, seed, len(made))
             if args is None:
                 continue
             like = info(node)
@@ -56,14 +56,3 @@ class CounterRandom(Pass):
             program.remove_source(seed)
             program.graph.erase_node(seed)
         return bool(made)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By the names of the op's schema, defaults filled in."""
-    found: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[position]
-        else:
-            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return found

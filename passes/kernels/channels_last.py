@@ -23,7 +23,7 @@ from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.edit import erase_upwards
 from commfuse_fx.ir.known_shapes import known_shapes
 from commfuse_fx.ir.memory_format import is_channels_last, laid_out, unless_equal
-from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
+from commfuse_fx.ir.meta import Spec, TensorSpec, empty_of, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -241,12 +241,12 @@ class _Plan:
 
         def empty(operand: fx.Node) -> Any:
             if operand in broadcast:
-                return _empty(tensor_spec(broadcast[operand]))
+                return tensor_spec(broadcast[operand]).empty()
             spec = self._spec(operand)
             if operand in taken:
                 assert isinstance(spec, TensorSpec)
                 spec = laid_out(spec, taken[operand])
-            return _empty(spec)
+            return empty_of(spec)
 
         with known_shapes(), self._mode, torch.no_grad():
             args = fx.node.map_arg(node.args, empty)
@@ -261,7 +261,7 @@ class _Plan:
         assert isinstance(small, fx.Node)
         assert callable(value.target)
         with known_shapes(), self._mode:
-            spec = spec_of(value.target(_empty(tensor_spec(small)), *value.args[1:]))
+            spec = spec_of(value.target(tensor_spec(small).empty(), *value.args[1:]))
         args = (small, *value.args[1:])
         scaled = build.call(value.target, args, spec=spec, like=info(value), name=f"{name}/scaled")
         args = (scaled, *expansion.args[1:])
@@ -296,9 +296,3 @@ def _activation_bytes(convolution: fx.Node) -> int:
     """Bytes of a convolution's input and output."""
     values = (*_activations(convolution), convolution)[:2]
     return sum(tensor_spec(value).nbytes for value in values)
-
-
-def _empty(spec: Spec) -> Any:
-    if isinstance(spec, TensorSpec):
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    return None if spec is None else tuple(_empty(item) for item in spec)

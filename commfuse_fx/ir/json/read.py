@@ -132,7 +132,7 @@ class _Reader(ArgumentReader):
 
     def constant(self, value: Any, place: str) -> torch.Tensor:
         spec = self.tensor(self.typed(value, dict, place), place)
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        return spec.empty("meta")
 
     def node(self, record: dict[str, Any], place: str) -> None:
         op = self.get(record, "op", str, place)

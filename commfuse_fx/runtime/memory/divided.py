@@ -28,9 +28,7 @@ class DividedParameter:
         self.group = joined_group(self.layout, mesh)
         self.mesh = mesh
         self.rank = rank
-        spec = param.spec
-        memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=whole.device)
-        self.part = nn.Parameter(memory, requires_grad=False)
+        self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False)
         self.state: dict[str, Any] = {}
         self.shown: dict[str, torch.Tensor] = {}
 

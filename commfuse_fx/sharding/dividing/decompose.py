@@ -12,7 +12,26 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.ir.bound_arguments import bound_arguments
+
 aten = torch.ops.aten
+
+ELEMENTWISE_LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
+
+ELEMENTWISE_LOSSES_BACKWARD = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
 
 _MEAN, _SUM = 1, 2  # at::Reduction
 
@@ -81,15 +100,6 @@ for _forward, _backward in (
     _replaces(_backward)(_nll_backward(_backward))
 
 
-def _arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, defaults filled in."""
-    found: dict[str, Any] = {}
-    for position, argument in enumerate(op._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-        found[argument.name] = value
-    return found
-
-
 def _count(arguments: dict[str, Any]) -> int:
     """Number of elements that an elementwise loss compares; its operands broadcast."""
     operands = [v for k, v in arguments.items() if isinstance(v, torch.Tensor) and k != "grad_output"]
@@ -98,7 +108,7 @@ def _count(arguments: dict[str, Any]) -> int:
 
 def _mean_loss(op: Any) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = _arguments(op, args, kwargs)
+        arguments = bound_arguments(op, args, kwargs)
         if arguments["reduction"] != _MEAN:
             return NotImplemented
         total = op(*{**arguments, "reduction": _SUM}.values())
@@ -109,7 +119,7 @@ def _mean_loss(op: Any) -> Callable[..., Any]:
 
 def _mean_loss_backward(op: Any) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        arguments = _arguments(op, args, kwargs)
+        arguments = bound_arguments(op, args, kwargs)
         if arguments["reduction"] != _MEAN:
             return NotImplemented
         grad = aten.div.Scalar(arguments["grad_output"], _count(arguments))
@@ -118,23 +128,10 @@ def _mean_loss_backward(op: Any) -> Callable[..., Any]:
     return backward
 
 
-for _op in (
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-):
+for _op in ELEMENTWISE_LOSSES:
     _replaces(_op)(_mean_loss(_op))
 
-for _op in (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-):
+for _op in ELEMENTWISE_LOSSES_BACKWARD:
     _replaces(_op)(_mean_loss_backward(_op))
 
 

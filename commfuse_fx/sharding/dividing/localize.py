@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commfuse_fx.ir.known_shapes import known_shapes
-from commfuse_fx.ir.meta import Spec, TensorSpec, info, spec_of, tensor_spec
+from commfuse_fx.ir.meta import Spec, empty_of, info, spec_of, tensor_spec
 from commfuse_fx.ir.redistribution import COLLECTIVES, meta_shape, sum_partial
 
 aten = torch.ops.aten
@@ -45,22 +45,14 @@ class LocalSpecs:
             ways = 1 if target is sum_partial else args[2]
             return target, given.with_shape(meta_shape(target, given.shape, ways, tuple(args[2:])))
         with known_shapes(), self._mode, torch.no_grad():
-            taken = fx.node.map_arg(tuple(args), lambda node: _empty(info(node).spec))
-            named = fx.node.map_arg(dict(kwargs), lambda node: _empty(info(node).spec))
+            taken = fx.node.map_arg(tuple(args), lambda node: empty_of(info(node).spec, 0))
+            named = fx.node.map_arg(dict(kwargs), lambda node: empty_of(info(node).spec, 0))
             try:
                 return target, spec_of(target(*taken, **named))
             except (RuntimeError, ValueError):
                 if target not in _VIEWS:
                     raise
                 return aten.reshape.default, spec_of(aten.reshape.default(*taken, **named))
-
-
-def _empty(spec: Spec) -> Any:
-    if spec is None:
-        return 0
-    if isinstance(spec, TensorSpec):
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    return tuple(_empty(item) for item in spec)
 
 
 def _key(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.ir.bound_arguments import bound_arguments
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import Placement
 
@@ -77,16 +78,7 @@ class OpCall:
 
     def bound(self) -> dict[str, Any]:
         """All arguments by the names of the op's schema, defaults filled in (target has to be an OpOverload)."""
-        found: dict[str, Any] = {}
-        given = dict(self.kwargs)
-        for position, argument in enumerate(self.target._schema.arguments):
-            if position < len(self.args) and not argument.kwarg_only:
-                found[argument.name] = self.args[position]
-            elif argument.name in given:
-                found[argument.name] = given[argument.name]
-            else:
-                found[argument.name] = argument.default_value
-        return found
+        return bound_arguments(self.target, self.args, dict(self.kwargs))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
+from commfuse_fx.sharding.dividing.decompose import ELEMENTWISE_LOSSES, ELEMENTWISE_LOSSES_BACKWARD
 from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.named import along, on_contiguous, spec_of_argument, strategy, subdivided
 from commfuse_fx.sharding.rules.rule_registry import rule
@@ -166,25 +167,7 @@ def nll_loss_gradient_of_classes_again(call: OpCall) -> Sequence[Strategy]:
     return [*found, Strategy((S(dim),), _placed_at(call, [(x, S(dim))]), steps)]
 
 
-_ELEMENTWISE = (
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-)
-
-_ELEMENTWISE_BACKWARD = (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-)
-
-
-@rule(*_ELEMENTWISE, *_ELEMENTWISE_BACKWARD)
+@rule(*ELEMENTWISE_LOSSES, *ELEMENTWISE_LOSSES_BACKWARD)
 def elementwise_loss(call: OpCall) -> Sequence[Strategy]:
     """Any dimension of the operands, which broadcast."""
     bound = call.bound()
