@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from commfuse_fx.machine.presets import preset_names, resolve_cluster
     from commfuse_fx.machine.step_profile import StepProfile
     from commfuse_fx.machine.timeline import Span, Timeline
-    from commfuse_fx.measure.calibration import Calibration, CalibrationReport, LevelReport, calibrate
+    from commfuse_fx.measure.calibration import Calibration, calibrate
+    from commfuse_fx.measure.calibration_report import CalibrationReport, LevelReport
     from commfuse_fx.planning.compiled import Collective, Snapshot
     from commfuse_fx.planning.pipeline import PassRecord
     from commfuse_fx.runtime.ranks.world import init
@@ -147,7 +148,8 @@ _HOMES = {
     "commfuse_fx.machine.presets": ("preset_names", "resolve_cluster"),
     "commfuse_fx.machine.step_profile": ("StepProfile",),
     "commfuse_fx.machine.timeline": ("Span", "Timeline"),
-    "commfuse_fx.measure.calibration": ("Calibration", "CalibrationReport", "LevelReport", "calibrate"),
+    "commfuse_fx.measure.calibration": ("Calibration", "calibrate"),
+    "commfuse_fx.measure.calibration_report": ("CalibrationReport", "LevelReport"),
     "commfuse_fx.planning.compiled": ("Collective", "Snapshot"),
     "commfuse_fx.planning.pipeline": ("PassRecord",),
     "commfuse_fx.runtime.ranks.world": ("init",),

@@ -16,14 +16,8 @@ from commfuse_fx.commands import calibrate as command
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.measure import network_probe, probe_group
-from commfuse_fx.measure.calibration import (
-    Calibration,
-    CalibrationReport,
-    LevelReport,
-    _Planned,
-    _report_level,
-    _spec_of,
-)
+from commfuse_fx.measure.calibration import Calibration, _Planned, _report_level, _spec_of
+from commfuse_fx.measure.calibration_report import CalibrationReport, LevelReport
 from commfuse_fx.measure.contention_probe import Contention
 from commfuse_fx.measure.fit_alpha_beta import Sample
 from commfuse_fx.measure.network_probe import PIPELINED_BYTES, NetworkFigures, measure_group

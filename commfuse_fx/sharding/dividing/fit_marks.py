@@ -16,6 +16,7 @@ from math import gcd, prod
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import Placement, R, Shard
+from commfuse_fx.sharding.marking.check_shape import check_divides, check_shape
 from commfuse_fx.sharding.marking.strategy import Axes, Counts, Layout, Placements, TensorStrategy
 
 
@@ -305,38 +306,11 @@ def _check(member: MarkedTensor, place: str, mesh: Mesh) -> None:
             )
 
 
-def check_shape(strategy: TensorStrategy, shape: Sequence[int], label: str) -> None:
-    """Raise ConfigValueError where a strategy and a tensor of this shape do not fit, on any mesh."""
-    entries = (
-        strategy.slices if isinstance(strategy, Counts) else strategy.names if isinstance(strategy, Axes) else None
-    )
-    if entries is not None and len(entries) != len(shape):
-        raise ConfigValueError(
-            f"{label} is {strategy}, which has {len(entries)} entries, but the tensor has {len(shape)} dimensions "
-            f"(shape {tuple(shape)}); give one entry per dimension"
-        )
-    if isinstance(strategy, Counts):
-        for dim, count in enumerate(strategy.slices):
-            _check_divides(count, 1, dim, strategy, shape, label)
-
-
 def _check_sizes(member: MarkedTensor, place: str, divided: Sequence[tuple[AxisPiece, Shard]]) -> None:
     for dim in dict.fromkeys(placement.dim for _, placement in divided):
         count = prod(piece.size for piece, placement in divided if placement.dim == dim)
         blocks = max(placement.blocks for _, placement in divided if placement.dim == dim)
-        _check_divides(count, blocks, dim, member.strategy, member.shape, f"{place}: {member.label}")
-
-
-def _check_divides(
-    count: int, blocks: int, dim: int, strategy: TensorStrategy, shape: Sequence[int], label: str
-) -> None:
-    size = shape[dim]
-    if size % (count * blocks):
-        each = f" of each of {blocks} blocks" if blocks > 1 else ""
-        raise ConfigValueError(
-            f"{label} is {strategy}: dimension {dim} of shape {tuple(shape)} has size {size}, which does not divide "
-            f"into {count} slices{each}; give a number of slices that divides {size}, or pad the dimension"
-        )
+        check_divides(count, blocks, dim, member.strategy, member.shape, f"{place}: {member.label}")
 
 
 def _layout(fitted: Fitted, mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Layout:

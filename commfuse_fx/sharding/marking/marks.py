@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.sharding.dividing.fit_marks import check_shape
+from commfuse_fx.sharding.marking.check_shape import check_shape
 from commfuse_fx.sharding.marking.logical import kind_of_module
 from commfuse_fx.sharding.marking.strategy import TensorStrategy
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigTypeError
-from commfuse_fx.sharding.dividing.fit_marks import check_shape
+from commfuse_fx.sharding.marking.check_shape import check_shape
 from commfuse_fx.sharding.marking.marks import ModuleMark, ParameterMark, add_mark, add_module_mark
 from commfuse_fx.sharding.marking.paths import find_modules, find_parameters, nothing_matches
 from commfuse_fx.sharding.marking.plans import Layouts

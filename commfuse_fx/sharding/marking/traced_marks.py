@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.sharding.dividing.fit_marks import check_shape
+from commfuse_fx.sharding.marking.check_shape import check_shape
 from commfuse_fx.sharding.marking.layout_op import NodeMark, mark_tensor
 from commfuse_fx.sharding.marking.logical import kind_of_function, kind_of_module
 from commfuse_fx.sharding.marking.marks import ModuleMark, marks_of
