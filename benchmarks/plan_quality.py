@@ -33,7 +33,7 @@ from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.pipeline import Pass
+from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
@@ -118,29 +118,27 @@ class Case:
         self._graphs: dict[bool, TorchGraph] = {}
         self._unfused: tuple[str, Program] | None = None
 
-    def program(self, world: str, ranks: int, plan: str) -> tuple[Program, list[Pass]]:
+    def program(self, world: str, ranks: int, plan: str) -> tuple[Program, PassPipeline]:
         """The captured step for this world, and the passes of this plan."""
         options = OPTIONS.get(plan, {})
         config = CompileConfig.resolve({**options, "device_num": ranks, "cluster": world})
         mesh, params = Mesh.of_sizes((ranks,)), dict(self.captured.params)
         program = replace(self.captured.copy(), mesh=mesh, config=config, params=params)
-        return program, list(build_pipeline(Situation(config, mesh)).passes)
+        return program, build_pipeline(Situation(config, mesh))
 
     def unfused(self, world: str, ranks: int) -> Program:
         """The step as it is when its collectives are about to be merged; the one of the last world is kept."""
         if self._unfused is not None and self._unfused[0] == world:
             return self._unfused[1]
-        program, passes = self.program(world, ranks, "none")
-        for each in passes:
-            if each.name == "fuse_collectives":
-                break
-            each(program)
+        program, pipeline = self.program(world, ranks, "none")
+        names = [each.name for each in pipeline.passes]
+        pipeline.run(program, part=slice(names.index("fuse_collectives")))
         self._unfused = (world, program)
         return program
 
     def compiled(self, world: str, ranks: int, plan: str) -> Program:
         """The final program. Raises _NoPlanError when PyTorch's pass gives none."""
-        program, passes = self.program(world, ranks, plan)
+        program, pipeline = self.program(world, ranks, plan)
         if "optimal" in plan:
             return plan_step(program, program.config)[0]
         if plan == DDP:
@@ -150,9 +148,9 @@ class Case:
             if given.reason:
                 raise _NoPlanError(given.reason)
             _fuse(program, given.buckets)
-            passes = [GivenOrder(given) if each.name == "schedule" else each for each in passes]
-        for each in passes:
-            each(program)
+            passes = [GivenOrder(given) if each.name == "schedule" else each for each in pipeline.passes]
+            pipeline = replace(pipeline, passes=tuple(passes))
+        pipeline.run(program)
         return program
 
     def torch_plan(self, world: str, ranks: int, plan: str) -> TorchPlan:

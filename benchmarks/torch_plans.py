@@ -30,6 +30,7 @@ from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten
 
@@ -222,16 +223,17 @@ class TorchGraph:
 
 
 @dataclass(frozen=True)
-class GivenOrder:
+class GivenOrder(Pass):
     """Puts a program, with its collectives merged as a plan says, into the order of that plan.
 
     Nodes that the plan does not know stand as early as their inputs allow, updates at the end.
     """
 
+    name = "given_order"
+    requires = ("averaged",)
+    ensures = ("scheduled",)
+
     plan: TorchPlan
-    name: str = "given_order"
-    requires: tuple[str, ...] = ("averaged",)
-    ensures: tuple[str, ...] = ("scheduled",)
 
     def __call__(self, program: Program) -> bool:
         place: dict[str | tuple[str, int], float] = {}

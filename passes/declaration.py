@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.model import CostModel, cost_model
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 
@@ -43,25 +44,18 @@ class Situation:
 
     config, mesh: the options of the compile, and the ranks as a grid.
     variant: which way to plan is tried.
-    costs: prices of nodes and collectives. None: nothing is planned by cost.
-    batch: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
-        where the step is divided.
     flat_updates: whether parameters of a bucket may be updated as one tensor.
     same_batches: whether the ranks' batches have one size. Where they do not, what makes both gradients of a
         layer is one op on some ranks and two on others, and the order of two must not matter.
-    local_parameters, marks, layouts: as for `Divide`.
+    local_parameters: whether every rank keeps its part of a divided parameter.
     """
 
     config: CompileConfig
     mesh: Mesh
     variant: Variant = Variant()
-    costs: CostModel | None = None
-    batch: tuple[str, ...] = ()
     flat_updates: bool = True
     same_batches: bool = True
     local_parameters: bool = False
-    marks: Any = None
-    layouts: Any = None
 
     @property
     def divides(self) -> bool:
@@ -79,6 +73,11 @@ class Situation:
         return None if self.config.parallel_mode == "stand_alone" else self.mesh.all_axes
 
     @property
+    def by_cost(self) -> bool:
+        """Whether the plan follows from predicted times."""
+        return self.config.plans_by_cost
+
+    @property
     def schedules(self) -> bool:
         """Whether nodes may be moved."""
         return self.config.schedule != "none"
@@ -87,6 +86,30 @@ class Situation:
     def across_steps(self) -> bool:
         """Whether communication may run on into the next step."""
         return bool(self.variant.get("across_steps", self.config.across_steps))
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """A context is what passes may ask for besides the program. prices: None where there is no cluster."""
+
+    prices: CostModel | None = None
+
+    @classmethod
+    def of(cls, config: CompileConfig) -> PassContext:
+        """The prices of the configured cluster."""
+        return cls(None if config.cluster is None else cost_model(config.cluster))
+
+    @property
+    def costs(self) -> CostModel:
+        """Raises ConfigValueError where there are no prices."""
+        if self.prices is None:
+            raise ConfigValueError(
+                "a pass plans by cost, but the graph was compiled without a cluster; give one with --cluster"
+            )
+        return self.prices
+
+
+NO_PRICES = PassContext()
 
 
 class Pass:
@@ -107,4 +130,12 @@ class Pass:
 
     def __call__(self, program: Program) -> bool:
         """Transform the program in place. Returns whether anything changed."""
+        raise NotImplementedError
+
+
+class PricedPass(Pass):
+    """A priced pass asks what nodes and collectives cost: a pipeline hands it its context."""
+
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
+        """Transform the program in place. Returns whether anything changed. Raises ConfigValueError without prices."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.commands.rerun_passes import pipeline_for, price, read_input
+from commfuse_fx.commands.rerun_passes import fuse, pipeline_for, price, read_input
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.program import Program
@@ -38,7 +38,7 @@ example:
   commfuse opt dump --print after-changed 2> stages.txt
   commfuse opt dump --passes 'simplify,lower_user_collectives,reduce_gradients(mean=false)' --json > reduced.json
   commfuse opt reduced.json --after lower_user_collectives,reduce_gradients --verify --passes 'update_parameters,
-    fuse_collectives(fusion={"allreduce": {"mode": "size", "config": 25}}),flatten_storage'
+    fuse_collectives,flatten_storage' --comm-fusion '{"allreduce": {"mode": "size", "config": 25}}'
 
 exit codes: 0 done, 1 a pass failed, 2 bad usage, or a file that cannot be read
 """
@@ -63,6 +63,7 @@ def register(commands: Any) -> None:
         "they are known",
     )
     command.add_argument("--cluster", help="what passes price plans with: a preset or a JSON file, as for compile()")
+    command.add_argument("--comm-fusion", metavar="JSON", help="what passes fuse, as for compile()")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--verify", action="store_true", help="check the graph after every pass")
     command.add_argument(
@@ -90,6 +91,8 @@ def _run(options: argparse.Namespace) -> int:
     program = given.program
     if options.cluster is not None:
         price(program, options.cluster)
+    if options.comm_fusion is not None:
+        fuse(program, options.comm_fusion)
     pipeline = pipeline_for(given, written, [*given.done, *done])
     watcher = None if options.shown is None else _Printer(options.shown == "after-all")
     pipeline.run(program, verify if options.verify else None, watcher=watcher)

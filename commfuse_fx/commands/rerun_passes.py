@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from commfuse_fx.config.plain_data import fusion_from_dict
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.errors import ConfigValueError, VerificationError
 from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.dumps.load import GIVE, read_program
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.source import resolve_costs
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import Pass, PassContext, Situation
 from commfuse_fx.planning.pass_text import Written
-from commfuse_fx.planning.pass_values import OWN_COSTS, option_from_data
+from commfuse_fx.planning.pass_values import GROUP, option_from_data
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES, PassEntry, PassOption, find_pass
@@ -50,6 +52,15 @@ def price(program: Program, cluster: str) -> None:
     program.config = replace(program.config, cluster=costs)
 
 
+def fuse(program: Program, text: str) -> None:
+    """Give the program another comm_fusion. Raises as `compile` does for its option `comm_fusion`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ConfigValueError(f"--comm-fusion is {text[:80]!r}, which is no JSON") from None
+    program.config = replace(program.config, comm_fusion=fusion_from_dict(found, "--comm-fusion"))
+
+
 def pipeline_for(given: Input, written: Written | None, done: Sequence[str]) -> PassPipeline:
     """The passes that are written, or those of the compile for None. Options that are not written are as in the
     compile, else as the configuration says.
@@ -65,7 +76,7 @@ def pipeline_for(given: Input, written: Written | None, done: Sequence[str]) -> 
     else:
         passes = [_make(find_pass(name), options, usual, given.program) for name, options in written]
     try:
-        return PassPipeline(tuple(passes), tuple(facts))
+        return PassPipeline(tuple(passes), tuple(facts), PassContext.of(given.program.config))
     except VerificationError as error:
         raise ConfigValueError(f"{error}; add the pass that ensures it, or name it in --after if it has run") from None
 
@@ -76,7 +87,7 @@ def _usual(given: Input) -> Mapping[str, Pass]:
         return {item.name: item for item in given.pipeline.passes}
     config = given.program.config
     made = build_pipeline(Situation(config, given.program.mesh)).passes
-    return {item.name: item for item in made if item.name != "divide"}  # whose marks are not known
+    return {item.name: item for item in made}
 
 
 def _make(entry: PassEntry, options: Mapping[str, Any], usual: Mapping[str, Pass], program: Program) -> Pass:
@@ -92,15 +103,9 @@ def _make(entry: PassEntry, options: Mapping[str, Any], usual: Mapping[str, Pass
 
 
 def _required(entry: PassEntry, option: PassOption, program: Program) -> Any:
-    if option.type in ("str", "str | None"):
+    if option.name == GROUP:
         return program.mesh.all_axes
-    if option.type == "FusionConfig":
-        return program.config.comm_fusion
-    if option.type == "CostModel":
-        return option_from_data(entry, option.name, OWN_COSTS, program)
-    raise ConfigValueError(
-        f"pass {entry.name} needs the option {option.name}, which only the captured.json of a dump has; give that file"
-    )
+    raise ConfigValueError(f"pass {entry.name} needs the option {option.name}; write {entry.name}({option.name}=...)")
 
 
 def _done(path: Path) -> tuple[str, ...]:

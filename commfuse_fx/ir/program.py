@@ -100,6 +100,9 @@ class Note:
     reason: str
 
 
+Layouts = Mapping[str, tuple[tuple[str, Placement], ...]]
+"""Name of a parameter -> (group of mesh axes, placement) pairs, as in `Parameter.layout`."""
+
 LAYOUT = "layout"
 """Topic of notes that say how a parameter lies on one group of mesh axes."""
 
@@ -136,6 +139,10 @@ class Program:
     loss: the node of the loss.
     constants: tensors that the trace has met, by name.
     batch_axes: the group of mesh axes over which inputs are divided; "": none.
+    batch_inputs: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
+        where the step is divided.
+    marks: what users say of layouts (`sharding.marking.marks.Marks`). None: nobody has looked for marks.
+    layouts: layouts of parameters that an earlier graph of the same step has decided, or None.
     torch_version: of the torch whose ops the graph calls.
     """
 
@@ -154,6 +161,9 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     redistributions: list[Redistribution] = field(default_factory=list)
     batch_axes: str = ""
+    batch_inputs: tuple[str, ...] = ()
+    marks: Any = None
+    layouts: Layouts | None = None
     torch_version: str = torch.__version__.split("+")[0]
 
     def __post_init__(self) -> None:

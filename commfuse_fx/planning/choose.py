@@ -13,7 +13,7 @@ from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.passes.declaration import Pass, PassContext
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.fuse_collectives import Buckets, FuseCollectives, buckets_of
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
@@ -46,7 +46,7 @@ def fastest(
     program: Program,
     pipelines: Sequence[PassPipeline],
     fixed: Sequence[PassPipeline],
-    costs: CostModel | None,
+    context: PassContext,
     most: int,
     check: Check | None = None,
     watcher: Watcher | None = None,
@@ -63,7 +63,7 @@ def fastest(
         return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
     shared = _shared_passes([*pipelines, *fixed])
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
-    assert costs is not None, "nothing else makes several plans"
+    costs = context.costs
     least = _least_seconds(program, costs)
     seen: list[_Decided] = []
     planned: list[tuple[float, Planned]] = []

@@ -12,11 +12,10 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.declaration import Situation
+from commfuse_fx.passes.declaration import PassContext, Situation
 from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
@@ -59,6 +58,9 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
             ways = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
             if ways != asked.sharding.batch_ways:
                 raise OtherBatch(ways)
+        program.batch_inputs = tuple(asked.sliced_inputs)
+        if asked.sharding is not None:
+            program.marks, program.layouts = asked.sharding.marks, asked.sharding.fixed
         captured = program.copy() if request.keep_captured else None
         votes = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
@@ -85,22 +87,19 @@ def plan_step(
     situation = Situation(
         config,
         program.mesh,
-        batch=tuple(asked.sliced_inputs),
         flat_updates=asked.flat_updates,
         same_batches=common is None,
         local_parameters=sharding is not None and sharding.local_parameters,
-        marks=None if sharding is None else sharding.marks,
-        layouts=None if sharding is None else sharding.fixed,
     )
     nodes = len(program.graph.nodes)
     # How many rows are sent again follows from a rank's batch: not where batches differ.
     found = variants(config, nodes, sharding is None and common is None and may_resend(program))
-    costs = cost_model(config.cluster) if config.plans_by_cost else None
-    if costs is not None and common is not None:
-        costs = common_costs(program, build_pipeline(replace(situation, costs=costs)), costs, common)
+    context = PassContext.of(config)
+    if config.plans_by_cost and common is not None:
+        context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))
     pipelines: list[PassPipeline] = []
     fixed: list[PassPipeline] = []
     for variant in found:
-        made = build_pipeline(replace(situation, variant=variant, costs=costs))
+        made = build_pipeline(replace(situation, variant=variant), context)
         (fixed if needs_no_search(variant) else pipelines).append(made)
-    return fastest(program, pipelines, fixed, costs, most_plans(nodes), check, watcher or graph_log())
+    return fastest(program, pipelines, fixed, context, most_plans(nodes), check, watcher or graph_log())

@@ -1,4 +1,4 @@
-"""Options of passes as plain data, for files and for the command line."""
+"""Options of passes as plain data, for files and for the command line. All of them are scalars."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_fx.config.fusion_config import FusionConfig
-from commfuse_fx.config.plain_data import fusion_from_dict, fusion_to_dict
-from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.json.values import ValueReader
 from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Scalar
 from commfuse_fx.planning.registry import PassEntry, PassOption
-from commfuse_fx.sharding.marking.marks import Marks
-from commfuse_fx.sharding.marking.marks_json import marks_from_dict, marks_to_dict
 from commfuse_fx.support.checks import check_bool, is_int, show
 
-OWN_COSTS = "cluster"
-"""What stands for the prices of the program's own cluster."""
+GROUP = "group"
+"""Name of an option that says over which mesh axes a pass works."""
+
+_OR_NONE = " | None"
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How the values of one type are written. hint: what a user may give."""
+    """How values of one type are checked. hint: what a user may give."""
 
-    write: Callable[[Any], Any]
-    read: Callable[[Any, str, Program], Any]
+    read: Callable[[Any, str, Program], Scalar]
     hint: str
 
 
-def options_to_dict(entry: PassEntry, made: Any) -> dict[str, Any]:
-    """Every option of a pass that was made, as plain data."""
-    return {option.name: _FORMS[option.type].write(getattr(made, option.name)) for option in entry.options}
+def options_to_dict(entry: PassEntry, made: Pass) -> dict[str, Scalar]:
+    """Every option of a pass that was made."""
+    return {option.name: getattr(made, option.name) for option in entry.options}
 
 
-def option_from_data(entry: PassEntry, name: str, value: Any, program: Program) -> Any:
-    """The value of an option, from what `options_to_dict` writes for it.
+def option_from_data(entry: PassEntry, name: str, value: Any, program: Program) -> Scalar:
+    """The value of an option, as `options_to_dict` gives it.
 
     Raises ConfigKeyError for an unknown option, ConfigTypeError or ConfigValueError for a bad value.
     """
     option = entry.option(name)
-    return _FORMS[option.type].read(value, f"pass {entry.name}, option {name}", program)
+    if value is None and option.type.endswith(_OR_NONE):
+        return None
+    return _form(option).read(value, f"pass {entry.name}, option {name}", program)
 
 
 def hint_of(option: PassOption) -> str:
     """What a user may give for it."""
-    return _FORMS[option.type].hint
+    return f"{_form(option).hint}, or none" if option.type.endswith(_OR_NONE) else _form(option).hint
 
 
 def default_text(option: PassOption) -> str:
     """The default as a user would write it; "" where there is none."""
     if option.required:
         return ""
-    value = _FORMS[option.type].write(option.default)
+    value = option.default
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _form(option: PassOption) -> _Form:
+    return _AXES if option.name == GROUP else _FORMS[option.type.removesuffix(_OR_NONE)]
 
 
 def _bool(value: Any, where: str, program: Program) -> bool:
@@ -79,7 +81,13 @@ def _float(value: Any, where: str, program: Program) -> float:
     return float(value)
 
 
-def _group(value: Any, where: str, program: Program) -> str:
+def _text(value: Any, where: str, program: Program) -> str:
+    if not isinstance(value, str):
+        raise ConfigTypeError(f"{where} is {show(value)}; give a text")
+    return value
+
+
+def _axes(value: Any, where: str, program: Program) -> str:
     if not isinstance(value, str):
         raise ConfigTypeError(f"{where} is {show(value)}; give mesh axes such as {program.mesh.all_axes}")
     for axis in value.split(","):
@@ -88,80 +96,14 @@ def _group(value: Any, where: str, program: Program) -> str:
     return value
 
 
-def _names(value: Any, where: str, program: Program) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigTypeError(f"{where} is {show(value)}; give a list of names such as [x, y]")
-    return tuple(value)
-
-
-def _costs(value: Any, where: str, program: Program) -> Any:
-    if value != OWN_COSTS:
-        raise ConfigValueError(f'{where} is {show(value)}; give "{OWN_COSTS}", the cluster of the graph')
-    if program.config.cluster is None:
-        raise ConfigValueError(f"{where}: the graph was compiled without a cluster; give one with --cluster")
-    return cost_model(program.config.cluster)
-
-
-def _fusion(value: Any, where: str, program: Program) -> FusionConfig:
-    return fusion_from_dict(value, where)
-
-
-def _marks(value: Any, where: str, program: Program) -> Marks:
-    return marks_from_dict(value, where)
-
-
-def _layouts(value: Any, where: str, program: Program) -> Any:
-    reader = ValueReader(where)
-    found: dict[str, tuple[tuple[str, Any], ...]] = {}
-    for name, pairs in reader.typed(value, dict, "the layouts").items():
-        layout: list[tuple[str, Any]] = []
-        for i, pair in enumerate(reader.typed(pairs, list, name)):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise ConfigValueError(f"{where}, {name}[{i}] is {show(pair)}; give [group, placement]")
-            placement = None if pair[1] is None else reader.placement(pair[1], name)
-            layout.append((reader.typed(pair[0], str, name), placement))
-        found[name] = tuple(layout)
-    return found
-
-
-def _write_layouts(value: Any) -> Any:
-    return {
-        name: [[group, None if placement is None else str(placement)] for group, placement in layout]
-        for name, layout in value.items()
-    }
-
-
-def _optional(form: _Form) -> _Form:
-    return _Form(
-        lambda value: None if value is None else form.write(value),
-        lambda value, where, program: None if value is None else form.read(value, where, program),
-        f"{form.hint}, or none",
-    )
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-_INT = _Form(_same, _int, "int >= 0")
-_GROUP = _Form(_same, _group, "mesh axes joined by commas")
-_COSTS = _Form(lambda value: OWN_COSTS, _costs, OWN_COSTS)
-_LAYOUTS = _Form(_write_layouts, _layouts, "as captured.json says")
+_AXES = _Form(_axes, "mesh axes joined by commas")
 
 _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
-        "bool": _Form(_same, _bool, "true or false"),
-        "float": _Form(_same, _float, "number >= 0"),
-        "int": _INT,
-        "int | None": _optional(_INT),
-        "str": _GROUP,
-        "str | None": _optional(_GROUP),
-        "tuple[str, ...]": _Form(list, _names, "list of paths of inputs"),
-        "FusionConfig": _Form(fusion_to_dict, _fusion, "object as for comm_fusion="),
-        "CostModel": _COSTS,
-        "CostModel | None": _optional(_COSTS),
-        "Marks": _Form(marks_to_dict, _marks, "as captured.json says"),
-        "Layouts | None": _optional(_LAYOUTS),
+        "bool": _Form(_bool, "true or false"),
+        "float": _Form(_float, "number >= 0"),
+        "int": _Form(_int, "int >= 0"),
+        "str": _Form(_text, "text"),
     }
 )
 """Type of an option, as a pass writes it -> its form."""

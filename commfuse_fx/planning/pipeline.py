@@ -9,7 +9,7 @@ from typing import Protocol
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.passes.declaration import NO_PRICES, Pass, PassContext, PricedPass
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class PassPipeline:
 
     passes: tuple[Pass, ...]
     given: tuple[str, ...] = ()
+    context: PassContext = NO_PRICES
 
     def __post_init__(self) -> None:
         known = dict.fromkeys(self.given)
@@ -86,7 +87,7 @@ class PassPipeline:
             if watcher is not None:
                 watcher.before(item.name, program)
             try:
-                record = _apply(item, program)
+                record = self._apply(item, program)
                 if check is not None:
                     check(program, item.name)
             except Exception as error:
@@ -100,10 +101,9 @@ class PassPipeline:
                 watcher.after(record, program)
         return records
 
-
-def _apply(item: Pass, program: Program) -> PassRecord:
-    before = len(program.graph.nodes)
-    start = time.perf_counter()
-    modified = item(program)
-    seconds = time.perf_counter() - start
-    return PassRecord(item.name, modified, seconds, before, len(program.graph.nodes))
+    def _apply(self, item: Pass, program: Program) -> PassRecord:
+        before = len(program.graph.nodes)
+        start = time.perf_counter()
+        modified = item(program, self.context) if isinstance(item, PricedPass) else item(program)
+        seconds = time.perf_counter() - start
+        return PassRecord(item.name, modified, seconds, before, len(program.graph.nodes))

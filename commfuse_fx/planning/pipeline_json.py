@@ -1,26 +1,39 @@
-"""A pipeline as plain data: which passes a compile ran, with which options."""
+"""What a compile began with, as plain data: the captured program, the marks, and the passes that then ran."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commfuse_fx.errors import CommFuseError, ConfigValueError
+from commfuse_fx.ir.json.values import ValueReader
 from commfuse_fx.ir.json.write import to_dict
-from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.ir.placement import Placement
+from commfuse_fx.ir.program import Layouts, Program
+from commfuse_fx.passes.declaration import Pass, PassContext
 from commfuse_fx.planning.pass_values import option_from_data, options_to_dict
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.registry import PASSES, find_pass
+from commfuse_fx.sharding.marking.marks_json import marks_from_dict, marks_to_dict
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.json_fields import Fields, dump_text
 
 KEY = "pipeline"
-"""Where it stands in captured.json."""
+"""Where the passes stand in captured.json."""
+
+MARKS, LAYOUTS = "marks", "layouts"
+"""Where it has those of the program, if it has any."""
 
 
 def captured_json(captured: Program, pipeline: PassPipeline | None) -> str:
     """The JSON of a program as captured, with the pipeline that the compile then ran, if every pass of it has a name in
-    the registry. `from_json` reads the program, `pipeline_of` the pipeline."""
+    the registry. `from_json` reads the program, `read_marks` its marks and layouts, `pipeline_of` the pipeline."""
     data = to_dict(captured)
+    if captured.marks is not None:
+        data[MARKS] = marks_to_dict(captured.marks)
+    if captured.layouts is not None:
+        data[LAYOUTS] = {
+            name: [[group, str(placement)] for group, placement in layout] for name, layout in captured.layouts.items()
+        }
     if pipeline is not None and all(item.name in PASSES for item in pipeline.passes):
         data[KEY] = [pass_to_dict(item) for item in pipeline.passes]
     return dump_text(data)
@@ -29,6 +42,28 @@ def captured_json(captured: Program, pipeline: PassPipeline | None) -> str:
 def pass_to_dict(item: Pass) -> dict[str, Any]:
     """`{"pass": name, "options": {...}}`."""
     return {"pass": item.name, "options": options_to_dict(find_pass(item.name), item)}
+
+
+def read_marks(data: dict[str, Any], program: Program, where: str) -> None:
+    """Give the program the marks and layouts that a captured.json holds. Raises ConfigValueError, naming `where`."""
+    if MARKS in data:
+        program.marks = marks_from_dict(data[MARKS], where)
+    if LAYOUTS in data:
+        program.layouts = _layouts(data, where)
+
+
+def _layouts(data: dict[str, Any], where: str) -> Layouts:
+    reader = ValueReader(where)
+    found: dict[str, tuple[tuple[str, Placement], ...]] = {}
+    for name, pairs in reader.get(data, LAYOUTS, dict, "the file").items():
+        place = f"{LAYOUTS}.{name[:80]}"
+        layout: list[tuple[str, Placement]] = []
+        for i, pair in enumerate(reader.typed(pairs, list, place)):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise reader.error(f"{place}[{i}]", f"{show(pair)} is not [group, placement]")
+            layout.append((reader.typed(pair[0], str, place), reader.placement(pair[1], place)))
+        found[name] = tuple(layout)
+    return found
 
 
 def pipeline_of(data: dict[str, Any], program: Program, where: str) -> PassPipeline | None:
@@ -53,6 +88,6 @@ def pipeline_of(data: dict[str, Any], program: Program, where: str) -> PassPipel
         except CommFuseError as error:
             raise ConfigValueError(f"{where}, {place}: {error}; write the dump again") from None
     try:
-        return PassPipeline(tuple(passes))
+        return PassPipeline(tuple(passes), context=PassContext.of(program.config))
     except CommFuseError as error:
         raise ConfigValueError(f"{where}, {KEY}: {error}; write the dump again") from None

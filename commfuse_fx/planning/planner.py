@@ -21,10 +21,9 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import OptimizerInfo
+from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
-from commfuse_fx.passes.distribute.divide import Layouts
 from commfuse_fx.planning.compile_call import compile_call
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache

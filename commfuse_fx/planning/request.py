@@ -13,8 +13,7 @@ from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import OptimizerInfo, Program
-from commfuse_fx.passes.distribute.divide import Layouts
+from commfuse_fx.ir.program import Layouts, OptimizerInfo, Program
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.marking.marks import Marks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,43 +25,36 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
 
-Layouts = Mapping[str, tuple[tuple[str, Any], ...]]
-
 
 @dataclass(frozen=True)
 class Divide(Pass):
     """One mesh axis after the other, those over which the batch is divided first.
 
-    marks: the layouts that the user asks for. batch: paths of the call's tensors whose dimension 0 is the batch.
+    The program's marks say what the user asks for, its layouts what an earlier graph of the same step has decided.
     local_inputs: every rank is handed its part of the batch, not the whole. local_parameters: every rank keeps its
-    part of a parameter. fixed: layouts of parameters that an earlier graph of the same step has decided, or None.
+    part of a parameter.
     """
 
     name = "divide"
     requires = ("simplified",)
     ensures = ("divided",)
 
-    marks: Marks
-    batch: tuple[str, ...] = ()
     local_inputs: bool = True
     local_parameters: bool = False
-    fixed: Layouts | None = field(default=None, hash=False)
 
     @classmethod
     def when(cls, situation: Situation) -> Divide | None:
         if not situation.divides:
             return None
-        return cls(
-            situation.marks,
-            situation.batch,
-            local_inputs=not situation.config.full_batch,
-            local_parameters=situation.local_parameters,
-            fixed=situation.layouts,
-        )
+        return cls(local_inputs=not situation.config.full_batch, local_parameters=situation.local_parameters)
 
     def __call__(self, program: Program) -> bool:
         _refuse_user_collectives(program)
-        resolved = resolve_marks(self.marks, program)
+        if not isinstance(program.marks, Marks):
+            raise ConfigValueError(
+                "pass divide needs the marks of the model, which only the captured.json of a dump has; give that file"
+            )
+        resolved = resolve_marks(program.marks, program)
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
         program.batch_axes = ",".join(resolved.data_axes)
@@ -118,7 +111,7 @@ class Divide(Pass):
 
     def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:
         total = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
-        for path in self.batch:
+        for path in program.batch_inputs:
             node = program.placeholder("input", path)
             if node is not None and tensor_spec(node).shape[0] % total:
                 rows = tensor_spec(node).shape[0]
@@ -126,11 +119,11 @@ class Divide(Pass):
                     f"the global batch of {rows} ({path}) does not divide by the {total} ranks of {group}; pad or cut "
                     f"it to {rows - rows % total or total} rows"
                 )
-        return dict.fromkeys(self.batch, S(0))
+        return dict.fromkeys(program.batch_inputs, S(0))
 
     def _parameters(self, program: Program, resolved: Resolved, group: str, first: str, ways: int) -> dict[str, Pin]:
-        if self.fixed is not None:
-            known = {name: dict(layout).get(group) for name, layout in self.fixed.items()}
+        if program.layouts is not None:
+            known = {name: dict(layout).get(group) for name, layout in program.layouts.items()}
             places = {name: pin.place for name, pin in resolved.parameters.items()}
             return {
                 name: Pin(R if placement is None else placement, places.get(name, PROPAGATED))

@@ -18,21 +18,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SliceFullBatch(Pass):
-    """`inputs`: the paths of the call's tensors that are cut along dimension 0."""
+    """The tensors in `program.batch_inputs` are cut along dimension 0, by the ranks of `group`."""
 
     name = "slice_full_batch"
 
-    inputs: tuple[str, ...]
     group: str
 
     @classmethod
     def when(cls, situation: Situation) -> SliceFullBatch | None:
-        return None if situation.divides else cls(situation.batch, situation.mesh.all_axes)
+        return None if situation.divides else cls(situation.mesh.all_axes)
 
     def __call__(self, program: Program) -> bool:
         size = program.mesh.size(self.group)
         build = Builder(program)
-        placeholders = [program.placeholder("input", path) for path in self.inputs]
+        placeholders = [program.placeholder("input", path) for path in program.batch_inputs]
         if size == 1 or not placeholders:
             return False
         like = NodeInfo("forward")

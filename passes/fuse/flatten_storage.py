@@ -76,7 +76,7 @@ class FlattenStorage(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> FlattenStorage | None:
-        singles = situation.costs is not None and situation.variant.get("stored", True)
+        singles = situation.by_cost and situation.variant.get("stored", True)
         # All that can be deferred is given storage, or what may be sent in pieces.
         least = 0 if situation.across_steps else PIECE + 1 if situation.schedules else None
         return cls(situation.flat_updates, singles, least)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.config.fusion_config import FusionConfig, KindFusion
-from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
@@ -22,7 +21,7 @@ from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.solvers.step_problem import group_collectives
 
@@ -34,9 +33,11 @@ Buckets = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class FuseCollectives(Pass):
-    """`fusion` is the parsed comm_fusion; `costs` decide in mode "optimal", for a schedule within or `across_steps`.
+class FuseCollectives(PricedPass):
+    """Buckets are those that comm_fusion asks for. Prices decide in mode "optimal".
 
+    mib: size of the buckets in MiB where the mode is "optimal"; 0: nothing is fused. None: they are searched for.
+    across_steps: whether buckets are searched for a schedule across steps.
     Bitwise neutral for groups of two; else within reduction order.
     """
 
@@ -44,24 +45,19 @@ class FuseCollectives(Pass):
     requires = ("lowered", "reduced", "updated")
     ensures = ("fused",)
 
-    fusion: FusionConfig
-    costs: CostModel | None = None
+    mib: int | None = None
     across_steps: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> FuseCollectives | None:
-        mib = situation.variant.get("fused_mib", None)
-        fusion = situation.config.comm_fusion
-        if mib is not None:
-            fusion = fusion.in_place_of_optimal(KindFusion("size", mib)) if mib else replace(fusion, openstate=False)
         is_cut_within = situation.variant.get("cut_within", False)
-        return cls(fusion, situation.costs, situation.across_steps and not is_cut_within)
+        return cls(situation.variant.get("fused_mib", None), situation.across_steps and not is_cut_within)
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         modified = _merge_repeated(program)
         starts = _fusible(program)
         before = Dependence(program.graph, program.aliases()).direct
-        bucketing = self._bucketing(program, starts, before)
+        bucketing = self._bucketing(program, starts, before, context)
         self._report(program, bucketing)
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         build = Builder(program)
@@ -79,57 +75,65 @@ class FuseCollectives(Pass):
         return modified or bool(merges)
 
     def buckets(self, program: Program) -> Buckets:
-        """What `buckets_of` finds once this has run; cheap but in mode "optimal"."""
+        """What `buckets_of` finds once this has run, where nothing is searched for."""
         starts = _fusible(program)
-        found = self._bucketing(program, starts, Dependence(program.graph, program.aliases()).direct).buckets
+        found = self._bucketing(program, starts, Dependence(program.graph, program.aliases()).direct, NO_PRICES).buckets
         return _in_order([name for i in bucket for name in _details(starts[i]).members] for bucket in found)
 
+    def _fusion(self, program: Program) -> FusionConfig:
+        fusion = program.config.comm_fusion
+        if self.mib is None:
+            return fusion
+        if self.mib == 0:
+            return replace(fusion, openstate=False)
+        return fusion.in_place_of_optimal(KindFusion("size", self.mib))
+
     def _bucketing(
-        self, program: Program, starts: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]]
+        self,
+        program: Program,
+        starts: Sequence[fx.Node],
+        before: Mapping[fx.Node, Sequence[fx.Node]],
+        context: PassContext,
     ) -> Bucketing:
+        fusion = self._fusion(program)
         members = [_member(node) for node in starts]
-        groups = self._optimal_groups(program, starts, members)
+        groups = self._optimal_groups(program, fusion, starts, members, context) if fusion.is_optimal else {}
         numbers = {id(member): groups.get(start) for member, start in zip(members, starts, strict=True)}
         return assign_buckets(
             members,
             nearest_above(before, starts),
-            lambda member: self._policy_of(member, numbers[id(member)]),
+            lambda member: _policy_of(fusion, member, numbers[id(member)]),
             numbered=_numbered(program, starts),
         )
 
     def _optimal_groups(
-        self, program: Program, starts: Sequence[fx.Node], members: Sequence[Member]
+        self,
+        program: Program,
+        fusion: FusionConfig,
+        starts: Sequence[fx.Node],
+        members: Sequence[Member],
+        context: PassContext,
     ) -> Mapping[fx.Node, int]:
         """Bucket numbers for the collectives that mode "optimal" decides about."""
-        if not self.fusion.is_optimal:
-            return {}
-        assert self.costs is not None, 'mode "optimal" needs a cost model'
         by_key: dict[Hashable, list[fx.Node]] = {}
         for start in starts:
             if _details(start).role == "buffer" or _details(start).fusion_id is not None:
                 continue
-            if self.fusion.for_kind(kind_of(start)).mode == "optimal":
+            if fusion.for_kind(kind_of(start)).mode == "optimal":
                 by_key.setdefault(_key(start), []).append(start)
         searched = dict.fromkeys(start for each in by_key.values() for start in each)
         others = [i for i, start in enumerate(starts) if start not in searched]
         given = assign_buckets(
             [members[i] for i in others],
             [()] * len(others),
-            lambda member: self._policy_of(member, None),
+            lambda member: _policy_of(fusion, member, None),
             numbered=_numbered(program, starts),
         )
         buckets = [[starts[others[i]] for i in bucket] for bucket in given.buckets]
-        grouping = group_collectives(program, by_key, self.costs, self.across_steps, buckets)
+        grouping = group_collectives(program, by_key, context.costs, self.across_steps, buckets)
         for subject, reason in grouping.reasons:
             program.note("fusion", subject, reason)
         return grouping.number
-
-    def _policy_of(self, member: Member, group: int | None) -> Policy:
-        assert isinstance(member.key, tuple)
-        if member.key[0] == "broadcast":  # of buffers: they are ready together, and no kind of comm_fusion is theirs
-            return Policy(self.fusion.openstate, None, None, group=0)
-        kind = self.fusion.for_kind(member.key[0])
-        return Policy(self.fusion.openstate, kind.threshold_bytes, kind.cuts, group)
 
     def _report(self, program: Program, bucketing: Bucketing) -> None:
         for conflict in bucketing.conflicts:
@@ -143,6 +147,14 @@ class FuseCollectives(Pass):
             cuts = ", ".join(map(str, bucketing.ignored_cuts))
             log.warning("comm_fusion index %s is at or past the number of all_reduces and is ignored", cuts)
             program.note("ignored", f"index {cuts}", "it is at or past the number of all_reduces")
+
+
+def _policy_of(fusion: FusionConfig, member: Member, group: int | None) -> Policy:
+    assert isinstance(member.key, tuple)
+    if member.key[0] == "broadcast":  # of buffers: they are ready together, and no kind of comm_fusion is theirs
+        return Policy(fusion.openstate, None, None, group=0)
+    kind = fusion.for_kind(member.key[0])
+    return Policy(fusion.openstate, kind.threshold_bytes, kind.cuts, group)
 
 
 def buckets_of(program: Program) -> Buckets:

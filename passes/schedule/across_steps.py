@@ -25,7 +25,7 @@ from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan
 from commfuse_fx.solvers.loop import Loop
 from commfuse_fx.solvers.piece_choices import PIECES, piece_choices
@@ -36,24 +36,22 @@ _STRETCHES = (inf, *(mebibytes * 2**20 for mebibytes in (8, 4, 3, 2, 1.5, 1)), P
 
 
 @dataclass(frozen=True)
-class AcrossSteps(Pass):
+class AcrossSteps(PricedPass):
     """Bitwise neutral: the same reductions and updates on the same values, in another order."""
 
     name = "across_steps"
     requires = ("averaged", "split")
 
-    costs: CostModel
-
     @classmethod
     def when(cls, situation: Situation) -> AcrossSteps | None:
         return None  # a part of the schedule
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         units = _units(program)
         if not units:
             program.note("across_steps", "the step", "no update can wait for the next step: nothing is deferred")
             return False
-        problem = _Problem(program, units, self.costs)
+        problem = _Problem(program, units, context.costs)
         _Emission(program, problem, problem.solve()).run()
         return True
 

@@ -13,19 +13,18 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import is_start, wait_of
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 from commfuse_fx.solvers.compute_program import Item
 from commfuse_fx.solvers.consumers import optimal_plan
 
 
 @dataclass(frozen=True)
-class IssueByNeed(Pass):
+class IssueByNeed(PricedPass):
     """For a graph in which starts stand where their inputs are ready and waits where results are used.
 
     Per stream the order of issue is the one with which compute ends first (`optimal_plan`: exact for up to 8
@@ -35,21 +34,20 @@ class IssueByNeed(Pass):
     name = "issue_by_need"
     requires = ("averaged",)
 
-    costs: CostModel
-
     @classmethod
     def when(cls, situation: Situation) -> IssueByNeed | None:
         return None  # a part of the schedule
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         place = {node: i for i, node in enumerate(program.graph.nodes)}
-        seconds = [0.0 if is_start(node) else self.costs.compute_seconds(node) for node in place]
+        seconds = [0.0 if is_start(node) else context.costs.compute_seconds(node) for node in place]
         clock = list(accumulate(seconds, initial=0.0))
         wanted = []
         for starts in _streams(program):
             needs = [place[wait_of(start)] for start in starts]
             if needs != sorted(needs):  # else first come, first served is best
-                order = self._order(program, starts, place, clock)
+                wire = [context.costs.cost_of(start, mesh=program.mesh).seconds for start in starts]
+                order = _order(starts, wire, place, clock)
                 if order != starts:
                     wanted.append(order)
         if not wanted:
@@ -63,21 +61,22 @@ class IssueByNeed(Pass):
         stable_sort(program.graph, position, before)
         return True
 
-    def _order(
-        self, program: Program, starts: Sequence[fx.Node], place: dict[fx.Node, int], clock: Sequence[float]
-    ) -> list[fx.Node]:
-        events: list[tuple[int, Item]] = []
-        for i, start in enumerate(starts):
-            events += [(place[start], ("ready", i)), (place[wait_of(start)], ("need", i))]
-        items: list[Item] = []
-        reached = 0
-        for at, item in sorted(events):
-            items += [("run", clock[at] - clock[reached]), item]
-            reached = at
-        items.append(("run", clock[-1] - clock[reached]))
-        seconds = [self.costs.cost_of(start, mesh=program.mesh).seconds for start in starts]
-        plan = optimal_plan(items, seconds, alpha=0.0, beta=1.0, merge=False)
-        return [starts[i] for (i,) in plan.buckets]
+
+def _order(
+    starts: Sequence[fx.Node], seconds: Sequence[float], place: dict[fx.Node, int], clock: Sequence[float]
+) -> list[fx.Node]:
+    """seconds: that each takes on the wire."""
+    events: list[tuple[int, Item]] = []
+    for i, start in enumerate(starts):
+        events += [(place[start], ("ready", i)), (place[wait_of(start)], ("need", i))]
+    items: list[Item] = []
+    reached = 0
+    for at, item in sorted(events):
+        items += [("run", clock[at] - clock[reached]), item]
+        reached = at
+    items.append(("run", clock[-1] - clock[reached]))
+    plan = optimal_plan(items, seconds, alpha=0.0, beta=1.0, merge=False)
+    return [starts[i] for (i,) in plan.buckets]
 
 
 def _streams(program: Program) -> list[list[fx.Node]]:

@@ -33,7 +33,7 @@ class Overlap(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> Overlap | None:
-        return cls() if situation.schedules and situation.costs is None else None
+        return cls() if situation.schedules and not situation.by_cost else None
 
     def __call__(self, program: Program) -> bool:
         if not any(True for _ in program.collectives()):

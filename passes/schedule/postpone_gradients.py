@@ -20,11 +20,11 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 
 
 @dataclass(frozen=True)
-class PostponeGradients(Pass):
+class PostponeGradients(PricedPass):
     """Moves as much compute behind the last gradient as its own all_reduce takes. Bitwise neutral.
 
     `last_layers`: that of the gradients with which the backward begins, instead of those just before the last one.
@@ -34,24 +34,23 @@ class PostponeGradients(Pass):
     name = "postpone_gradients"
     requires = ("reduced", "updated")
 
-    costs: CostModel
     last_layers: bool = False
     part: float = 1.0
 
     @classmethod
     def when(cls, situation: Situation) -> PostponeGradients | None:
         part = situation.variant.get("postponed", 0.0)
-        if situation.costs is None or not part:
+        if not situation.by_cost or not part:
             return None
-        return cls(situation.costs, last_layers=situation.across_steps, part=part)
+        return cls(last_layers=situation.across_steps, part=part)
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         gradients = [start for start in program.collectives() if _role(start) == "gradient"]
         if len(gradients) < 2:
             return False
         last = gradients[-1]
         before = Dependence(program.graph, program.aliases()).direct
-        moved = self._movable(program, last, before)
+        moved = self._movable(program, last, before, context.costs)
         if not moved:
             return False
         order: list[fx.Node] = []
@@ -63,19 +62,21 @@ class PostponeGradients(Pass):
         reorder(program.graph, order)
         return True
 
-    def _movable(self, program: Program, last: fx.Node, before: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, None]:
+    def _movable(
+        self, program: Program, last: fx.Node, before: dict[fx.Node, list[fx.Node]], costs: CostModel
+    ) -> dict[fx.Node, None]:
         """Nodes that stand before the last gradient without being needed for it, in graph order."""
         needed = _ancestors(last, before)
         nodes = list(program.graph.nodes)
         candidates: list[fx.Node] = []
-        left = self.part * self.costs.cost_of(last, mesh=program.mesh).seconds
+        left = self.part * costs.cost_of(last, mesh=program.mesh).seconds
         backward = _backward(nodes[: nodes.index(last)])
         for node in backward if self.last_layers else reversed(backward):
             if left <= 0:
                 break
             if node not in needed and not is_start(node):
                 candidates.append(node)
-                left -= self.costs.compute_seconds(node)
+                left -= costs.compute_seconds(node)
         chosen = dict.fromkeys(candidates)
         moved: dict[fx.Node, None] = {}
         for node in nodes[: nodes.index(last)]:

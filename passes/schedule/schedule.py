@@ -18,7 +18,7 @@ from commfuse_fx.ir.dependence import Dependence, Roots
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Note, Program
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 from commfuse_fx.passes.fuse.reinplace import reinplace
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
 from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
@@ -37,7 +37,7 @@ EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
-class Schedule(Pass):
+class Schedule(PricedPass):
     """`memory_limit`: bytes that the step may have allocated at most. `across_steps`: updates may run in the next step.
 
     Bitwise neutral: the same ops on the same values, in another order.
@@ -48,24 +48,23 @@ class Schedule(Pass):
     requires = ("averaged", "split")
     ensures = ("scheduled",)
 
-    costs: CostModel
     memory_limit: int | None = None
     across_steps: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> Schedule | None:
-        if situation.costs is None or not situation.schedules:
+        if not situation.by_cost or not situation.schedules:
             return None
-        return cls(situation.costs, situation.config.memory_limit, situation.across_steps)
+        return cls(situation.config.memory_limit, situation.across_steps)
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         if self.memory_limit is not None:
-            self._check_limit(program)
+            self._check_limit(context.costs)
         if not any(True for _ in program.collectives()):
             if self.memory_limit is not None:
-                self._check_peak(program)
+                self._check_peak(program, context.costs)
             return False
-        costs = self.costs.remembering()
+        costs = context.costs.remembering()
         candidates = list(self._candidates(program, costs))
         if self.memory_limit is not None:
             candidates = self._within_limit(program, candidates, costs)
@@ -77,17 +76,18 @@ class Schedule(Pass):
     def _candidates(self, program: Program, costs: CostModel) -> Iterator[_Candidate]:
         """Every arrangement worth a look; what comes first wins where two are equally fast."""
         start = _Arrangement.of(program)
+        context = PassContext(costs)
         Overlap()(program)
         overlapped = _Arrangement.of(program)
         if self.across_steps:
-            if AcrossSteps(costs)(program):
+            if AcrossSteps()(program, context):
                 yield self._judged("across steps", program, costs)
             else:  # the notes say why
                 start, overlapped = (replace(each, notes=tuple(program.notes)) for each in (start, overlapped))
             overlapped.restore(program)
         yield self._judged("overlap", program, costs)
         overlapped.restore(program)
-        if IssueByNeed(costs)(program):
+        if IssueByNeed()(program, context):
             yield self._judged("overlap, needed first goes first", program, costs)
             overlapped.restore(program)
         if StreamBuckets()(program):
@@ -182,21 +182,21 @@ class Schedule(Pass):
                 reason = f'the arrangement "{wanted.name}" starts it earlier, and needs {wanted.peak} bytes'
                 program.note("memory cap", info(start).name, reason)
 
-    def _check_peak(self, program: Program) -> None:
+    def _check_peak(self, program: Program, costs: CostModel) -> None:
         """Raises TooLittleMemory when a step in which there is nothing to arrange does not fit."""
-        candidate = self._judged("unscheduled", program, self.costs)
-        fitted = self._fitted(candidate, program, self.costs)
+        candidate = self._judged("unscheduled", program, costs)
+        fitted = self._fitted(candidate, program, costs)
         candidate.arrangement.restore(program)
         self._best([fitted])
 
-    def _check_limit(self, program: Program) -> None:
-        capacity = self.costs.cluster.device.memory_bytes
+    def _check_limit(self, costs: CostModel) -> None:
+        capacity = costs.cluster.device.memory_bytes
         if self.memory_limit is not None and self.memory_limit > capacity:
             log.warning(
                 "memory_limit=%d is more than the %d bytes of the cluster's device (%s)",
                 self.memory_limit,
                 capacity,
-                self.costs.cluster.device.name,
+                costs.cluster.device.name,
             )
 
 

@@ -34,7 +34,7 @@ class StreamBuckets(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> StreamBuckets | None:
-        return cls() if situation.schedules and situation.costs is None else None
+        return cls() if situation.schedules and not situation.by_cost else None
 
     def __call__(self, program: Program) -> bool:
         buckets = [

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.cost.model import CostModel, profile_key
+from commfuse_fx.cost.model import profile_key
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 from commfuse_fx.solvers.pieces import FIRST_PIECE
 
 MOST_TILES = 4
@@ -34,19 +34,17 @@ thread and two)."""
 
 
 @dataclass(frozen=True)
-class TileFirstGradient(Pass):
+class TileFirstGradient(PricedPass):
     """Bitwise neutral. Only on CPUs: elsewhere libraries choose other kernels for other numbers of rows."""
 
     name = "tile_first_gradient"
     requires = ("flat",)
 
-    costs: CostModel
-
     @classmethod
     def when(cls, situation: Situation) -> TileFirstGradient | None:
-        return cls(situation.costs) if situation.costs is not None and situation.schedules else None
+        return cls() if situation.by_cost and situation.schedules else None
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         place = {node: i for i, node in enumerate(program.graph.nodes)}
         large = [
             (place[write], start, write)
@@ -64,7 +62,7 @@ class TileFirstGradient(Pass):
         tiles = min(
             MOST_TILES,
             spec.nbytes // FIRST_PIECE,
-            int(self.costs.compute_seconds(product) / LEAST_SECONDS),
+            int(context.costs.compute_seconds(product) / LEAST_SECONDS),
             spec.shape[0] // UNIT,
         )
         if tiles < 2:

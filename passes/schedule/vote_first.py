@@ -13,38 +13,34 @@ from itertools import accumulate, takewhile
 
 from torch import fx
 
-from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import is_start, wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 
 
 @dataclass(frozen=True)
-class VoteFirst(Pass):
+class VoteFirst(PricedPass):
     """Where numbers of rows are the first that a step sends, they start in the middle of the time to their wait: one
     half is for the votes, the other one for them. Bitwise neutral."""
 
     name = "vote_first"
     requires = ("scheduled",)
 
-    costs: CostModel
-
     @classmethod
     def when(cls, situation: Situation) -> VoteFirst | None:
-        if situation.costs is None or not situation.schedules or not situation.variant.get("resent", False):
-            return None
-        return cls(situation.costs)
+        is_resent = situation.variant.get("resent", False)
+        return cls() if is_resent and situation.by_cost and situation.schedules else None
 
-    def __call__(self, program: Program) -> bool:
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         nodes = list(program.graph.nodes)
         sending = [node for node in nodes if is_start(node) or info(node).sends]
         held = dict.fromkeys(takewhile(_sends_numbers, sending))
         if not held:
             return False
         place = {node: i for i, node in enumerate(nodes)}
-        clock = list(accumulate((self.costs.compute_seconds(node) for node in nodes), initial=0.0))
+        clock = list(accumulate((context.costs.compute_seconds(node) for node in nodes), initial=0.0))
         needed = min(place[wait_of(start)] for start in held)
         begin = bisect_left(clock, clock[needed] / 2)
         if len(sending) > len(held):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import commfuse_fx as cf
 from commfuse_fx.ir.json.known_ops import find_target
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
+from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of, read_marks
 from commfuse_fx.support import strict_json
 from tests.inspect.steps import Net, train
 
@@ -39,6 +39,7 @@ def read(text: str) -> str:
     message = ""
     try:
         program = from_json(text, FILE)
+        read_marks(json.loads(text), program, FILE)
         pipeline_of(json.loads(text), program, FILE)
     except cf.ConfigValueError as error:
         message = str(error)
@@ -137,6 +138,20 @@ def test_what_is_wrong_where(edit: Callable[[dict[str, Any]], Any], place: str, 
 )
 def test_pipelines(edit: Callable[[list[dict[str, Any]]], Any], problem: str) -> None:
     assert problem in changed(lambda data: edit(data["pipeline"]), which=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("marks", [], "marks"),
+        ("marks", {"modules": [], "parameters": [{"name": "w", "strategy": "?"}]}, "marks.parameters[0]"),
+        ("layouts", [], "layouts"),
+        ("layouts", {"w": [["dp"]]}, "layouts.w[0]"),
+        ("layouts", {"w": [["dp", "Z"]]}, "'Z' is no placement"),
+    ],
+)
+def test_marks_and_layouts(key: str, value: Any, problem: str) -> None:
+    assert problem in changed(lambda data: data.update({key: value}), which=1)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.machine.source import resolve_costs
-from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of
+from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of, read_marks
 from commfuse_fx.simulate.simulation import simulate
 from examples.ci_graph_diff.model import lowered as example
 from tests.inspect.steps import Net, train
@@ -178,6 +178,7 @@ def test_every_kind_of_graph(kind: str) -> None:
     # The passes of the compile, as its file names them, on the captured graph as it was read.
     saved = captured_json(captured, pipeline)
     begun = from_json(saved)
+    read_marks(json.loads(saved), begun, "the JSON")
     read = pipeline_of(json.loads(saved), begun, "the JSON")
     assert read is not None
     read.run(begun, verify)

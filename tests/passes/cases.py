@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.machine.source import resolve_costs
+from commfuse_fx.passes.declaration import PassContext
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
@@ -128,7 +129,9 @@ def _assert_close(want: torch.Tensor, have: torch.Tensor, bitwise: bool, name: s
     )
 
 
-def divided(marks: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Program], bool]:
+def divided(
+    marks: Mapping[str, Any] | None = None, batch: Sequence[str] = (), **options: Any
+) -> Callable[[Program], bool]:
     """The pass that divides a graph. marks: strategies of parameters, as for `cf.shard`."""
 
     def apply(program: Program) -> bool:
@@ -136,11 +139,13 @@ def divided(marks: Mapping[str, Any] | None = None, **options: Any) -> Callable[
             MarkedParameter(name, program.params[name].spec.shape, ParameterMark(parse_tensor(strategy, name), "here"))
             for name, strategy in (marks or {}).items()
         ]
-        return Divide(Marks(parameters=tuple(found)), **options)(program)
+        program.marks, program.batch_inputs = Marks(parameters=tuple(found)), tuple(batch)
+        return Divide(**options)(program)
 
     return apply
 
 
 def priced(make: Callable[..., Any], cluster: str = "gloo-1gbit", **options: Any) -> Any:
     """A pass that asks what things cost: on this cluster."""
-    return make(cost_model(resolve_costs(cluster)), **options)
+    context = PassContext(cost_model(resolve_costs(cluster)))
+    return lambda program: make(**options)(program, context)

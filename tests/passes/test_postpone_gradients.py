@@ -9,7 +9,7 @@ from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.declaration import Situation, Variant
+from commfuse_fx.passes.declaration import PassContext, Situation, Variant
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.recipe import build_pipeline
@@ -26,8 +26,8 @@ from tests.oracle import (
 )
 
 
-def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients]:
-    """A program up to the pass, and the pass."""
+def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients, PassContext]:
+    """A program up to the pass, the pass, and the context of the pipeline."""
     ranks = make_world(case, case.model(torch.float32), 2, sgd, OPTIMAL, cluster=SLOW)
     step = ranks.step
     batch = shards(case.batches(1, dtype=torch.float32)[0], 2)[0]
@@ -39,15 +39,15 @@ def begun(case: Case, variant: Variant) -> tuple[Program, PostponeGradients]:
     pipeline.run(program, verify, part=slice(number))
     found = pipeline.passes[number]
     assert isinstance(found, PostponeGradients)
-    return program, found
+    return program, found, pipeline.context
 
 
 @pytest.mark.parametrize("case", [GPT2, TIED], ids=lambda case: case.name)
 def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
-    program, postpone = begun(case, Variant.of(postponed=1.0))
+    program, postpone, context = begun(case, Variant.of(postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
-    assert postpone(program)
+    assert postpone(program, context)
     verify(program, "postpone_gradients")
     after = list(program.graph.nodes)
     assert sorted(after) == sorted(before)
@@ -56,20 +56,20 @@ def test_compute_moves_behind_a_large_last_gradient(case: Case) -> None:
     assert moved == sorted(moved, key=before.index)
     assert all(info(node).phase == "backward" for node in moved)
     # As much as the collective takes, and the node that made it so much.
-    compute = [postpone.costs.compute_seconds(node) for node in moved if not is_start(node)]
-    assert sum(compute) - max(compute) <= postpone.costs.cost_of(last, mesh=program.mesh).seconds
+    compute = [context.costs.compute_seconds(node) for node in moved if not is_start(node)]
+    assert sum(compute) - max(compute) <= context.costs.cost_of(last, mesh=program.mesh).seconds
 
 
 def test_gradients_of_the_last_layers_have_the_most_time() -> None:
     """They are computed first, needed last by the next forward, and move behind the last gradient."""
-    program, postpone = begun(GPT2, Variant.of(across_steps=True, postponed=1.0))
+    program, postpone, context = begun(GPT2, Variant.of(across_steps=True, postponed=1.0))
     before = list(program.graph.nodes)
     last = [node for node in before if is_start(node)][-1]
-    assert postpone(program)
+    assert postpone(program, context)
     verify(program, "postpone_gradients")
     after = list(program.graph.nodes)
     moved = [node for node in after[after.index(last) :] if before.index(node) < before.index(last)]
-    computing = [node for node in moved if postpone.costs.compute_seconds(node)]
+    computing = [node for node in moved if context.costs.compute_seconds(node)]
     others = [node for node in before if info(node).phase == "backward" and is_start(node) and node not in moved]
     assert computing and all(before.index(node) < before.index(others[0]) for node in computing)
 

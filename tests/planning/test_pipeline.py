@@ -26,7 +26,6 @@ from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES
 from commfuse_fx.planning.variants import AMPLE, most_plans, needs_no_search, variants
-from commfuse_fx.sharding.marking.marks import Marks
 
 FILES = Path(__file__).parents[2] / "passes"
 
@@ -89,7 +88,7 @@ def test_the_passes_of_a_situation(
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     config = CompileConfig.resolve(options)
-    situation = Situation(config, Mesh.of_sizes((2,)), Variant.of(**choices), marks=Marks())
+    situation = Situation(config, Mesh.of_sizes((2,)), Variant.of(**choices))
     assert [each.name for each in build_pipeline(situation).passes] == order.split()
 
 

@@ -24,7 +24,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline
-from commfuse_fx.planning.pipeline_json import pipeline_of
+from commfuse_fx.planning.pipeline_json import pipeline_of, read_marks
 from commfuse_fx.support.json_fields import DUMP, Fields
 from commfuse_fx.support.strict_json import parse_object
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -67,6 +67,7 @@ def read_program(path: Path) -> tuple[Program, PassPipeline | None]:
     """The program of a JSON file, and the pipeline that is written in it, if there is one. Raises ConfigValueError."""
     data = parse_object(read_content(path, "path", GIVE), str(path), SCHEMA, DUMP)
     program = from_dict(data, str(path))
+    read_marks(data, program, str(path))
     return program, pipeline_of(data, program, str(path))
 
 

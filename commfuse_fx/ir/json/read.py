@@ -102,6 +102,7 @@ class _Reader(ArgumentReader):
                 Redistribution(*fields) for fields in self.rows(body, "redistributions", (str, str, str, str, int, str))
             ],
             batch_axes=self.axes(self.get(body, "batch_axes", str, "program"), "program.batch_axes"),
+            batch_inputs=tuple(self.items(body, "batch_inputs", str, "program", [])),
             torch_version=self.get(header, "torch", str, "header"),
         )
 

@@ -1,5 +1,6 @@
 """What `slice_full_batch` makes of a few lines of text, and what it leaves."""
 
+from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
 from tests.passes.cases import check
 
@@ -14,10 +15,15 @@ STEP = """
 """
 
 
+def cut_x(program: Program) -> bool:
+    program.batch_inputs = ("x",)
+    return SliceFullBatch("dp")(program)
+
+
 def test_a_rank_takes_its_rows_of_the_whole_batch() -> None:
     check(
         STEP,
-        SliceFullBatch(("x",), "dp"),
+        cut_x,
         """
         in  %w: f32[4] = parameter
         in  %x: f32[4,4] = input
@@ -35,5 +41,5 @@ def test_a_rank_takes_its_rows_of_the_whole_batch() -> None:
 
 
 def test_one_rank_and_a_call_without_a_batch_have_nothing_to_cut() -> None:
-    check(f"# world: 1\n{STEP}", SliceFullBatch(("x",), "dp"), None)
-    check(STEP, SliceFullBatch((), "dp"), None)
+    check(f"# world: 1\n{STEP}", cut_x, None)
+    check(STEP, SliceFullBatch("dp"), None)

@@ -1,6 +1,5 @@
 """What `fuse_collectives` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.config.fusion_config import FusionConfig
 from commfuse_fx.passes.fuse.fuse_collectives import FuseCollectives
 from tests.passes.cases import check
 
@@ -22,7 +21,7 @@ REDUCED = """
 def test_gradients_of_one_key_are_reduced_in_one_bucket() -> None:
     check(
         REDUCED,
-        FuseCollectives(FusionConfig()),
+        FuseCollectives(),
         """
         in  %a: f32[16] = parameter
         in  %b: f32[4,4] = parameter
@@ -50,12 +49,12 @@ def test_what_differs_in_its_reduction_stays_apart() -> None:
         REDUCED.replace("%/grad.mul.1, avg", "%/grad.mul.1, sum").replace(
             "op=avg dtype=f32 bytes=64 members=[a]", "op=sum dtype=f32 bytes=64 members=[a]"
         ),
-        FuseCollectives(FusionConfig()),
+        FuseCollectives(),
         None,
     )
-    check(REDUCED, FuseCollectives(FusionConfig(openstate=False)), None)
-    cut = FusionConfig.parse({"allreduce": {"mode": "index", "config": [1]}})
-    check(REDUCED, FuseCollectives(cut), None)
+    check(REDUCED, FuseCollectives(mib=0), None)
+    check(f"# comm_fusion.openstate: False\n{REDUCED}", FuseCollectives(), None)
+    check(f"# comm_fusion.allreduce: index 1\n{REDUCED}", FuseCollectives(), None)
 
 
 def test_the_parts_of_a_gather_are_put_together_rank_by_rank() -> None:
@@ -72,7 +71,7 @@ def test_the_parts_of_a_gather_are_put_together_rank_by_rank() -> None:
         fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
         return [%/add.0]
         """,
-        FuseCollectives(FusionConfig()),
+        FuseCollectives(),
         """
         in  %x: f32[2,3] = input
         in  %y: f32[4] = input
@@ -106,7 +105,7 @@ def test_a_tensor_that_is_reduced_twice_is_reduced_once() -> None:
         fwd %/dot.0: f32[] = aten.dot(%x.0/wait, %x.1/wait)
         return [%/dot.0]
         """,
-        FuseCollectives(FusionConfig()),
+        FuseCollectives(),
         """
         in  %x: f32[4] = input
         fwd %x.0/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.0]}
