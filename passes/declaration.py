@@ -90,7 +90,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class PassContext:
-    """A context is what passes may ask for besides the program. prices: None where there is no cluster."""
+    """A context is what passes may ask for besides the program.
+
+    prices: what nodes and collectives cost. None: there is no cluster.
+    """
 
     prices: CostModel | None = None
 
