@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,11 +16,12 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
 from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all
+from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program, Segment
-from commfuse_fx.ir.updates import gradients_of, is_node_list, update_nodes
+from commfuse_fx.ir.updates import gradients_of, update_nodes
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.pieces import PIECE
 
@@ -56,6 +56,11 @@ class _Run:
     def is_flat(self) -> bool:
         return self.owner is not None and len(self.members) > 1
 
+    def in_bucket(self, reduced: fx.Node) -> FlatRun:
+        positions = tuple(member.place[1] for member in self.members if member.place)
+        members = tuple((member.name, member.offset - self.offset) for member in self.members)
+        return FlatRun(positions, Segment(members, self.numel), reduced, self.offset)
+
 
 @dataclass(frozen=True)
 class FlattenStorage(Pass):
@@ -89,22 +94,21 @@ class FlattenStorage(Pass):
             return False
         places = _update_places(program) if self.flat_updates else {}
         position = {node: i for i, node in enumerate(program.graph.nodes)}
-        flat: dict[int, list[tuple[_Run, fx.Node]]] = {}
+        flat: dict[int, list[FlatRun]] = {}
         results: dict[fx.Node, fx.Node] = {}
         for start in buckets:
             bucket = _Bucket(Builder(program), start, places, position)
             wait = bucket.rewrite()
             for run in bucket.runs:
                 if run.is_flat and run.owner is not None:
-                    flat.setdefault(run.owner, []).append((run, wait))
+                    flat.setdefault(run.owner, []).append(run.in_bucket(wait))
             results.update(bucket.results)
         replace_all(program, results)
         for result in results:
             erase_upwards(program, result)
         nodes = update_nodes(program)
-        states = _states(program)
         for owner, runs in flat.items():
-            _use_flat_parameters(Builder(program), owner, runs, nodes[owner], states[owner])
+            use_flat_parameters(Builder(program), owner, runs, nodes[owner])
         remove_dead_nodes(program)
         return True
 
@@ -321,65 +325,3 @@ def _source(member: _Member) -> fx.Node:
             return inner
         value = inner
     return value
-
-
-def _states(program: Program) -> list[list[fx.Node]]:
-    """For each update the inputs that hold its state."""
-    found: list[list[fx.Node]] = [[] for _ in program.updates]
-    for node, source in program.sources.items():
-        if source.kind == "state":
-            found[source.owner].append(node)
-    return found
-
-
-def _use_flat_parameters(
-    build: Builder, owner: int, runs: list[tuple[_Run, fx.Node]], nodes: list[fx.Node], states: list[fx.Node]
-) -> None:
-    """Replace the entries of each run in an update's lists by one: flat parameters and flat gradients.
-
-    nodes, states: those of the update.
-    """
-    program = build.program
-    update = program.updates[owner]
-    count = len(update.segments)
-    casts = [node.target is aten._to_copy.default for node in gradients_of(nodes)]
-    segments: dict[int, Segment] = {}
-    params: dict[int, fx.Node] = {}
-    grads: dict[int, fx.Node] = {}
-    dropped: dict[int, None] = {}
-    for run, wait in runs:
-        positions = [member.place[1] for member in run.members if member.place]
-        first = positions[0]
-        dropped.update(dict.fromkeys(positions[1:]))
-        members = tuple((member.name, member.offset - run.offset) for member in run.members)
-        segments[first] = Segment(members, run.numel)
-        name = members[0][0]
-        flat = TensorSpec.flat(run.numel, program.params[name].spec)
-        params[first] = build.placeholder("flat", name, flat, owner)
-        with build.before(nodes[0]):
-            spec = TensorSpec.flat(run.numel, tensor_spec(wait))
-            grad = build.strided(wait, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module="")
-            if casts[first]:
-                grad = build.cast(grad, flat.dtype, f"update.{owner}/grads.{name}.cast")
-        grads[first] = grad
-
-    def shorten(items: Sequence[Any], instead: dict[int, Any]) -> list[Any]:
-        return [instead.get(i, item) for i, item in enumerate(items) if i not in dropped]
-
-    update.segments = shorten(update.segments, segments)
-    for node in nodes:
-        args = list(node.args)
-        for i, arg in enumerate(args):
-            if is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
-                is_params = all(item.op == "placeholder" for item in arg)  # type: ignore[union-attr]
-                args[i] = shorten(arg, params if is_params else grads)  # type: ignore[arg-type]
-        node.args = tuple(args)
-        details = info(node)
-        if isinstance(details.spec, tuple) and len(details.spec) == count:
-            details.spec = tuple(shorten(details.spec, {i: tensor_spec(p) for i, p in params.items()}))
-    for state in states:
-        details = info(state)
-        assert isinstance(details.spec, tuple)
-        is_step = program.sources[state].name in ("steps", "step")
-        instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
-        details.spec = tuple(shorten(details.spec, instead))
