@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,18 @@ class Variant:
     def get(self, name: str, default: Any) -> Any:
         """What has been chosen under this name."""
         return dict(self.choices).get(name, default)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Variants are the ways to plan a step that are worth a look, the most promising first.
+
+    searched: those that search for something; of equally fast plans the first is taken.
+    fixed: those that follow from rules alone. They are made after the others, as far as there is time.
+    """
+
+    searched: tuple[Variant, ...] = (Variant(),)
+    fixed: tuple[Variant, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,11 +138,29 @@ class Pass:
     name: ClassVar[str]
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False
+    """Whether plans are made with it and without it. Where it changes nothing, the one with it is not needed."""
 
     @classmethod
     def when(cls, situation: Situation) -> Pass | None:
         """The pass as a compile in this situation runs it, or None where it does not. By default it always runs."""
         return cls()
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        """The variants that are found by now, and where they belong those that this pass offers. By default none.
+
+        The captured program is asked about where something is planned by cost; later passes of the table come first.
+        """
+        return found
+
+    def outcome(self, before: Program, after: Program | None, known: Mapping[str, Hashable]) -> Hashable:
+        """What this pass decides in a plan: plans whose passes decide alike are the same. By default its options.
+
+        before: the program before the first pass in which plans differ. after: the program on which this pass has just
+        run, or None where it has not. known: what earlier passes decide, by the facts that they ensure.
+        """
+        return self
 
     def __call__(self, program: Program) -> bool:
         """Transform the program in place. Returns whether anything changed."""

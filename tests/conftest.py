@@ -8,7 +8,7 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture
-from commfuse_fx.passes.declaration import Variant
+from commfuse_fx.passes.declaration import Variants
 from commfuse_fx.planning import compile_call
 from tests.distributed.harness import Ranks
 
@@ -37,7 +37,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for is what runs, even where another plan would be faster."""
-    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: [Variant()])
+    monkeypatch.setattr(compile_call, "variants", lambda situation, program: Variants())
 
 
 @pytest.fixture(scope="session")

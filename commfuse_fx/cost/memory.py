@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from torch import fx
 
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_wait, memory_on_wire
 from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
@@ -151,3 +152,15 @@ def _twins(parts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         if kept is not node:
             twins[node] = kept
     return twins
+
+
+class TooLittleMemory(ConfigValueError):
+    """No arrangement fits; `needed`: bytes of the one that needs least."""
+
+    def __init__(self, limit: int, needed: int) -> None:
+        super().__init__(
+            f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
+            f"({needed / 2**20:.1f} MiB) for parameters, optimizer state, gradients and activations, with "
+            "communication held back as far as it goes; raise the limit, or make batch or model smaller"
+        )
+        self.needed = needed

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
 
+from commfuse_fx.cost.memory import TooLittleMemory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.deferred import is_deferred
-from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, PassContext
-from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
-from commfuse_fx.passes.fuse.fuse_collectives import Buckets, FuseCollectives, buckets_of
-from commfuse_fx.passes.rewrite.resend_rows import ResendRows
-from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
-from commfuse_fx.passes.schedule.schedule import TooLittleMemory
+from commfuse_fx.planning.pass_table import FUSE, TABLE
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.simulate.rounds import play
 
 WORTHWHILE = 1e-3
 """What a further search for buckets has to promise to be made: so much of the step's time, at best."""
 
-_OPTIONAL = (ResendRows.name, PostponeGradients.name)
-"""Passes with which a plan is made, and without."""
-
 Planned = tuple[Program, PassPipeline, list[PassRecord]]
 """A final program, the passes that made it, and what they did."""
 
 Check = Callable[[Program, str], None]
-
-
-class _Decided(NamedTuple):
-    """What a plan follows from: the members of its buckets, those that have storage of their own, and other passes."""
-
-    buckets: Buckets
-    stored: Buckets
-    passes: tuple[Pass, ...]
 
 
 def fastest(
@@ -65,37 +48,28 @@ def fastest(
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
     costs = context.costs
     least = _least_seconds(program, costs)
-    seen: list[_Decided] = []
+    seen: list[tuple[Hashable, ...]] = []
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
 
-    @cache
-    def alone(flatten: FlattenStorage) -> list[tuple[str, ...]]:
-        """The gradients that it would give storage if none were fused."""
-        return [details.members for start in flatten.alone(program) if (details := info(start).collective)]
-
-    def decided(buckets: Buckets, others: Sequence[Pass]) -> _Decided:
-        own = dict.fromkeys(buckets)
-        stored = [
-            bucket for each in others if isinstance(each, FlattenStorage) for bucket in alone(each) if bucket in own
-        ]
-        return _Decided(buckets, tuple(stored), tuple(each for each in others if not isinstance(each, FlattenStorage)))
-
     def plan(pipeline: PassPipeline) -> float:
         """Seconds for which the core is busy in a step; 0 where there is no such plan."""
-        _, after, others = _parts(pipeline, shared)
-        own = program.copy()
-        first = pipeline.run(own, check, part=slice(shared, after), watcher=watcher)
-        if any(record.name in _OPTIONAL and not record.modified for record in first):
-            return 0.0  # the same as without that pass
-        seen.append(decided(buckets_of(own), others))
-        try:
-            rest = pipeline.run(own, check, part=slice(after, None), watcher=watcher)
-        except TooLittleMemory as error:
-            failed.append(error)
+        own, records, outcomes, fits = program.copy(), list(begun), _Outcomes(program), True
+        for number, item in enumerate(pipeline.passes[shared:], shared):
+            if fits:
+                try:
+                    records += pipeline.run(own, check, part=slice(number, number + 1), watcher=watcher)
+                except TooLittleMemory as error:
+                    failed.append(error)
+                    fits = False
+            if fits and item.optional and not records[-1].modified:
+                return 0.0  # the same as without that pass
+            outcomes.add(item, own if fits else None)
+        seen.append(outcomes.all)
+        if not fits:
             return 0.0
         seconds, busy = _predicted_seconds(own, costs)
-        planned.append((seconds, (own, pipeline, [*begun, *first, *rest])))
+        planned.append((seconds, (own, pipeline, records)))
         return busy
 
     for pipeline in pipelines:
@@ -105,8 +79,10 @@ def fastest(
     for pipeline in fixed:
         if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
             break
-        fuse, _, others = _parts(pipeline, shared)
-        if decided(fuse.buckets(program), others) not in seen:
+        foreseen = _Outcomes(program)
+        for item in pipeline.passes[shared:]:
+            foreseen.add(item, None)
+        if foreseen.all not in seen:
             plan(pipeline)
     if not planned:
         raise min(failed, key=lambda error: error.needed)
@@ -122,18 +98,26 @@ def _keep_reason(program: Program, planned: Sequence[Program]) -> None:
         program.notes.append(found[0])
 
 
-def _parts(pipeline: PassPipeline, shared: int) -> tuple[FuseCollectives, int, tuple[Pass, ...]]:
-    """The pass that makes buckets, the place of the pass after it, and what is not shared beside it."""
-    for place, item in enumerate(pipeline.passes):
-        if isinstance(item, FuseCollectives):
-            return item, place + 1, (*pipeline.passes[shared:place], *pipeline.passes[place + 1 :])
-    raise AssertionError("every pipeline fuses collectives")
+class _Outcomes:
+    """What the passes of a plan decide, those in which plans differ. before: the program that they begin with."""
+
+    def __init__(self, before: Program) -> None:
+        self.before = before
+        self.all: tuple[Hashable, ...] = ()
+        self._known: dict[str, Hashable] = {}
+
+    def add(self, item: Pass, after: Program | None) -> None:
+        """after: the program that the pass has made, None where it has not run."""
+        found = item.outcome(self.before, after, self._known)
+        self.all = (*self.all, found)
+        self._known.update(dict.fromkeys(item.ensures, found))
 
 
 def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
+    differing = [each.name for each in TABLE[FUSE]]
     count = 0
     for passes in zip(*(pipeline.passes for pipeline in pipelines), strict=False):
-        if isinstance(passes[0], FuseCollectives) or any(each != passes[0] for each in passes):
+        if passes[0].name in differing or any(each != passes[0] for each in passes):
             break
         count += 1
     return count

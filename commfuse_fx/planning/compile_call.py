@@ -16,15 +16,14 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
-from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
-from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
+from commfuse_fx.planning.pipeline import PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
-from commfuse_fx.planning.variants import most_plans, needs_no_search, variants
+from commfuse_fx.planning.variants import most_plans, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
@@ -91,15 +90,13 @@ def plan_step(
         same_batches=common is None,
         local_parameters=sharding is not None and sharding.local_parameters,
     )
-    nodes = len(program.graph.nodes)
-    # How many rows are sent again follows from a rank's batch: not where batches differ.
-    found = variants(config, nodes, sharding is None and common is None and may_resend(program))
     context = PassContext.of(config)
     if config.plans_by_cost and common is not None:
         context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))
-    pipelines: list[PassPipeline] = []
-    fixed: list[PassPipeline] = []
-    for variant in found:
-        made = build_pipeline(replace(situation, variant=variant), context)
-        (fixed if needs_no_search(variant) else pipelines).append(made)
-    return fastest(program, pipelines, fixed, context, most_plans(nodes), check, watcher or graph_log())
+    found = variants(situation, program)
+    searched, fixed = (
+        [build_pipeline(replace(situation, variant=variant), context) for variant in each]
+        for each in (found.searched, found.fixed)
+    )
+    most = most_plans(len(program.graph.nodes))
+    return fastest(program, searched, fixed, context, most, check, watcher or graph_log())

@@ -7,8 +7,8 @@ and dtype lie in flat storage in the same order, and are updated as one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.ir.updates import gradients_of, update_nodes
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import Pass, Situation, Variants
 from commfuse_fx.solvers.pieces import PIECE
 
 # Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
@@ -85,6 +85,19 @@ class FlattenStorage(Pass):
         # All that can be deferred is given storage, or what may be sent in pieces.
         least = 0 if situation.across_steps else PIECE + 1 if situation.schedules else None
         return cls(situation.flat_updates, singles, least)
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        last = found.searched[-1]
+        apart = (last.but(stored=False),) if situation.schedules else ()
+        return replace(found, fixed=(*found.searched, *apart))
+
+    def outcome(self, before: Program, after: Program | None, known: Mapping[str, Hashable]) -> Hashable:
+        """The gradients that are reduced alone and get storage of their own."""
+        buckets = known["fused"]
+        assert isinstance(buckets, tuple)
+        alone = [details.members for start in self.alone(before) if (details := info(start).collective)]
+        return tuple(members for members in alone if members in buckets)
 
     def __call__(self, program: Program) -> bool:
         for start in self.alone(program):

@@ -21,12 +21,18 @@ from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
 from commfuse_fx.solvers.step_problem import group_collectives
 
 log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
 
+
+FIXED_MIB = (64, 25, 4, 1)
+"""Sizes of buckets that mode "optimal" is compared with, besides no fusion and all in one."""
+
+ONE_BUCKET_MIB = 1 << 20
+"""A size that no model reaches."""
 
 Buckets = tuple[tuple[str, ...], ...]
 """The members of each bucket, all of them sorted."""
@@ -52,6 +58,18 @@ class FuseCollectives(PricedPass):
     def when(cls, situation: Situation) -> FuseCollectives | None:
         is_cut_within = situation.variant.get("cut_within", False)
         return cls(situation.variant.get("fused_mib", None), situation.across_steps and not is_cut_within)
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        if not situation.config.comm_fusion.is_optimal:
+            return found
+        cut_within = (found.searched[0].but(cut_within=True),) if situation.across_steps else ()
+        fixed = (each.but(fused_mib=mib) for mib in (ONE_BUCKET_MIB, *FIXED_MIB, 0) for each in found.fixed)
+        return Variants((*found.searched, *cut_within), tuple(fixed))
+
+    def outcome(self, before: Program, after: Program | None, known: Mapping[str, Hashable]) -> Hashable:
+        """The members of its buckets."""
+        return self.buckets(before) if after is None else buckets_of(after)
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         modified = _merge_repeated(program)

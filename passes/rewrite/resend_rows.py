@@ -21,7 +21,11 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name
 from commfuse_fx.ir.naming import rows_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import Pass, Situation, Variants
+
+LOOSE = 4.0
+"""How much compute is put behind the rows that are sent again, in parts of what these take, which is little: so much
+that updates need not fill all the time."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class ResendRows(Pass):
     """
 
     name = "resend_rows"
+    optional = True
     requires = ("reduced", "updated")
 
     most: float = 0.5
@@ -39,6 +44,21 @@ class ResendRows(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ResendRows | None:
         return cls() if situation.variant.get("resent", False) else None
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        fusion = situation.config.comm_fusion
+        # How many rows are sent again follows from a rank's batch: not where batches differ.
+        if situation.divides or not situation.same_batches or fusion.for_kind("all_reduce").mode != "optimal":
+            return found
+        if not may_resend(program):
+            return found
+        plain, *others = found.searched
+        first, *more = (each.but(resent=True) for each in found.searched[:3])
+        if not situation.schedules:
+            return replace(found, searched=(first,))
+        loose = (first.but(postponed=LOOSE),) if situation.across_steps and fusion.is_optimal else ()
+        return replace(found, searched=(first, plain, *more[:1], *loose, *more[1:], *others))
 
     def __call__(self, program: Program) -> bool:
         if not program.updates:

@@ -9,7 +9,7 @@ with which the backward begins, have the most time when it is the next step's fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,7 +20,14 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
+
+AMPLE = 1.25
+"""How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
+where that shares the wire with another one, or a step computes faster than usual."""
+
+SCANT = (0.5, 0.25, 0.75)
+"""The same, where what is computed later would be sent too late: a busy wire."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class PostponeGradients(PricedPass):
     """
 
     name = "postpone_gradients"
+    optional = True
     requires = ("reduced", "updated")
 
     last_layers: bool = False
@@ -43,6 +51,17 @@ class PostponeGradients(PricedPass):
         if not situation.by_cost or not part:
             return None
         return cls(last_layers=situation.across_steps, part=part)
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        if not situation.config.comm_fusion.is_optimal or not situation.schedules:
+            return found
+        first, *others = found.searched
+        if not situation.across_steps:
+            return replace(found, searched=(first, first.but(postponed=1.0), *others))
+        scant = (first.but(postponed=part) for part in SCANT)
+        within = first.but(across_steps=False, postponed=1.0)
+        return replace(found, searched=(first, first.but(postponed=AMPLE), *others, *scant, within))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         gradients = [start for start in program.collectives() if _role(start) == "gradient"]

@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.cost.memory import Memory
+from commfuse_fx.cost.memory import Memory, TooLittleMemory
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_start, wait_of
 from commfuse_fx.ir.dependence import Dependence, Roots
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Note, Program
-from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 from commfuse_fx.passes.fuse.reinplace import reinplace
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
 from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
@@ -56,6 +55,13 @@ class Schedule(PricedPass):
         if not situation.by_cost or not situation.schedules:
             return None
         return cls(situation.config.memory_limit, situation.across_steps)
+
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        if not situation.across_steps:
+            return found
+        within = (each.but(across_steps=False) for each in found.searched)
+        return replace(found, searched=(*found.searched, *within))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         if self.memory_limit is not None:
@@ -286,15 +292,3 @@ def _free_kept_memory(program: Program, limit: int) -> tuple[int, bool]:
 
 def _size(node: fx.Node) -> int:
     return tensor_spec(node).nbytes
-
-
-class TooLittleMemory(ConfigValueError):
-    """No arrangement fits; `needed`: bytes of the one that needs least."""
-
-    def __init__(self, limit: int, needed: int) -> None:
-        super().__init__(
-            f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
-            f"({needed / 2**20:.1f} MiB) for parameters, optimizer state, gradients and activations, with "
-            "communication held back as far as it goes; raise the limit, or make batch or model smaller"
-        )
-        self.needed = needed

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.passes.declaration import Variant
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Situation, Variant, Variants
+from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning import compile_call
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import OFF, assert_same
@@ -161,9 +163,9 @@ def train_resending(rows: Rows, options: dict[str, Any]) -> Any:
     """As `train`, with the gradient of the embedding in two parts; also, how many plans of this kind were made."""
     made: list[bool] = []
 
-    def variants(config: Any, nodes: int, may_resend: bool) -> list[Variant]:
-        made.append(may_resend)
-        return [Variant.of(resent=may_resend)]
+    def variants(situation: Situation, program: Program) -> Variants:
+        made.append(situation.same_batches and may_resend(program))
+        return Variants((Variant.of(resent=made[-1]),))
 
     given, compile_call.variants = compile_call.variants, variants
     try:

@@ -19,7 +19,7 @@ from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.machine.presets import preset
-from commfuse_fx.passes.declaration import Variant
+from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.passes.schedule.tile_first_gradient import MOST_TILES, UNIT
 from commfuse_fx.planning import compile_call
 from tests.oracle import ACROSS, OPTIMAL, Batch, Case, assert_same, make_world, sgd, train_world
@@ -152,7 +152,7 @@ def test_no_bit_changes(tied: bool, schedule: Any, monkeypatch: pytest.MonkeyPat
     model, batches = case.model(), [world_batch(1024) for _ in range(2)]
     plain = train_world(make_world(case, copy.deepcopy(model), 2, sgd, schedule="none"), batches)
     if tied:  # what is looked up is sent again: those rows are read behind the last tile
-        monkeypatch.setattr(compile_call, "variants", lambda config, *_: [Variant.of(resent=True)])
+        monkeypatch.setattr(compile_call, "variants", lambda *_: Variants((Variant.of(resent=True),)))
     world = make_world(case, copy.deepcopy(model), 2, sgd, OPTIMAL, cluster=GBIT, schedule=schedule)
     trained = train_world(world, batches)
     (plan,) = world.step.planner.plans.values()
@@ -167,7 +167,7 @@ def test_no_bit_changes(tied: bool, schedule: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("across", [False, True])
 def test_numbers_of_rows_leave_half_of_their_time_to_the_vote(across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_call, "variants", lambda config, *_: [Variant.of(resent=True)])
+    monkeypatch.setattr(compile_call, "variants", lambda *_: Variants((Variant.of(resent=True),)))
     schedule = ACROSS if across else "overlap"
     program = planned(*words(512, tied=True), comm_fusion=OPTIMAL, cluster=GBIT, schedule=schedule)
     verify(program, "vote_first")

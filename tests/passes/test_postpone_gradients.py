@@ -9,7 +9,7 @@ from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.declaration import PassContext, Situation, Variant
+from commfuse_fx.passes.declaration import PassContext, Situation, Variant, Variants
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.recipe import build_pipeline
@@ -81,9 +81,8 @@ def test_gradients_of_the_last_layers_have_the_most_time() -> None:
 def test_parameters_are_those_of_one_device(
     case: Case, across: bool, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        compile_call, "variants", lambda config, nodes, may_resend: [Variant.of(across_steps=across, postponed=part)]
-    )
+    only = Variants((Variant.of(across_steps=across, postponed=part),))
+    monkeypatch.setattr(compile_call, "variants", lambda *_: only)
     model = case.model()
     batches = case.batches(3)
     want = train_reference(case, model, batches, 2, sgd)

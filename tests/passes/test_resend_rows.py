@@ -14,8 +14,10 @@ import commfuse_fx as cf
 from commfuse_fx.inspect.dumps.load import load
 from commfuse_fx.ir.collectives import wait_of
 from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
-from commfuse_fx.passes.declaration import Variant
+from commfuse_fx.passes.declaration import Pass, Situation, Variant, Variants
+from commfuse_fx.passes.rewrite.resend_rows import ResendRows, may_resend
 from commfuse_fx.planning import compile_call
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case, randomised, shards
@@ -99,9 +101,9 @@ each_schedule = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS
 def only(monkeypatch: pytest.MonkeyPatch, resent: bool = True, postponed: float = 0.0) -> None:
     """Let a compile make this plan, and no other."""
 
-    def variants(config: Any, nodes: int, may_resend: bool) -> list[Variant]:
-        assert may_resend
-        return [Variant.of(postponed=postponed, resent=resent)]
+    def variants(situation: Situation, program: Program) -> Variants:
+        assert may_resend(program)
+        return Variants((Variant.of(postponed=postponed, resent=resent),))
 
     monkeypatch.setattr(compile_call, "variants", variants)
 
@@ -199,8 +201,7 @@ def test_it_is_taken_where_it_is_faster(options: dict[str, Any], monkeypatch: py
     rows = [each for each in taken.collectives if "words.weight/rows" in each.members]
     whole = [each for each in taken.collectives if "words.weight" in each.members]
     assert len(rows) == len(whole) == 1 and rows != whole
-    all_variants = compile_call.variants
-    monkeypatch.setattr(compile_call, "variants", lambda config, nodes, may_resend: all_variants(config, nodes, False))
+    monkeypatch.setattr(ResendRows, "candidates", Pass.candidates)
     other = lower(model, *batch(8), **options)
     assert not resends(other)
     assert taken.simulate().step_seconds < other.simulate().step_seconds

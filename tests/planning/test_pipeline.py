@@ -18,15 +18,20 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.declaration import Scalar, Situation, Variant
+from commfuse_fx.passes.declaration import Scalar, Situation, Variant, Variants
+from commfuse_fx.passes.rewrite import resend_rows
+from commfuse_fx.passes.schedule import postpone_gradients
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES
-from commfuse_fx.planning.variants import AMPLE, most_plans, needs_no_search, variants
+from commfuse_fx.planning.variants import affordable, most_plans, offered
+from commfuse_fx.testing import parse_program
 
+OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
+ACROSS = cf.ScheduleConfig(across_steps=True)
 FILES = Path(__file__).parents[2] / "passes"
 
 
@@ -92,36 +97,59 @@ def test_the_passes_of_a_situation(
     assert [each.name for each in build_pipeline(situation).passes] == order.split()
 
 
+PLAIN, WITHIN, AMPLE, RESENT = (
+    Variant(),
+    Variant.of(across_steps=False),
+    Variant.of(postponed=postpone_gradients.AMPLE),
+    Variant.of(resent=True),
+)
+STEP = """
+    in  %x: i64[4] = input
+    in  %w: f32[64,4] = parameter
+    fwd %/embedding.0: f32[4,4] = aten.embedding(%w, %x)
+    return [%/embedding.0]
+"""
+
+
+def found(**options: object) -> Variants:
+    """What passes offer for a step, by default with searched buckets."""
+    config = CompileConfig.resolve({"cluster": "gloo-1gbit", "comm_fusion": OPTIMAL, **options})
+    return offered(Situation(config, Mesh.of_sizes((2,))), parse_program(STEP))
+
+
 def test_larger_graphs_compare_fewer_plans() -> None:
-    optimal = {"allreduce": {"mode": "optimal", "config": None}}
-    config = CompileConfig.resolve({"comm_fusion": optimal, "schedule": cf.ScheduleConfig(across_steps=True)})
     sizes = (1_000, 2_100, 2_101, 3_500, 5_000, 7_000, 7_001, 100_000)
-    searches = [sum(not needs_no_search(each) for each in variants(config, nodes)) for nodes in sizes]
-    assert searches == [8, 8, 5, 5, 3, 2, 1, 1]
+    across = found(schedule=ACROSS)
+    assert [len(affordable(across, nodes).searched) for nodes in sizes] == [8, 8, 5, 5, 3, 2, 1, 1]
     assert [most_plans(nodes) for nodes in sizes] == [27, 9, 5, 5, 3, 2, 1, 1]
-    assert variants(config, 7_000) == [Variant(), Variant.of(postponed=AMPLE)]
-    assert variants(config, 100_000) == [Variant()]
-    assert variants(CompileConfig.resolve({"comm_fusion": optimal}), 7_000) == [Variant(), Variant.of(postponed=1.0)]
-    resent = variants(config, 2_100, True)
-    assert resent[:2] == [Variant.of(resent=True), Variant()]
-    assert sum(not needs_no_search(each) for each in resent) == 8
-    assert [each.get("resent", False) for each in variants(config, 7_000, True)] == [True, False]
-    assert not any(
-        each.get("resent", False) for each in variants(CompileConfig.resolve({"cluster": "gloo-1gbit"}), 1_000, True)
-    )
-    not_optimal = CompileConfig.resolve({"schedule": cf.ScheduleConfig(across_steps=True)})
-    within = Variant.of(across_steps=False)
-    assert variants(not_optimal, 1_000) == [Variant(), within, within.but(stored=False)]
-    assert variants(not_optimal, 7_000) == [Variant(), within]
+    assert [bool(affordable(across, nodes).fixed) for nodes in sizes] == [True, True, *[False] * 6]
+
+
+def test_variants_stand_in_the_order_in_which_they_promise_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, quarter, more = (Variant.of(postponed=part) for part in postpone_gradients.SCANT)
+    across = (PLAIN, AMPLE, WITHIN, Variant.of(cut_within=True), half, quarter, more, WITHIN.but(postponed=1.0))
+    assert found(schedule=ACROSS).searched == across
+    assert found().searched == (PLAIN, Variant.of(postponed=1.0))
+    by_size = tuple(PLAIN.but(fused_mib=mib) for mib in (1 << 20, 64, 25, 4, 1, 0))
+    assert found(schedule="none") == Variants((PLAIN,), by_size)
+    assert found(comm_fusion=None, schedule=ACROSS) == Variants((PLAIN, WITHIN), (WITHIN.but(stored=False),))
+    assert found(comm_fusion=None) == Variants((PLAIN,), (PLAIN.but(stored=False),))
+    fixed = found(schedule=ACROSS).fixed
+    assert fixed[:3] == tuple(each.but(fused_mib=1 << 20) for each in (PLAIN, WITHIN, WITHIN.but(stored=False)))
+    assert len(fixed) == 18
+    monkeypatch.setattr(resend_rows, "may_resend", lambda program: True)
+    loose = RESENT.but(postponed=resend_rows.LOOSE)
+    first = (RESENT, PLAIN, AMPLE.but(resent=True), loose, WITHIN.but(resent=True))
+    assert found(schedule=ACROSS).searched == (*first, *across[1:])
+    assert found().searched == (RESENT, PLAIN, Variant.of(postponed=1.0, resent=True), Variant.of(postponed=1.0))
+    assert found(schedule="none").searched == (RESENT,)
+    assert found(comm_fusion=None).searched == (PLAIN,)
+    assert found(parallel_mode="semi_auto").searched == (PLAIN, Variant.of(postponed=1.0))
 
 
 def test_an_order_without_a_required_fact_is_refused() -> None:
     with pytest.raises(VerificationError, match=r"overlap requires averaged"):
         PassPipeline((Overlap(),))
-
-
-OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
-ACROSS = cf.ScheduleConfig(across_steps=True)
 
 
 @pytest.mark.parametrize(
