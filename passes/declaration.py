@@ -150,15 +150,18 @@ class Pass:
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
         """The variants that are found by now, and where they belong those that this pass offers. By default none.
 
-        The captured program is asked about where something is planned by cost; later passes of the table come first.
+        situation: of the compile. It plans by cost.
+        program: the captured program.
+        found: what later passes of the table offer.
         """
         return found
 
     def outcome(self, before: Program, after: Program | None, known: Mapping[str, Hashable]) -> Hashable:
         """What this pass decides in a plan: plans whose passes decide alike are the same. By default its options.
 
-        before: the program before the first pass in which plans differ. after: the program on which this pass has just
-        run, or None where it has not. known: what earlier passes decide, by the facts that they ensure.
+        before: the program before the first pass in which plans differ.
+        after: the program on which this pass has just run. None: it has not run.
+        known: what earlier passes decide, by the facts that they ensure.
         """
         return self
 
