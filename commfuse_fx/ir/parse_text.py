@@ -108,9 +108,16 @@ class _Parser:
             names=Names.restored({}, self.nodes),
             torch_version=header.torch_version,
         )
-        fill_in(program, self.lines, header.optimizer, flags, gradients, self.error)
-        self.finish_specs()
-        self.check(program)
+        try:
+            fill_in(program, self.lines, header.optimizer, flags, gradients, self.error)
+            self.finish_specs()
+            verify(program, "reading")
+        except VerificationError as error:
+            raise self.broken(str(error).removeprefix("after pass reading: ")) from None
+        except ConfigValueError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+            raise self.broken(f"the lines contradict each other ({type(error).__name__}: {error})"[:300]) from error
         return program
 
     def error(self, number: int, problem: str, fix: str = _FORM) -> ConfigValueError:
@@ -238,17 +245,11 @@ class _Parser:
                 raise self.error(line.number, problem, "write all of them")
             info(node).spec = (*spec, *(_on(self.device, each) for each in made[len(spec) :]))
 
-    def check(self, program: Program) -> None:
-        try:
-            verify(program, "reading")
-        except VerificationError as error:
-            problem = str(error).removeprefix("after pass reading: ")
-            name = problem.removeprefix("node ").partition(": ")[0]
-            line = self.lines[self.nodes[name]].number if name in self.nodes else max(self.written)
-            raise self.error(line, problem, "correct the text") from None
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            problem = f"the lines contradict each other ({type(error).__name__}: {error})"[:300]
-            raise self.error(max(self.written), problem, "correct the text") from error
+    def broken(self, problem: str) -> ConfigValueError:
+        """The error for a program that verification refuses; the problem may begin with the name of a node."""
+        name = problem.removeprefix("node ").partition(": ")[0]
+        line = self.lines[self.nodes[name]].number if name in self.nodes else max(self.written)
+        return self.error(line, problem, "correct the text")
 
 
 def _on(device: str, spec: Spec) -> Spec:

@@ -98,13 +98,13 @@ def _writes(start: fx.Node) -> tuple[tuple[fx.Node, Stretch], ...]:
     if storage.target is not aten.empty.memory_format:
         return ()
     padding = f"{info(start).name.rpartition('/')[0]}/padding."
-    found: list[tuple[int, fx.Node]] = []
+    found: list[tuple[int, fx.Node]] = [(0, user) for user in storage.users if _fills(user, storage)]
     for place in storage.users:
         if place.target is aten.as_strided.default and len(place.args) == 4 and isinstance(place.args[3], int):
             if not info(place).name.startswith(padding):
                 found += [(place.args[3], user) for user in place.users if _fills(user, place)]
     found.sort(key=lambda each: each[0])
-    ends = [*(begin for begin, _ in found[1:]), tensor_spec(start).numel]
+    ends = [*(begin for begin, _ in found), tensor_spec(start).numel][1:]
     return tuple((node, Stretch(begin, end)) for (begin, node), end in zip(found, ends, strict=True))
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
-from commfuse_fx.ir.meta import Stretch, info
-from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
 from commfuse_fx.planning import compile_call
 from commfuse_fx.simulate.rounds import play
 from tests.distributed.harness import Ranks
@@ -30,7 +27,6 @@ from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, 
 from tests.oracle import (
     ACROSS,
     ACROSS_STEPS,
-    APART_ACROSS_STEPS,
     FAST,
     OPTIMAL,
     SLOW,
@@ -66,6 +62,7 @@ def notes(program: Program, topic: str) -> dict[str, str]:
 # What is picked.
 
 
+@pytest.mark.usefixtures("no_other_plan")
 @each_cluster
 @pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
 @pytest.mark.parametrize("case", [DIGITS, WIDE, CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
@@ -176,11 +173,22 @@ def peaks(case: Case, **options: Any) -> int:
     ("case", "across"),
     [
         *((case, False) for case in (DIGITS, WIDE, CONTRASTIVE)),
-        *((case, True) for case in (DIGITS, WIDE, CONV, CONTRASTIVE, GPT2)),
+        *((case, True) for case in (DIGITS, WIDE)),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else ("across" if value else "within"),
 )
 def test_the_peak_stays_below_the_limit(case: Case, across: bool) -> None:
+    check_limits(case, across)
+
+
+@pytest.mark.usefixtures("no_other_plan")
+@pytest.mark.parametrize("case", [CONV, CONTRASTIVE, GPT2], ids=lambda case: case.name)
+def test_the_peak_of_one_plan_stays_below_the_limit(case: Case) -> None:
+    check_limits(case, across=True)
+
+
+def check_limits(case: Case, across: bool) -> None:
+    """The least that is possible, what the fastest plan takes, and one between them; below the least is an error."""
     free = peaks(case, schedule=cf.ScheduleConfig(across_steps=across))
     least = least_memory(case, across)
     assert least <= free
@@ -227,9 +235,9 @@ def test_a_limit_that_the_fastest_plan_meets_changes_nothing(across: bool) -> No
         return [line for line in lowered.text().splitlines() if not line.startswith("#")]
 
     free = planned(None)
-    peak = peak_memory(free.program)
-    assert steps_of(planned(peak)) == steps_of(free)
-    tried = [notes(planned(limit).program, "schedule") for limit in (peak, None)]
+    limited = planned(peak_memory(free.program))
+    assert steps_of(limited) == steps_of(free)
+    tried = [notes(each.program, "schedule") for each in (limited, free)]
     assert tried[0] == tried[1], "slower arrangements are listed, though nobody looked at their memory"
     assert len(tried[0]) >= 2
 
@@ -326,7 +334,7 @@ def test_the_figure_of_the_error_is_never_above_the_peak_without_a_limit() -> No
 def test_all_ranks_and_runs_compile_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_call, "capture", trace)  # every run traces
     for case in (WIDE, CONTRASTIVE):
-        texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 1, 2, 3, 0)]
+        texts = [lower(case, schedule=ACROSS, global_rank=rank).text() for rank in (0, 3, 0)]
         assert len(dict.fromkeys(texts)) == 1
         assert "in the next step, before" in texts[0]
 
@@ -334,11 +342,10 @@ def test_all_ranks_and_runs_compile_the_same_text(monkeypatch: pytest.MonkeyPatc
 def digest() -> str:
     """Of the texts and notes of some plans."""
     found = hashlib.sha256()
-    for case in (WIDE, CONTRASTIVE):
-        for fusion in (OPTIMAL, None):
-            lowered = lower(case, comm_fusion=fusion, schedule=ACROSS)
-            found.update(lowered.text().encode())
-            found.update(repr(lowered.program.notes).encode())
+    for case, fusion in ((WIDE, OPTIMAL), (CONTRASTIVE, None)):
+        lowered = lower(case, comm_fusion=fusion, schedule=ACROSS)
+        found.update(lowered.text().encode())
+        found.update(repr(lowered.program.notes).encode())
     return found.hexdigest()
 
 
@@ -347,87 +354,7 @@ def test_hash_seeds_change_nothing(ranks: Ranks) -> None:
     assert ranks.values_of_other_seeds(digest) == [digest()] * 2
 
 
-# Wrong annotations.
-
-
-def broken(case: Case, change: Callable[[Program, list[fx.Node]], None], **options: Any) -> str:
-    """What verification says about a program after a change; its deferred nodes are handed on."""
-    program = lower(case, **{**APART_ACROSS_STEPS, **options}).program
-    verify(program, "nothing")
-    change(program, deferred(program))
-    with pytest.raises(VerificationError) as caught:
-        verify(program, "broken")
-    return str(caught.value)
-
-
-def deferred(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if info(node).next_step is not None]
-
-
-def body(program: Program) -> list[fx.Node]:
-    return [n for n in program.graph.nodes if n.op == "call_function" and info(n).next_step is None]
-
-
-def test_an_update_after_the_first_reader_is_refused() -> None:
-    def change(program: Program, nodes: list[fx.Node]) -> None:
-        last_forward = [node for node in body(program) if info(node).phase == "forward"][-1]
-        for node in nodes:
-            info(node).next_step = last_forward
-
-    assert "of the next step reads before it has run" in broken(MLP_CASE, change)
-
-
-def test_an_update_after_its_bucket_is_overwritten_is_refused() -> None:
-    def change(program: Program, nodes: list[fx.Node]) -> None:
-        (last,) = [node for node in nodes if is_wait(node)][-1:]
-        readers = [node for node in nodes if last in node.all_input_nodes]
-        info(last).next_step = body(program)[-1]
-        for node in readers:
-            info(node).next_step = body(program)[-1]
-
-    message = broken(DIGITS, change, comm_fusion=None)
-    assert "in the next step" in message or "of the next step" in message
-
-
-def test_a_deferred_node_before_others_is_refused() -> None:
-    def change(program: Program, nodes: list[fx.Node]) -> None:
-        order = [node for node in program.graph.nodes if node is not nodes[0]]
-        order.insert(order.index(body(program)[-1]), nodes[0])
-        reorder(program.graph, order)
-
-    assert "stands before nodes that run in this one" in broken(MLP_CASE, change)
-
-
-def test_anchors_out_of_order_are_refused() -> None:
-    def change(program: Program, nodes: list[fx.Node]) -> None:
-        info(nodes[0]).next_step = body(program)[1]
-        info(nodes[1]).next_step = body(program)[0]
-
-    assert "runs in the next step before a node that stands before it here" in broken(MLP_CASE, change)
-
-
-def test_an_anchor_that_is_deferred_itself_is_refused() -> None:
-    def change(program: Program, nodes: list[fx.Node]) -> None:
-        info(nodes[-1]).next_step = nodes[0]
-
-    assert "which is deferred itself" in broken(MLP_CASE, change)
-
-
-@pytest.mark.parametrize("what", ["a gap", "twice", "too short"])
-def test_pieces_that_are_not_the_whole_bucket_are_refused(what: str) -> None:
-    def change(program: Program, _: list[fx.Node]) -> None:
-        carrier = next(node for node in program.graph.nodes if info(node).sends)
-        (start, stretch), *others = info(carrier).sends
-        if what == "a gap":
-            info(carrier).sends = tuple(others)
-        elif what == "twice":
-            info(start).rest = (*info(start).rest, stretch)
-        else:
-            (last,) = info(start).rest
-            info(start).rest = (Stretch(last.begin, last.end - 1),)
-
-    expected = {"a gap": "sends nothing of [0:", "twice": "sends twice", "too short": "is sent in pieces that end at"}
-    assert expected[what] in broken(WIDE, change, comm_fusion=None)
+# The header, and limits that say more than it takes.
 
 
 def test_what_stands_in_the_text_tells_plans_apart() -> None:
