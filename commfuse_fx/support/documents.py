@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.support.checks import show
+from commfuse_fx.support.read_file import read_file
 from commfuse_fx.support.strict_json import JsonRules, check_document, parse_json
 
 SCHEMA = 1
@@ -72,7 +73,7 @@ class Document:
     def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
         """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
         where = _checked_path(path)
-        return cls.from_json(read_text(where), where)
+        return cls.from_json(_content(where), where)
 
 
 def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -88,7 +89,7 @@ def load_document(path: str | os.PathLike[str]) -> Any:
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError, which name the file, the field and the fix.
     """
     where = _checked_path(path)
-    kind, body = _taken_apart(parse_json(read_text(where), where, _RULES), where)
+    kind, body = _taken_apart(parse_json(_content(where), where, _RULES), where)
     if kind not in _READERS:
         known = ", ".join(f'"{name}"' for name in _READERS)
         raise ConfigValueError(f"{where}: kind is {show(kind)}, which cannot be read here; give one of {known}")
@@ -121,18 +122,6 @@ def _taken_apart(data: object, where: str) -> tuple[str, dict[str, Any]]:
     return kind, body
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file. Raises ConfigValueError when it is missing, no regular file, or cannot be read."""
-    try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe might never end
-            raise OSError("it is no regular file")
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigValueError(f"{os.fspath(path)} does not exist; give the path of a JSON file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigValueError(f"{os.fspath(path)} cannot be read ({error}); give the path of a JSON file") from None
-
-
 def made_of(made: Callable[..., _Made], fields: Mapping[str, Any], where: str) -> _Made:
     """An object of a document's fields, whose errors are told with `where` in front."""
     try:
@@ -150,6 +139,10 @@ def check_keys(body: Mapping[str, Any], where: str, required: Collection[str], o
     for key in body:
         if key not in required and key not in optional:
             raise ConfigKeyError(f"{where}: key {show(key)} is unknown; use {allowed}")
+
+
+def _content(path: str) -> str:
+    return read_file(Path(path), "path", "give the path of a JSON file")
 
 
 def _checked_path(path: object) -> str:

@@ -44,8 +44,9 @@ def parse_json(text: str, label: str, rules: JsonRules) -> Any:
     Raises `rules.key_error` for a key that stands twice in one object. Raises ConfigValueError for a text that is no
     JSON, is too large or too deep, or names half of a character.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigValueError(f"{label} has {len(text)} characters, more than {MOST_CHARACTERS}: this is no graph")
+    size = len(text)
+    if size > MOST_CHARACTERS:
+        raise ConfigValueError(f"{label} has {size} characters, and at most {MOST_CHARACTERS} are read; {rules.fix}")
     try:
         found = json.loads(
             text, object_pairs_hook=_unique, parse_constant=None if rules.constants else _refuse_constant

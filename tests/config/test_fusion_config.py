@@ -224,8 +224,8 @@ def test_optimal_takes_a_cluster_or_none(kind, tmp_path):
 
 
 FILES = {
-    "missing": (None, "does not exist"),
-    "not json": ("clusters", "is not JSON"),
+    "missing": (None, "there is no file"),
+    "not json": ("clusters", "not JSON"),
     "another kind": ('{"schema": 1, "kind": "strategy"}', "kind is 'strategy'"),
     "a cluster with a key too many": ('{"schema": 1, "kind": "cluster", "speed": 1}', "key"),
 }

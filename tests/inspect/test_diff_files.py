@@ -90,7 +90,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 def test_large_files_are_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate((1 << 30) + 1)
-    assert "this is no graph" in read(tmp_path / "large.json")
+    assert "are read" in read(tmp_path / "large.json")
 
 
 def test_damaged_dumps(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_damaged_documents(damage: Callable[[Any], Any], error: type[Exception],
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    with pytest.raises(ConfigValueError, match=f"{path} does not exist"):
+    with pytest.raises(ConfigValueError, match=f"there is no file '{path}'"):
         StepProfile.load(path)
     path.write_text(profile().to_json()[:-20])
     with pytest.raises(ConfigValueError, match=f"{path}, line .*: not JSON"):

@@ -8,10 +8,11 @@ from typing import Any
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import GraphRecord
-from commfuse_fx.inspect.dumps.files import file_of_dump, folder_of_rank, is_folder, read_content, read_index
+from commfuse_fx.inspect.dumps.files import file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.support.read_file import read_file
 
 _GIVE = "give a file of Lowered.text() or to_json(), or a folder that Lowered.dump wrote"
 
@@ -49,4 +50,4 @@ def _read_path(path: Path, argument: str) -> GraphRecord:
     if is_folder(path, argument, _GIVE):
         folder = folder_of_rank(path, argument, _GIVE)
         path = file_of_dump(folder, read_index(folder, argument, _GIVE), "text")
-    return _parse(read_content(path, argument, _GIVE), str(path))
+    return _parse(read_file(path, argument, _GIVE), str(path))

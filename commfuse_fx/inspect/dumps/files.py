@@ -1,4 +1,4 @@
-"""Finds and reads the files of a dump. Names in index.json are those of files beside it; nothing else is opened."""
+"""Finds the files of a dump. Names in index.json are those of files beside it; nothing else is opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.support.json_fields import DUMP
-from commfuse_fx.support.strict_json import MOST_CHARACTERS, parse_object
+from commfuse_fx.support.read_file import read_file, unreadable
+from commfuse_fx.support.strict_json import parse_object
 
 INDEX = "index.json"
 INDEX_SCHEMA = 1
@@ -16,37 +17,12 @@ INDEX_SCHEMA = 1
 _RANK = re.compile(r"rank(\d{1,9})")
 
 
-def read_content(path: Path, argument: str, give: str) -> str:
-    """The text of a file of a dump, of at most MOST_CHARACTERS bytes.
-
-    argument: what the caller calls the path. give: what errors say to give instead.
-    Raises ConfigValueError for what is missing, empty, too large, no UTF-8 or no regular file.
-    """
-    try:
-        if not path.exists():
-            raise ConfigValueError(f"there is no file {str(path)!r}; {give}")
-        if not path.is_file():
-            raise ConfigValueError(f"{str(path)!r} is no regular file; {give}")
-        size = path.stat().st_size
-        if size > MOST_CHARACTERS:
-            raise ConfigValueError(
-                f"{str(path)!r} has {size} bytes, more than {MOST_CHARACTERS}: this is no graph; {give}"
-            )
-        if size == 0:
-            raise ConfigValueError(f"{str(path)!r} is empty; {give}")
-        return path.read_text(encoding="utf-8")
-    except ConfigValueError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the path
-        raise _unreadable(path, argument, error, give) from None
-
-
 def is_folder(path: Path, argument: str, give: str) -> bool:
     """Whether the path is one of a folder. Raises ConfigValueError where that cannot be found out."""
     try:
         return path.is_dir()
     except (OSError, ValueError) as error:
-        raise _unreadable(path, argument, error, give) from None
+        raise unreadable(path, argument, error, give) from None
 
 
 def folder_of_rank(folder: Path, argument: str, give: str) -> Path:
@@ -60,7 +36,7 @@ def folder_of_rank(folder: Path, argument: str, give: str) -> Path:
             if (match := _RANK.fullmatch(each.name)) is not None
         }
     except OSError as error:
-        raise _unreadable(folder, argument, error, give) from None
+        raise unreadable(folder, argument, error, give) from None
     if not ranks:
         raise ConfigValueError(f"{str(folder)!r} has neither index.json nor rank<r>/; {give}")
     return ranks[min(ranks)]
@@ -69,7 +45,7 @@ def folder_of_rank(folder: Path, argument: str, give: str) -> Path:
 def read_index(folder: Path, argument: str, give: str) -> dict[str, Any]:
     """The index of a rank's folder. Raises ConfigValueError."""
     place = folder / INDEX
-    return parse_object(read_content(place, argument, give), str(place), INDEX_SCHEMA, DUMP)
+    return parse_object(read_file(place, argument, give), str(place), INDEX_SCHEMA, DUMP)
 
 
 def file_of_dump(folder: Path, index: dict[str, Any], role: str) -> Path:
@@ -78,11 +54,3 @@ def file_of_dump(folder: Path, index: dict[str, Any], role: str) -> Path:
     if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
         raise ConfigValueError(f'{folder / INDEX}: "{role}" is not the name of a file beside it; write the dump again')
     return folder / name
-
-
-def _unreadable(path: Path, argument: str, error: Exception, give: str) -> ConfigValueError:
-    if isinstance(error, UnicodeDecodeError):
-        reason = "it is no UTF-8 text"
-    else:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return ConfigValueError(f"{argument} is {str(path)!r}, which cannot be read: {reason}; {give}")

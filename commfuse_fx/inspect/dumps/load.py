@@ -13,7 +13,7 @@ from typing import Any
 from commfuse_fx.errors import ConfigTypeError
 from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import CollectiveRecord
-from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_content, read_index
+from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.ir.json.read import from_dict
 from commfuse_fx.ir.json.values import ValueReader
@@ -26,6 +26,7 @@ from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline
 from commfuse_fx.planning.pipeline_json import pipeline_of, read_marks
 from commfuse_fx.support.json_fields import DUMP, Fields
+from commfuse_fx.support.read_file import read_file
 from commfuse_fx.support.strict_json import parse_object
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -65,7 +66,7 @@ def load(path: str | os.PathLike[str]) -> Lowered:
 
 def read_program(path: Path) -> tuple[Program, PassPipeline | None]:
     """The program of a JSON file, and the pipeline that is written in it, if there is one. Raises ConfigValueError."""
-    data = parse_object(read_content(path, "path", GIVE), str(path), SCHEMA, DUMP)
+    data = parse_object(read_file(path, "path", GIVE), str(path), SCHEMA, DUMP)
     program = from_dict(data, str(path))
     read_marks(data, program, str(path))
     return program, pipeline_of(data, program, str(path))
@@ -142,7 +143,7 @@ class _Texts:
             file = self.fields.get(record, "file", str, place)
             if not _STAGE.fullmatch(file):
                 raise self.fields.error(f"{place}.file", f"{file[:80]!r} is no file of stages/")
-            text = read_content(self.folder / file, "path", GIVE)
+            text = read_file(self.folder / file, "path", GIVE)
             modified = self.fields.get(record, "modified", bool, place)
             found[name] = Snapshot(name, modified, text, self._collectives(text, str(self.folder / file)))
         return found
