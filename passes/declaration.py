@@ -138,6 +138,10 @@ class Pass:
     name: ClassVar[str]
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
+    numerics: ClassVar[str]
+    """What becomes of the numbers of a step. "bitwise": they keep every bit. "reordered": sums run in another order, or
+    on other ranks first, so that they differ by rounding. "defines": the pass says what is computed, such as which
+    gradients are summed or which random numbers are drawn, so that there is nothing to compare with."""
     optional: ClassVar[bool] = False
     """Whether plans are made with it and without it. Where it changes nothing, the one with it is not needed."""
 

@@ -36,6 +36,7 @@ class BroadcastBuffers(Pass):
     end follow from what arrives. A group of None or of one rank sends nothing, and so does an evaluation."""
 
     name = "broadcast_buffers"
+    numerics = "defines"
     requires = ("simplified",)
 
     group: str | None

@@ -25,6 +25,7 @@ class CounterRandom(Pass):
     """Ops without a counterpart stay, and draw the same numbers on every rank: they are never divided."""
 
     name = "counter_random"
+    numerics = "defines"
 
     @classmethod
     def when(cls, situation: Situation) -> CounterRandom | None:

@@ -36,6 +36,7 @@ class Divide(Pass):
     """
 
     name = "divide"
+    numerics = "defines"
     requires = ("simplified",)
     ensures = ("divided",)
 

@@ -30,6 +30,7 @@ class LowerRedistributions(Pass):
     """Reductions of one tensor over several axes in a row become one over all of them, and so do gathers."""
 
     name = "lower_redistributions"
+    numerics = "defines"
     requires = ("simplified",)
     ensures = ("lowered", "reduced")
 

@@ -26,6 +26,7 @@ class LowerUserCollectives(Pass):
     """A group of one rank and a tensor without elements need no collective."""
 
     name = "lower_user_collectives"
+    numerics = "defines"
     ensures = ("lowered",)
 
     @classmethod

@@ -23,6 +23,7 @@ class RangeLookups(Pass):
     """Numerics stay bitwise the same."""
 
     name = "range_lookups"
+    numerics = "reordered"
 
     @classmethod
     def when(cls, situation: Situation) -> RangeLookups | None:

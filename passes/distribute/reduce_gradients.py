@@ -27,6 +27,7 @@ class ReduceGradients(Pass):
     """
 
     name = "reduce_gradients"
+    numerics = "defines"
     requires = ("simplified",)
     ensures = ("reduced",)
 

@@ -21,6 +21,7 @@ class SliceFullBatch(Pass):
     """The tensors in `program.batch_inputs` are cut along dimension 0, by the ranks of `group`."""
 
     name = "slice_full_batch"
+    numerics = "defines"
 
     group: str
 

@@ -72,6 +72,7 @@ class FlattenStorage(Pass):
     """
 
     name = "flatten_storage"
+    numerics = "reordered"
     requires = ("fused",)
     ensures = ("flat",)
 

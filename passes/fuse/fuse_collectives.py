@@ -48,6 +48,7 @@ class FuseCollectives(PricedPass):
     """
 
     name = "fuse_collectives"
+    numerics = "reordered"
     requires = ("lowered", "reduced", "updated")
     ensures = ("fused",)
 

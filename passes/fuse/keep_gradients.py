@@ -26,6 +26,7 @@ class KeepGradients(Pass):
     """`at_least`: bytes below which the allocator's own caches serve well enough."""
 
     name = "keep_gradients"
+    numerics = "bitwise"
     requires = ("averaged",)
 
     at_least: int = 2**18

@@ -45,6 +45,7 @@ class Reinplace(Pass):
     """Bitwise neutral: the in-place variant computes the same."""
 
     name = "reinplace"
+    numerics = "bitwise"
     requires = ("averaged",)
 
     def __call__(self, program: Program) -> bool:

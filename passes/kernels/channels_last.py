@@ -88,6 +88,7 @@ class ChannelsLast(Pass):
     """
 
     name = "channels_last"
+    numerics = "reordered"
     requires = ("simplified",)
 
     large_weight: float = 0.5

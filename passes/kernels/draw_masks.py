@@ -23,6 +23,7 @@ class DrawMasks(Pass):
     """
 
     name = "draw_masks"
+    numerics = "defines"
 
     at_least: int = 16384
 

@@ -34,6 +34,7 @@ class WeightGradients(Pass):
     """
 
     name = "weight_gradients"
+    numerics = "reordered"
     requires = ("simplified",)
 
     at_least: int = 32

@@ -32,6 +32,7 @@ _PASS_ON = (put_rows_, aten.clone.default)
 @dataclass(frozen=True)
 class LowerAverage(Pass):
     name = "lower_average"
+    numerics = "reordered"
     requires = ("fused",)
     ensures = ("averaged",)
 

@@ -36,6 +36,7 @@ class ResendRows(Pass):
     """
 
     name = "resend_rows"
+    numerics = "reordered"
     optional = True
     requires = ("reduced", "updated")
 

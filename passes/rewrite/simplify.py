@@ -21,6 +21,7 @@ class Simplify(Pass):
     """Numerics stay bitwise the same."""
 
     name = "simplify"
+    numerics = "bitwise"
     ensures = ("simplified",)
 
     def __call__(self, program: Program) -> bool:

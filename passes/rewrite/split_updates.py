@@ -32,6 +32,7 @@ class SplitUpdates(Pass):
     """
 
     name = "split_updates"
+    numerics = "bitwise"
     requires = ("flat",)
     ensures = ("split",)
 

@@ -26,6 +26,7 @@ class UpdateParameters(Pass):
     """
 
     name = "update_parameters"
+    numerics = "defines"
     requires = ("reduced",)
     ensures = ("updated",)
 

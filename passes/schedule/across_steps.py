@@ -40,6 +40,7 @@ class AcrossSteps(PricedPass):
     """Bitwise neutral: the same reductions and updates on the same values, in another order."""
 
     name = "across_steps"
+    numerics = "bitwise"
     requires = ("averaged", "split")
 
     @classmethod

@@ -37,6 +37,7 @@ class GiveWay(Pass):
     """An annotation: the graph and its text stay as they are."""
 
     name = "give_way"
+    numerics = "bitwise"
     requires = ("averaged",)
 
     def __call__(self, program: Program) -> bool:

@@ -25,6 +25,7 @@ class GradientsFirst(Pass):
     """What only gradients' collectives need moves up to behind the last thing that it needs itself. Bitwise neutral."""
 
     name = "gradients_first"
+    numerics = "bitwise"
     requires = ("reduced",)
 
     @classmethod

@@ -28,6 +28,7 @@ _IN_PLACE = tuple(IN_PLACE.values())
 @dataclass(frozen=True)
 class Overlap(Pass):
     name = "overlap"
+    numerics = "bitwise"
     requires = ("averaged",)
     ensures = ("scheduled",)
 

@@ -39,6 +39,7 @@ class PostponeGradients(PricedPass):
     """
 
     name = "postpone_gradients"
+    numerics = "bitwise"
     optional = True
     requires = ("reduced", "updated")
 

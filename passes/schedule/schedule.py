@@ -44,6 +44,7 @@ class Schedule(PricedPass):
     """
 
     name = "schedule"
+    numerics = "reordered"
     requires = ("averaged", "split")
     ensures = ("scheduled",)
 

@@ -27,6 +27,7 @@ class StreamBuckets(Pass):
     """
 
     name = "stream_buckets"
+    numerics = "reordered"
     requires = ("scheduled",)
 
     piece: int = PIECE

@@ -38,6 +38,7 @@ class TileFirstGradient(PricedPass):
     """Bitwise neutral. Only on CPUs: elsewhere libraries choose other kernels for other numbers of rows."""
 
     name = "tile_first_gradient"
+    numerics = "bitwise"
     requires = ("flat",)
 
     @classmethod

@@ -26,6 +26,7 @@ class VoteFirst(PricedPass):
     half is for the votes, the other one for them. Bitwise neutral."""
 
     name = "vote_first"
+    numerics = "bitwise"
     requires = ("scheduled",)
 
     @classmethod

@@ -38,7 +38,6 @@ def test_readers_and_written_values_follow_from_what_rank_0_sends() -> None:
         upd %update/norm.mean: f32[2] = aten.copy_(%norm.mean, %/add.0)
         return [%/sum.0, %/grad.mul.0]
         """,
-        numerics="other",
     )
 
 

@@ -27,7 +27,6 @@ def test_draws_get_a_seed_and_numbers_of_their_own() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/mul.0)
         return [%/sum.0]
         """,
-        numerics="other",
     )
 
 
@@ -42,5 +41,4 @@ def test_an_op_without_a_counterpart_stays() -> None:
         """,
         CounterRandom(),
         None,
-        numerics="other",
     )

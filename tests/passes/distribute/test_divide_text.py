@@ -33,7 +33,6 @@ def test_ranks_sum_what_they_compute_from_their_part_of_the_batch() -> None:
         bwd %/grad.mm.0/sum: f32[4,6] = sum_partial(%/grad.mm.0, dp, sum)
         return [%/sum.0/sum, %/grad.mm.0/sum]
         """,
-        numerics="other",
     )
 
 
@@ -54,7 +53,6 @@ def test_columns_of_a_marked_parameter_stay_apart() -> None:
         bwd %/grad.mm.0: f32[4,6] = aten.mm(%/grad.t.0, %/grad.expand.0)
         return [%/sum.0/sum, %/grad.mm.0]
         """,
-        numerics="other",
     )
 
 

@@ -23,7 +23,6 @@ def test_sums_over_two_axes_are_one_all_reduce() -> None:
         fwd %/sum.0/sum.0/wait: f32[] = _c10d_functional.wait_tensor(%/sum.0/sum.0/all_reduce)
         return [%/sum.0/sum.0/wait]
         """,
-        numerics="other",
     )
 
 
@@ -64,7 +63,6 @@ def test_parts_along_columns_are_gathered_and_put_in_order() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/exchange/whole)
         return [%/sum.0]
         """,
-        numerics="other",
     )
 
 

@@ -26,7 +26,6 @@ def test_a_lookup_of_all_places_in_order_is_a_permutation() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/index.0/view)
         return [%/sum.0]
         """,
-        numerics="reordered",
     )
 
 

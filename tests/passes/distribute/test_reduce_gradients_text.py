@@ -35,7 +35,6 @@ def test_every_gradient_is_averaged_low_precision_in_fp32() -> None:
         bwd %reduce/b/bf16: bf16[4] = aten._to_copy(%reduce/b/wait, dtype=bf16)
         return [%/dot.0, %reduce/a/wait, %reduce/b/bf16]
         """,
-        numerics="other",
     )
 
 
@@ -57,7 +56,6 @@ def test_a_sum_in_the_dtype_of_the_gradient() -> None:
         bwd %reduce/b/wait: bf16[4] = _c10d_functional.wait_tensor(%reduce/b/all_reduce)
         return [%/dot.0, %reduce/a/wait, %reduce/b/wait]
         """,
-        numerics="other",
     )
 
 
@@ -90,5 +88,4 @@ def test_a_gradient_of_two_parameters_is_reduced_once() -> None:
         bwd %reduce/b/own: f32[4] = aten.clone(%reduce/a/wait)
         return [%/sum.0, %reduce/a/wait, %reduce/b/own]
         """,
-        numerics="other",
     )

@@ -2,7 +2,7 @@
 
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
-from tests.passes.cases import check
+from tests.passes.cases import Applied, check
 
 STEP = """
     in  %w: f32[4] = parameter
@@ -15,15 +15,19 @@ STEP = """
 """
 
 
-def cut_x(program: Program) -> bool:
+def with_batch(program: Program) -> bool:
     program.batch_inputs = ("x",)
-    return SliceFullBatch("dp")(program)
+    return CUT(program)
+
+
+CUT = SliceFullBatch("dp")
+CUT_X = Applied(CUT, with_batch)
 
 
 def test_a_rank_takes_its_rows_of_the_whole_batch() -> None:
     check(
         STEP,
-        cut_x,
+        CUT_X,
         """
         in  %w: f32[4] = parameter
         in  %x: f32[4,4] = input
@@ -36,10 +40,9 @@ def test_a_rank_takes_its_rows_of_the_whole_batch() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/mul.0)
         return [%/sum.0]
         """,
-        numerics="other",
     )
 
 
 def test_one_rank_and_a_call_without_a_batch_have_nothing_to_cut() -> None:
-    check(f"# world: 1\n{STEP}", cut_x, None)
+    check(f"# world: 1\n{STEP}", CUT_X, None)
     check(STEP, SliceFullBatch("dp"), None)

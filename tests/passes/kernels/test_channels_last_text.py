@@ -48,7 +48,6 @@ def test_activations_lie_channels_last_from_the_first_convolution_on() -> None:
         bwd %0/grad.getitem.1/contiguous_format: f32[4,4,3,3] = aten.clone(%0/grad.getitem.1, memory_format=contiguous_format)
         return [%/sum.0, %0/grad.getitem.1/contiguous_format, %2/grad.getitem.1/contiguous_format]
         """,
-        numerics="reordered",
     )
 
 

@@ -25,7 +25,6 @@ def test_a_mask_is_drawn_from_fewer_bits() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/mul.0)
         return [%/sum.0]
         """,
-        numerics="other",
     )
 
 

@@ -39,7 +39,6 @@ def test_gradients_of_weight_and_bias_are_ops_of_their_own() -> None:
         bwd %add.0: f32[] = aten.add.Tensor(%sum.0, %sum.1)
         return [%add.0, %grad.convolution_backward.0/weight, %grad.convolution_backward.0/bias]
         """,
-        numerics="reordered",
     )
 
 

@@ -96,5 +96,5 @@ def test_a_gradient_is_copied_into_the_strides_of_its_parameter() -> None:
         upd %update.0/sgd: - = aten._fused_sgd_([%a, %b], [%reduce/a/wait, %update.0/grads.b.as_parameter], [], weight_decay=%update.0.weight_decay, momentum=%update.0.momentum, lr=%update.0.lr, dampening=%update.0.dampening, nesterov=False, maximize=False, is_first_step=%update.0.is_first_step)
         return [%/dot.0]
         """,
-        numerics="other",
+        numerics="defines",
     )

@@ -33,7 +33,6 @@ def test_one_fused_op_updates_the_parameters_of_a_group_and_no_gradient_is_retur
         return [%/dot.0]
         """,
         flags={"momentum": True},
-        numerics="other",
     )
 
 
@@ -60,7 +59,6 @@ def test_adam_counts_steps_first() -> None:
         upd %update.0/adamw: - = aten._fused_adamw_([%a, %b], [%/grad.mul.0, %/grad.mul.1], %update.0.exp_avg, %update.0.exp_avg_sq, [], %update.0.step, lr=%update.0.lr, beta1=%update.0.beta1, beta2=%update.0.beta2, weight_decay=%update.0.weight_decay, eps=%update.0.eps, amsgrad=False, maximize=False)
         return [%/dot.0]
         """,
-        numerics="other",
     )
 
 
@@ -77,7 +75,6 @@ def test_an_unknown_optimizer_is_called_on_all_gradients() -> None:
         upd %update/NAdam: - = optimizer_step([%a, %b], [%/grad.mul.0, %/grad.mul.1])
         return [%/dot.0]
         """,
-        numerics="other",
     )
 
 
