@@ -10,6 +10,7 @@ from commfuse_fx.ir.parse_text import parse_program
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.planning import registry as _registry  # noqa: F401  # its passes make known what graphs may call
 from commfuse_fx.support.checks import show
 
 

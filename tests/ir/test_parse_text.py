@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -253,6 +255,24 @@ def test_values_of_every_kind_are_read() -> None:
     for wanted in (torch.float32, torch.strided, torch.device("cpu"), torch.contiguous_format, -torch.inf, "tanh"):
         assert any(type(value) is type(wanted) and value == wanted for value in values), wanted
     assert info(next(iter(program.graph.nodes))).spec == TensorSpec((2, 3), torch.bfloat16, (1, 2))
+
+
+def test_a_process_that_has_compiled_nothing_knows_what_graphs_call() -> None:
+    script = """
+from commfuse_fx.testing import parse_program
+text = '''
+    in  %x: f32[4] = input
+    in  %seed: - = seed
+    fwd %axis_index/dp: - = axis_index(dp)
+    fwd %part: f32[2] = own_part(%x, %axis_index/dp, 2, 0, 1)
+    fwd %mask: f32[2] = bernoulli_at([2], 0.5, %seed, 0, [%axis_index/dp], [4], f32, cpu)
+    fwd %dot: f32[] = aten.dot(%part, %mask)
+    return [%dot]
+'''
+print(len(parse_program(text).graph.nodes))
+"""
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert (done.stdout.strip(), done.stderr) == ("7", "")
 
 
 WRONG = {

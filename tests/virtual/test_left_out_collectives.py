@@ -13,6 +13,8 @@ from tests.models import CONTRASTIVE, DIGITS, GPT2, WIDE, Case, shards
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW, cluster, eager_gradients, make_world, sgd
 from tests.passes.test_user_collectives import lockstep, make, one_device
 
+pytestmark = pytest.mark.usefixtures("no_other_plan")
+
 OFF = {"openstate": False}
 
 
