@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,11 +19,11 @@ from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import flatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
+from commfuse_fx.planning.batches import on_one_part, on_whole_batch
 from commfuse_fx.planning.compile_call import compile_call
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
@@ -33,9 +33,6 @@ from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.progress import progress
-
-Leaves = Sequence[tuple[str, torch.Tensor]]
-"""Tensors of a call, with their paths."""
 
 _PLAN, _STEP = logger("plan"), logging.getLogger("commfuse_fx.step")
 
@@ -193,15 +190,12 @@ class Planner:
             keep_captured or self._on_compile.keeps_captured(),
         )
         with progress("compiling the training step" if training else "compiling the evaluation step"):
-            compiled = self._compile_divided(request) if self.config.divides_graphs else self._compile_sliced(request)
+            divides = self.config.divides_graphs
+            compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
         if not keep_captured:
             compiled.captured = None
         return compiled
-
-    def _compile_sliced(self, request: CompileRequest) -> Compiled:
-        leaves, sliced = self._slice_batch(request.call.leaves)
-        return self._trace(_on(request, leaves, sliced))
 
     def _compile_divided(self, request: CompileRequest) -> Compiled:
         """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""
@@ -212,10 +206,9 @@ class Planner:
             self._laid_out, self._layouts = self.watch.structure, None
         ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
         while True:
-            leaves, batch = _whole_batch(request.call.leaves, ways)
             sharding = Sharding(marks, ways, local, self._layouts)
             try:
-                compiled = self._trace(_on(request, leaves, batch, sharding))
+                compiled = self._trace(on_whole_batch(request, sharding))
             except OtherBatch as other:
                 if other.ways == ways:
                     raise
@@ -246,44 +239,3 @@ class Planner:
         check_optimizer(self.optimizer, self.model)
         described = describe_optimizer(self.optimizer, self.model)
         return replace(described, rule="opaque", why_opaque=opaque) if opaque else described
-
-    def _slice_batch(self, leaves: Leaves) -> tuple[Leaves, list[str]]:
-        """With full_batch the model is traced on a slice: tensors whose dimension 0 is that of the first one."""
-        batched = [tensor for _, tensor in leaves if tensor.ndim]
-        if not self.config.full_batch or self.mesh.world == 1 or not batched:
-            return leaves, []
-        if self.config.parallel_mode == "stand_alone":
-            return leaves, []
-        batch = batched[0].shape[0]
-        if batch % self.mesh.world:
-            raise ConfigValueError(
-                f"full_batch=True: the global batch of {batch} does not divide by {self.mesh.world} devices; "
-                f"pad or cut it to {batch - batch % self.mesh.world or self.mesh.world} rows"
-            )
-        rows = batch // self.mesh.world
-        sliced = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
-        local = [(path, tensor[:rows] if path in sliced else tensor) for path, tensor in leaves]
-        return local, sliced
-
-
-def _on(request: CompileRequest, leaves: Leaves, batch: list[str], sharding: Sharding | None = None) -> CompileRequest:
-    """The request with other tensors in place of those of the call."""
-    passes = replace(request.passes, sliced_inputs=batch, sharding=sharding)
-    return replace(request, call=replace(request.call, leaves=leaves), passes=passes)
-
-
-def _whole_batch(leaves: Leaves, ways: int) -> tuple[Leaves, list[str]]:
-    """The tensors that one device would be given where `ways` ranks are handed these, and the paths of those that have
-    the batch as their dimension 0: that of the first one."""
-    batched = [tensor for _, tensor in leaves if tensor.ndim]
-    if not batched:
-        return leaves, []
-    batch = batched[0].shape[0]
-    paths = [path for path, tensor in leaves if tensor.ndim and tensor.shape[0] == batch]
-    if ways == 1:
-        return leaves, paths
-    whole = [
-        (path, tensor.new_empty((batch * ways, *tensor.shape[1:])) if path in paths else tensor)
-        for path, tensor in leaves
-    ]
-    return whole, paths
