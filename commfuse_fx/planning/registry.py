@@ -48,10 +48,15 @@ class PassEntry:
 def _entry(stage: str, made: type[Pass]) -> PassEntry:
     given: Any = made  # a dataclass, which its type does not say
     options = tuple(
-        PassOption(field.name, str(field.type), field.default is MISSING, field.default) for field in fields(given)
+        PassOption(field.name, _written(field.type), field.default is MISSING, field.default) for field in fields(given)
     )
     purpose = " ".join((sys.modules[made.__module__].__doc__ or "").split("\n\n")[0].split())
     return PassEntry(made.name, stage, made, options, made.requires, made.ensures, purpose)
+
+
+def _written(annotation: Any) -> str:
+    """A type as text, whether or not its module leaves annotations as they are written."""
+    return annotation if isinstance(annotation, str) else str(getattr(annotation, "__name__", annotation))
 
 
 PASSES: Mapping[str, PassEntry] = MappingProxyType(

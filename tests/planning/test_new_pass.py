@@ -1,0 +1,70 @@
+"""docs/writing-a-pass.md, followed to the letter on a copy of the package, gives a new pass by touching two files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/writing-a-pass.md").read_text()
+FILE, TABLE = "passes/schedule/wait_at_once.py", "commfuse_fx/planning/pass_table.py"
+
+COMPILE = """
+import torch, commfuse_fx as cf
+model = torch.nn.Linear(4, 4)
+step = cf.compile(model, loss_fn=torch.nn.functional.mse_loss, device_num=2, schedule="none")
+print(*step.lower(torch.ones(2, 4), torch.ones(2, 4)).stages)
+"""
+
+
+def block(language: str) -> str:
+    """The first block of a language."""
+    found = re.search(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with the page's pass."""
+    assert f"`{FILE}`" in PAGE and f"`{TABLE}`" in PAGE
+    root = tmp_path_factory.mktemp("clone")
+    for name in ("commfuse_fx", "passes"):
+        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / FILE).write_text(block("python"))
+    table = (root / TABLE).read_text()
+    added, old, new = (line[1:] for line in block("diff").splitlines())
+    assert table.count(old) == 1
+    first = table.index("from commfuse_fx.passes")
+    (root / TABLE).write_text(f"{table[:first]}{added}\n{table[first:].replace(old, new)}")
+    return root
+
+
+def run(clone: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1"}
+    made = subprocess.run([sys.executable, *arguments], cwd=clone, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def test_the_pass_is_on_the_command_line(clone: Path) -> None:
+    listed = run(clone, "-m", "commfuse_fx", "opt", "--list")
+    assert (
+        """wait_at_once
+  Wait for every collective where it starts.
+  stage: schedule
+  requires: averaged
+  option least: int >= 0 (default: 0)
+"""
+        in listed
+    )
+
+
+def test_the_pass_has_its_place_in_a_compile(clone: Path) -> None:
+    assert "lower_average wait_at_once keep_gradients" in run(clone, "-c", COMPILE)
