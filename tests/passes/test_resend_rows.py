@@ -194,7 +194,7 @@ def resends(lowered: cf.Lowered) -> bool:
 
 @each_schedule
 def test_it_is_taken_where_it_is_faster(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = randomised(Tied(layers=16))
+    model = randomised(Tied(layers=4))
     options = {**options, "cluster": cluster("tied", 1e-5, 1e8)}
     taken = lower(model, *batch(8), **options)
     assert resends(taken)
@@ -272,7 +272,7 @@ def test_the_numbers_are_there_before_the_backward(monkeypatch: pytest.MonkeyPat
 
 def test_a_dump_of_it_can_be_read(tmp_path: Path) -> None:
     slow = cluster("tied", 1e-5, 1e8)
-    made = lower(randomised(Tied(layers=16)), *batch(8), cluster=slow, schedule=ACROSS)
+    made = lower(randomised(Tied(layers=4)), *batch(8), cluster=slow, schedule=ACROSS)
     assert resends(made)
     read = load(made.dump(tmp_path))
     assert read.text() == made.text()
