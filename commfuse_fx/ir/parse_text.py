@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import group_of, is_start, kind_of
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, VerificationError
 from commfuse_fx.ir.declared_specs import computed_spec
 from commfuse_fx.ir.json.known_ops import find_target
-from commfuse_fx.ir.json.values import DTYPES
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, Stretch, TensorSpec, info, set_info
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.naming import Names
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text_facts import fill_in
@@ -28,18 +26,15 @@ from commfuse_fx.ir.text_lines import (
     TextLine,
     UnknownReference,
     argument_tokens,
-    read_collective,
-    read_sends,
     split_header,
     split_lines,
 )
+from commfuse_fx.ir.text_remarks import RemarkReader
 from commfuse_fx.ir.text_values import Unfinished, read_call, read_spec
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.machine.source import Costs
+from commfuse_fx.machine.source import Costs, resolve_costs
+from commfuse_fx.support.checks import show
 
-_REST = "sends the rest: "
-_KEPT = "kept between steps"
-_NEXT_STEP = "in the next step, before "
 _FORM = "write it as Lowered.text() does, for example `fwd %a: f32[2] = aten.relu(%x)`"
 
 
@@ -49,7 +44,7 @@ def parse_program(
     gradients: Sequence[str] | None = None,
     flags: Mapping[str, bool] | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
-    cluster: Costs | None = None,
+    cluster: Any = None,
     device: str = "cpu",
 ) -> Program:
     """Read the program whose canonical text this is. Its own text is the same again.
@@ -64,12 +59,24 @@ def parse_program(
     flags: those of the optimizer that are not False, such as {"momentum": True}, where no update in the text
         shows them.
     constants: values by the name of the node; the others have none.
-    cluster: prices, where the header names no preset.
+    cluster: prices, where the header names no preset: what `compile` takes as `cluster`.
     device: of all tensors.
 
-    Raises ConfigValueError, which names the line and what to write instead.
+    Raises ConfigValueError, which names the line and what to write instead; ConfigTypeError for an argument of
+    another type.
     """
-    return _Parser(text, dict(constants or {}), cluster, device).parse(gradients, dict(flags or {}))
+    given = (
+        ("text", text, str, "a str"),
+        ("gradients", gradients, (list, tuple), "a list of names such as ['w']"),
+        ("flags", flags, Mapping, 'a dict such as {"momentum": True}'),
+        ("constants", constants, Mapping, "a dict of tensors by the name of the node"),
+        ("device", device, str, 'a str such as "cpu"'),
+    )
+    for name, value, kind, what in given:
+        if value is not None and not isinstance(value, kind):
+            raise ConfigTypeError(f"parse_program: {name} is {show(value)}; give {what}")
+    costs = None if cluster is None else resolve_costs(cluster, "parse_program: cluster")
+    return _Parser(text, dict(constants or {}), costs, device).parse(gradients, dict(flags or {}))
 
 
 class _Parser:
@@ -90,12 +97,12 @@ class _Parser:
             header = read_header(values, self.cluster)
         except ValueError as problem:
             raise self.error(1, f"in the header, {problem}", "correct the header") from None
-        self.mesh = header.mesh
         *lines, last = split_lines(body, self.error)
         for line in lines:
             self.nodes[line.name] = self.made(line)
+        remarks = RemarkReader(header.mesh, self.nodes, self.error)
         for node, line in self.lines.items():
-            self.link(node, line)
+            remarks.read(node, line)
         program = Program(
             graph=self.graph,
             mesh=header.mesh,
@@ -108,6 +115,10 @@ class _Parser:
             names=Names.restored({}, self.nodes),
             torch_version=header.torch_version,
         )
+        unknown = next((name for name in self.values if name not in self.nodes or not self.is_constant(name)), None)
+        if unknown is not None:
+            what = f"constants= has {show(unknown)}, and no constant of the text has this name"
+            raise self.error(last.number, what, "give values for constants only")
         try:
             fill_in(program, self.lines, header.optimizer, flags, gradients, self.error)
             self.finish_specs()
@@ -162,6 +173,9 @@ class _Parser:
         self.constants[name] = value
         return self.graph.create_node("get_attr", name)
 
+    def is_constant(self, name: str) -> bool:
+        return self.nodes[name].op == "get_attr"
+
     def output(self, line: TextLine) -> fx.Node:
         """Writes the graph's output, and returns the loss."""
         try:
@@ -178,57 +192,6 @@ class _Parser:
         node = self.graph.output(tuple(found))
         set_info(node, NodeInfo("update", name=""))
         return found[0]
-
-    def link(self, node: fx.Node, line: TextLine) -> None:
-        """What the remarks on a node say."""
-        details = info(node)
-        for remark in line.remarks:
-            sends = read_sends(remark)
-            if remark == _KEPT:
-                details.kept = True
-            elif remark.startswith(_NEXT_STEP):
-                details.next_step = self.named(line, remark.removeprefix(f"{_NEXT_STEP}%"))
-            elif remark.startswith(_REST):
-                stretches = remark.removeprefix(_REST).split(" ")
-                parts = [read_sends(f"sends {line.name} {each}") for each in stretches]
-                details.rest = tuple(Stretch(each[1], each[2]) for each in parts if each is not None)
-            elif sends is not None:
-                details.sends = (*details.sends, (self.named(line, sends[0]), Stretch(*sends[1:])))
-            elif remark.startswith("group=") and is_start(node):
-                details.collective = self.collective(node, line, remark)
-            else:
-                raise self.error(line.number, f"{remark[:80]!r} is no remark that a node can have")
-        if is_start(node) and details.collective is None:
-            fix = "write `{group=dp(2) op=sum dtype=f32 bytes=8 members=[a]}` behind the call"
-            raise self.error(line.number, "nothing says what this collective does", fix)
-
-    def named(self, line: TextLine, name: str) -> fx.Node:
-        if name not in self.nodes:
-            raise self.error(line.number, f"it refers to {name[:80]}, and no line has this name", "name one that has")
-        return self.nodes[name]
-
-    def collective(self, node: fx.Node, line: TextLine, remark: str) -> CollectiveInfo:
-        said = read_collective(remark)
-        if said is None or said.dtype not in DTYPES:
-            fix = "write `{group=dp(2) op=sum dtype=f32 bytes=8 members=[a]}`"
-            raise self.error(line.number, f"{remark[:80]!r} does not describe a collective", fix)
-        try:
-            size = self.mesh.size(said.group)
-        except KeyError as problem:
-            raise self.error(line.number, str(problem.args[0]), "name axes of the mesh") from None
-        if size != said.size or group_of(node) != said.group:
-            fix = f"write group={group_of(node)}, and the size that the mesh {self.mesh} gives it"
-            raise self.error(line.number, f"group {said.group}({said.size}) is not that of the call", fix)
-        return CollectiveInfo(
-            kind_of(node),
-            group=said.group,
-            dtype=DTYPES[said.dtype],
-            nbytes=said.nbytes,
-            members=tuple(said.members.split(", ")) if said.members else (),
-            sequence=0,
-            reduce_op=said.reduce_op or None,
-            fusion_id=said.fusion_id,
-        )
 
     def finish_specs(self) -> None:
         """Specs of which the text has only the first: what the op makes of its operands."""

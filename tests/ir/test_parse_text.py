@@ -328,6 +328,27 @@ def test_an_error_names_the_line_and_the_fix(old: str, new: str) -> None:
     assert str(caught.value).startswith("text of a program, line ")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"text": 5}, "text is 5; give a str"),
+        ({"gradients": "w"}, "gradients is 'w'; give a list of names"),
+        ({"flags": ["momentum"]}, r"flags is \['momentum'\]; give a dict"),
+        ({"cluster": 7}, "cluster"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(cf.ConfigTypeError, match=f"parse_program: {message}"):
+        parse_program(**{"text": SMALL, **given})
+
+
+def test_arguments_that_do_not_fit_the_text_are_refused() -> None:
+    with pytest.raises(cf.ConfigValueError, match="constants= has 'x', and no constant of the text has this name"):
+        parse_program(SMALL, constants={"x": torch.zeros(2, 4)})
+    with pytest.raises(cf.ConfigValueError, match="flags has 'speed'; sgd has momentum, nesterov, maximize"):
+        parse_program("# optimizer: SGD (sgd)\n" + SMALL, flags={"speed": True})
+
+
 def test_what_is_never_true_of_a_program_is_refused() -> None:
     lines = SMALL.replace("_c10d_functional.wait_tensor(%reduce/w/all_reduce)", "aten.neg(%reduce/w/all_reduce)")
     with pytest.raises(cf.ConfigValueError, match="line 9: node reduce/w/all_reduce.* waits"):
