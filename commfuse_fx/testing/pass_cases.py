@@ -10,6 +10,7 @@ from commfuse_fx.ir.parse_text import parse_program
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.declaration import PassContext, PricedPass
 from commfuse_fx.planning import registry as _registry  # noqa: F401  # its passes make known what graphs may call
 from commfuse_fx.support.checks import show
 
@@ -19,7 +20,8 @@ def assert_pass(before: str | Program, apply: Callable[[Program], bool], after: 
 
     before: canonical text, of which the header may be left out, or a program that `parse_program` has read; it
         is not changed.
-    apply: the pass; it returns whether it has changed anything.
+    apply: the pass; it returns whether it has changed anything. One that asks what things cost gets the prices
+        of the cluster in the header, such as `# cluster: gloo-1gbit`.
     after: the lines that the program has then, without header and in any indentation. None: the pass changes
         nothing.
 
@@ -33,7 +35,10 @@ def assert_pass(before: str | Program, apply: Callable[[Program], bool], after: 
     program = parse_program(before) if isinstance(before, str) else before.copy()
     name = str(getattr(apply, "name", apply))
     had = program_lines(program)
-    changed = apply(program)
+    if isinstance(apply, PricedPass):
+        changed = apply(program, PassContext.of(program.config))
+    else:
+        changed = apply(program)
     verify(program, name)
     found = program_lines(program)
     wanted = had if after is None else [line.strip() for line in after.splitlines() if line.strip()]
