@@ -21,6 +21,7 @@ from commfuse_fx.errors import (
     VerificationError,
     VirtualWorldError,
 )
+from commfuse_fx.support.late_imports import import_when_missed
 
 if TYPE_CHECKING:
     from commfuse_fx import ops
@@ -164,6 +165,8 @@ _HOMES = {
 """Where each name is defined: what the imports above say to type checkers. A test holds the two against each other."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+import_when_missed("commfuse_fx.planning.registry")  # what graphs may call is made known by what passes import
 
 if not TYPE_CHECKING:  # a checker that saw it would accept every name
 

@@ -11,7 +11,6 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, PricedPass
-from commfuse_fx.planning import registry as _registry  # noqa: F401  # its passes make known what graphs may call
 from commfuse_fx.support.checks import show
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.json.write import to_dict
+from commfuse_fx.ir.json.write import to_dict, to_json
 from commfuse_fx.ir.meta import Stretch, TensorSpec, info
 from commfuse_fx.ir.parse_text import parse_program
 from commfuse_fx.ir.program import Program
@@ -258,21 +258,20 @@ def test_values_of_every_kind_are_read() -> None:
 
 
 def test_a_process_that_has_compiled_nothing_knows_what_graphs_call() -> None:
-    script = """
-from commfuse_fx.testing import parse_program
-text = '''
-    in  %x: f32[4] = input
-    in  %seed: - = seed
-    fwd %axis_index/dp: - = axis_index(dp)
-    fwd %part: f32[2] = own_part(%x, %axis_index/dp, 2, 0, 1)
-    fwd %mask: f32[2] = bernoulli_at([2], 0.5, %seed, 0, [%axis_index/dp], [4], f32, cpu)
-    fwd %dot: f32[] = aten.dot(%part, %mask)
-    return [%dot]
-'''
-print(len(parse_program(text).graph.nodes))
-"""
-    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
-    assert (done.stdout.strip(), done.stderr) == ("7", "")
+    text = """
+        in  %x: f32[4] = input
+        in  %seed: - = seed
+        fwd %axis_index/dp: - = axis_index(dp)
+        fwd %part: f32[2] = own_part(%x, %axis_index/dp, 2, 0, 1)
+        fwd %mask: f32[2] = bernoulli_at([2], 0.5, %seed, 0, [%axis_index/dp], [4], f32, cpu)
+        fwd %drawn: f32[2] = commfuse.bernoulli(%mask, 0.5)
+        fwd %dot: f32[] = aten.dot(%part, %drawn)
+        return [%dot]
+    """
+    saved = to_json(parse_program(text))
+    script = "import sys; from commfuse_fx.ir import from_json; print(len(from_json(sys.stdin.read()).graph.nodes))"
+    done = subprocess.run([sys.executable, "-c", script], input=saved, text=True, capture_output=True)
+    assert (done.stdout.strip(), done.stderr) == ("8", "")
 
 
 WRONG = {

@@ -17,6 +17,7 @@ import torch
 
 from commfuse_fx.ir.functions import FUNCTIONS
 from commfuse_fx.ir.naming import op_name
+from commfuse_fx.support.late_imports import import_named
 
 NAMESPACES = ("aten", "prims", "_c10d_functional", "c10d_functional", "commfuse")
 
@@ -51,9 +52,18 @@ def find_any(name: str) -> Any:
         return UnknownOp(name)
 
 
-@lru_cache(maxsize=4096)
 def find_target(name: str) -> Any:
     """The op or function of this name, as `op_name` writes it. Raises LookupError, which says why there is none."""
+    try:
+        return _known(name)
+    except LookupError:
+        if not import_named():
+            raise
+    return _known(name)
+
+
+@lru_cache(maxsize=4096)
+def _known(name: str) -> Any:
     if name in OPERATORS:
         return OPERATORS[name]
     if name in FUNCTIONS:
