@@ -18,12 +18,13 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
 from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.effort import EFFORT
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
-from commfuse_fx.planning.variants import most_plans, variants
+from commfuse_fx.planning.variants import variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
@@ -98,5 +99,5 @@ def plan_step(
         [build_pipeline(replace(situation, variant=variant), context) for variant in each]
         for each in (found.searched, found.fixed)
     )
-    most = most_plans(len(program.graph.nodes))
+    most = EFFORT.plans(len(program.graph.nodes))
     return fastest(program, searched, fixed, context, most, check, watcher or graph_log())

@@ -24,10 +24,11 @@ from commfuse_fx.passes.schedule import postpone_gradients
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
+from commfuse_fx.planning.effort import Effort
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES
-from commfuse_fx.planning.variants import affordable, most_plans, offered
+from commfuse_fx.planning.variants import affordable, offered
 from commfuse_fx.testing import parse_program
 
 OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}
@@ -118,11 +119,20 @@ def found(**options: object) -> Variants:
 
 
 def test_larger_graphs_compare_fewer_plans() -> None:
-    sizes = (1_000, 2_100, 2_101, 3_500, 5_000, 7_000, 7_001, 100_000)
+    effort = Effort(12_000)
+    assert [effort.plans(nodes) for nodes in (0, 500, 999, 1_000, 1_001, 5_000, 12_000, 100_000)] == [
+        12_000,
+        24,
+        12,
+        12,
+        11,
+        2,
+        1,
+        1,
+    ]
     across = found(schedule=ACROSS)
-    assert [len(affordable(across, nodes).searched) for nodes in sizes] == [8, 8, 5, 5, 3, 2, 1, 1]
-    assert [most_plans(nodes) for nodes in sizes] == [27, 9, 5, 5, 3, 2, 1, 1]
-    assert [bool(affordable(across, nodes).fixed) for nodes in sizes] == [True, True, *[False] * 6]
+    assert [len(affordable(across, plans).searched) for plans in (30, 8, 7, 2, 1)] == [8, 8, 7, 2, 1]
+    assert [bool(affordable(across, plans).fixed) for plans in (30, 9, 8, 7, 1)] == [True, True, False, False, False]
 
 
 def test_variants_stand_in_the_order_in_which_they_promise_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +381,6 @@ class Counter:
 def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
     bandwidth: float, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_call, "most_plans", lambda nodes: 0)  # none of those without a search
     core = cf.Device(name="core", flops={"f32": 1e9}, memory_bandwidth=1e9, memory_bytes=1 << 30, op_overhead=0.0)
     level = cf.Level(name="link", alpha=0.0, bandwidth=bandwidth)
     cluster = cf.ClusterSpec(name="pair", device=core, levels=(level,), ranks=2)
@@ -387,6 +396,8 @@ def test_no_buckets_are_searched_for_after_a_plan_that_only_computes(
     )
     captured = step.planner.read(step.planner.take_apart((torch.ones(4, 16), torch.ones(4, 16)), {})).captured
     assert captured is not None
+    without_fixed = Variants(offered(Situation(step.config, step.mesh), captured).searched)
+    monkeypatch.setattr(compile_call, "variants", lambda *_: without_fixed)
     counter = Counter()
     plan_step(captured, step.config, watcher=counter)
     assert counter.plans == plans
