@@ -18,7 +18,6 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
 from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
-from commfuse_fx.planning.effort import EFFORT
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline
@@ -26,6 +25,7 @@ from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
 from commfuse_fx.planning.variants import variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
+from commfuse_fx.solvers.effort import EFFORT
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
 

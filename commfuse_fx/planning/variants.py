@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation, Variants
-from commfuse_fx.planning.effort import EFFORT
 from commfuse_fx.planning.pass_table import TABLE
+from commfuse_fx.solvers.effort import EFFORT
 
 
 def variants(situation: Situation, program: Program) -> Variants:

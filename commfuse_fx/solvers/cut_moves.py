@@ -7,9 +7,6 @@ from itertools import accumulate, pairwise
 
 from commfuse_fx.cost.numbers import EQUAL
 
-FEW_MOVES = 48
-"""How often at most: each is several plans of a loop."""
-
 Ranges = tuple[tuple[int, int], ...]
 """Buckets of neighbours: [begin, end) of collectives in order of readiness."""
 
@@ -49,12 +46,13 @@ def _split(cuts: Ranges) -> Iterator[Ranges]:
             yield (*cuts[:i], (begin, edge), (edge, end), *cuts[i + 1 :])
 
 
-def adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
-    """The cuts with boundaries moved, left out or put in as long as that helps, and what they take."""
+def adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float], moves: int) -> tuple[float, Ranges]:
+    """The cuts with boundaries moved, left out or put in as long as that helps, with so many moves at most, and what
+    they take."""
     tried = {cuts: seconds}
     while True:
         for other in (*moved_cuts(cuts), *_split(cuts)):
-            if len(tried) > FEW_MOVES:
+            if len(tried) > moves:
                 return seconds, cuts
             if other not in tried:
                 tried[other] = judged(other)
@@ -65,11 +63,13 @@ def adjusted(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) ->
             return seconds, cuts
 
 
-def joined(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float]) -> tuple[float, Ranges]:
-    """The cuts with boundaries left out where that helps, looking twice at each, and what they take."""
+def joined(seconds: float, cuts: Ranges, judged: Callable[[Ranges], float], moves: int) -> tuple[float, Ranges]:
+    """The cuts with boundaries left out where that helps, looking twice at each, with so many moves at most, and what
+    they take."""
     for _ in range(2):
         i = len(cuts) - 1
-        while i > 0:
+        while i > 0 and moves > 0:
+            moves -= 1
             (first, _), (_, last) = cuts[i - 1], cuts[i]
             other = (*cuts[: i - 1], (first, last), *cuts[i + 1 :])
             if (found := judged(other)) < seconds * (1 - EQUAL):

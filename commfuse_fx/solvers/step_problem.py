@@ -29,7 +29,7 @@ from commfuse_fx.solvers.consumers import optimal_plan
 from commfuse_fx.solvers.cut_moves import Ranges, cut_by_size, ranges_of
 from commfuse_fx.solvers.cuts import optimal_cuts
 from commfuse_fx.solvers.cyclic import CyclicMember
-from commfuse_fx.solvers.cyclic_buckets import MANY_MEMBERS, cyclic_buckets
+from commfuse_fx.solvers.cyclic_buckets import affords_all_sizes, cyclic_buckets
 from commfuse_fx.solvers.loop import Loop
 from commfuse_fx.solvers.played_cuts import Message, PlayedCuts
 
@@ -143,7 +143,7 @@ class _Graph:
                     best = now
                 else:
                     groups = kept
-        once = len(late) == 1 or sum(map(len, keys)) > MANY_MEMBERS
+        once = len(late) == 1 or not affords_all_sizes(sum(map(len, keys)))
         for k in late if once else late * 2:
             played = beside(k)
             cuts = played.best([ranges_of(groups[k][0]), *self._cuts(keys[k], sizes[k])])

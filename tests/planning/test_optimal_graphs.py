@@ -361,16 +361,16 @@ def across_seconds(world: cf.ClusterSpec, width: int, layers: int, bias: bool = 
 def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
     world = cluster(2, 1e-4, 5e7, op_overhead=2e-5)
     tried = across_seconds(world, 16, 30)
-    monkeypatch.setattr(cyclic_buckets, "FEW_BYTES", 0)
+    monkeypatch.setattr(cyclic_buckets, "_merges", lambda sizes, total: sizes)
     assert tried < 0.97 * across_seconds(world, 16, 30)
 
 
 def test_neighbouring_buckets_are_joined_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One size for all of them is too large in one place, and too small in another."""
     world = cluster(2, 2e-4, 2e8, op_overhead=5e-5)
-    tried = across_seconds(world, 96, 14, bias=True)
-    monkeypatch.setattr(cyclic_buckets, "SEVERAL_MEMBERS", 0)
-    assert tried < 0.985 * across_seconds(world, 96, 14, bias=True)
+    tried = across_seconds(world, 96, 16, bias=True)
+    monkeypatch.setattr(cyclic_buckets, "joined", lambda seconds, cuts, judged, moves: (seconds, cuts))
+    assert tried < 0.985 * across_seconds(world, 96, 16, bias=True)
 
 
 def test_buckets_for_the_end_of_the_step_are_tried_across_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,11 @@ from commfuse_fx.passes.schedule import postpone_gradients
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.effort import Effort
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES
 from commfuse_fx.planning.variants import affordable, offered
+from commfuse_fx.solvers.effort import Effort
 from commfuse_fx.testing import parse_program
 
 OPTIMAL = {"allreduce": {"mode": "optimal", "config": None}}

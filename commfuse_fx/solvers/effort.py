@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Effort:
-    """An effort is a budget for the plans of one graph.
+    """An effort is a budget for trying plans of one size.
 
-    node_plays: captured nodes that may be planned and played, each once for every plan.
+    node_plays: nodes that may be planned and played, each once for every plan: captured nodes of a graph, or members
+        of the loop in which buckets across steps are searched for.
     """
 
     node_plays: int
 
     def plans(self, nodes: int) -> int:
-        """How many plans of a graph of so many captured nodes are made and compared: one at least."""
+        """How many plans of so many nodes are made and compared: one at least."""
         return max(1, self.node_plays // max(nodes, 1))
 
 
