@@ -14,7 +14,7 @@ from torch import nn
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError, PlanMismatchError
-from commfuse_fx.frontends.runners import Runners
+from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.machine.timeline import Timeline
@@ -123,7 +123,7 @@ class Session:
 
     def executor(self, plan: Plan, call: Call) -> Executor:
         """The plan's executor, bound to the optimizer's present state; re-plans where that state demands it."""
-        runner = self.runners.of(plan) or self.runners.make(plan, self._voting.prepare)
+        runner = self.runners.of(plan) or self.runners.make(plan, self._prepare)
         self.runners.executors.hand_over(runner.executor)
         if not runner.executor.is_bound():
             try:
@@ -131,10 +131,15 @@ class Session:
             except LayoutConflict as conflict:
                 with self.shapes_only():
                     self.planner.replan(plan, call, conflict)
-                runner = self.runners.make(plan, self._voting.prepare)
+                runner = self.runners.make(plan, self._prepare)
                 self.runners.executors.hand_over(runner.executor)
                 runner.executor.bind()
         return runner.executor
+
+    def _prepare(self, runner: Runner) -> None:
+        """Let the runner's executor vote before its first collective. It holds the session as long as it lives: a step
+        that is dropped while an update is pending still releases its process groups when the program ends."""
+        runner.executor.prepare(lambda: self._voting.cast(runner), lambda: self._voting.settle(runner))
 
     @contextmanager
     def calls_undone(self, executor: Executor) -> Iterator[None]:

@@ -17,10 +17,6 @@ class Voting:
         self._agreement = agreement
         self._checksum = 0
 
-    def prepare(self, runner: Runner) -> None:
-        """Let the runner's executor vote before its first collective."""
-        runner.executor.prepare(lambda: self._cast(runner), lambda: self._settle(runner))
-
     def start(self, runner: Runner) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
         agreement, config = self._agreement, self._planner.config
@@ -32,7 +28,7 @@ class Voting:
             if not (config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False))
         ]
         if config.parameter_broadcast:
-            self._cast(runner)
+            self.cast(runner)
             agreement.settle(_ballot(runner))
             agreement.begin_step()
             broadcast_parameters(shared)
@@ -41,11 +37,13 @@ class Voting:
         else:
             self._checksum = checksum(shared)
 
-    def _cast(self, runner: Runner) -> None:
+    def cast(self, runner: Runner) -> None:
+        """Start the vote on the runner's plan."""
         assert self._agreement is not None
         self._agreement.cast(_ballot(runner).signature, self._checksum)
 
-    def _settle(self, runner: Runner) -> None:
+    def settle(self, runner: Runner) -> None:
+        """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
         assert self._agreement is not None
         self._agreement.settle(_ballot(runner))
         # Not before: a step in which a rank failed is not the first step of any rank.

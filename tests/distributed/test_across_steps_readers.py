@@ -234,14 +234,14 @@ def test_a_parameter_of_a_pending_parameter(ranks: Ranks):
 
 
 def dropped() -> tuple[list[bool], list[bool], bool]:
-    """Which of step, executor and model live on when the step is dropped, and when all of it is; what a parameter that
-    was kept holds."""
+    """Which of session, executor and model live on when the step is dropped, and when all of it is; what a parameter
+    that was kept holds."""
 
     def pending() -> tuple[list[weakref.ref[Any]], nn.Module]:
         model, _, step = make(ACROSS, SEVERAL)
         step(*batches(cf.get_rank(), 1)[0])
         assert is_deferred(step)
-        return [weakref.ref(each) for each in (step, step.session.running, model)], model
+        return [weakref.ref(each) for each in (step.session, step.session.running, model)], model
 
     def alive(refs: list[weakref.ref[Any]]) -> list[bool]:
         gc.collect()
