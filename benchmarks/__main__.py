@@ -13,6 +13,7 @@ NAMES = (
     "memory_cap",
     "compile_cost",
     "guards",
+    "cpu_kernels",
     "step_time",
     "plan_quality",
 )
