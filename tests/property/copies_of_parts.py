@@ -62,16 +62,9 @@ def _saved(value: object) -> io.BytesIO:
 
 
 def _with_sizes(tensors: Mapping[str, torch.Tensor]) -> Named:
-    """The tensors, and the bytes that they hold; a name that ends in `#` is compared as an upper limit.
-
-    Tensors that share a storage may each have one of their own after a step.
-    """
-    storages: dict[int, list[torch.Tensor]] = {}
-    for each in tensors.values():
-        storages.setdefault(each.untyped_storage().data_ptr(), []).append(each)
-    kept = sum(users[0].untyped_storage().nbytes() for users in storages.values())
-    apart = sum(each.nbytes for users in storages.values() if len(users) > 1 for each in users)
-    return {**tensors, "bytes#": torch.tensor(kept + apart)}
+    """The tensors, and the bytes that they hold; a name that ends in `#` is compared as an upper limit."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors.values()}
+    return {**tensors, "bytes#": torch.tensor(sum(storages.values()))}
 
 
 COPIES: Mapping[str, Callable[[Trainee, random.Random], Named]] = {
