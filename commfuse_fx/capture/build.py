@@ -20,7 +20,7 @@ from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, set_info, spec_of
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
-from commfuse_fx.ir.shared_memory import overlaps
+from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
 
 
 def capture(
@@ -80,14 +80,17 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
     shared = overlaps(dict([*model.named_parameters(), *model.named_buffers()]))
     sequence = 0
     for name, param in model.named_parameters():
+        spec = TensorSpec.of(param)
+        is_block = spec.is_dense and name not in shared
         params[name] = Parameter(
             name,
-            TensorSpec.of(param),
+            spec,
             param.requires_grad,
             sequence if param.requires_grad else -1,
             read_fusion_id(param, name),
             read_layerwise_parallel(param, name),
-            TensorSpec.of(param).is_dense and name not in shared,
+            is_block and not is_part_of_storage(param),
+            is_block,
             shared.get(name, ()),
         )
         sequence += param.requires_grad

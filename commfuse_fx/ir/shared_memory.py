@@ -10,6 +10,11 @@ import torch
 _MOST = 2**15 - 1  # tensors that one mask tells apart
 
 
+def is_part_of_storage(tensor: torch.Tensor) -> bool:
+    """Whether its storage holds more than it does, as that of a view does: others may look at the same memory."""
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
 def overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
     """For each tensor that shares elements with others, directly or through others, the names of these.
 

@@ -82,7 +82,9 @@ def _add_params(program: Program) -> None:
             continue
         trainable = spec.dtype.is_floating_point or spec.dtype.is_complex
         number = sequence if trainable else -1
-        program.params[source.name] = Parameter(source.name, spec, trainable, number, movable=spec.is_dense)
+        program.params[source.name] = Parameter(
+            source.name, spec, trainable, number, movable=spec.is_dense, is_block=spec.is_dense
+        )
         sequence += trainable
 
 

@@ -130,7 +130,7 @@ class UpdateReader:
         """These are updated by an op that is right for memory which is no block of its own."""
         for node in params:
             name = self.program.sources[node].name
-            self.program.params[name] = replace(self.program.params[name], movable=False)
+            self.program.params[name] = replace(self.program.params[name], movable=False, is_block=False)
 
     def _segment(self, param: fx.Node, number: int) -> Segment:
         members = self.flats.get(param)

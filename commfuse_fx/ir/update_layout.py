@@ -53,7 +53,10 @@ def unequal_blocks(args: Sequence[Any]) -> str | None:
 
 
 class LayoutConflict(Exception):
-    """The optimizer's present state does not allow this plan. `remedy`: "separate" updates, or "opaque" ones."""
+    """The present state of parameters and optimizer does not allow this plan.
+
+    `remedy`: "separate" updates, "opaque" ones, or to "capture" the model again as it lies in memory now.
+    """
 
     def __init__(self, remedy: str, reason: str) -> None:
         super().__init__(reason)

@@ -80,7 +80,7 @@ class _Emitter:
         return self.call(target, args, label, kwargs, spec=self.specs)
 
     def emit(self) -> None:
-        is_plain = not self.build.program.params[self.segments[0].members[0][0]].movable
+        is_plain = not self.build.program.params[self.segments[0].members[0][0]].is_block
         (_PLAIN if is_plain else _EMIT)[self.rule.name](self)
 
 

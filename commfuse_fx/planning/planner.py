@@ -124,9 +124,9 @@ class Planner:
         return compiled
 
     def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
-        """Compile the plan again so that it suits the optimizer's present state."""
+        """Compile the plan again so that it suits the present state of parameters and optimizer."""
         _PLAN.info("re-planning the update: %s", conflict)
-        plan.flat_updates = False
+        plan.flat_updates = plan.flat_updates and conflict.remedy == "capture"
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.guards = self._guards()

@@ -20,7 +20,7 @@ from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.out_variants import WRITES_INTO
-from commfuse_fx.ir.program import Program, Segment
+from commfuse_fx.ir.program import Parameter, Program, Segment
 from commfuse_fx.ir.updates import gradients_of, update_nodes
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
 from commfuse_fx.solvers.pieces import PIECE
@@ -175,18 +175,22 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
         for position, segment in enumerate(update.segments):
             name = segment.members[0][0]
             if not program.params[name].movable:
-                program.note(
-                    "not flat",
-                    name,
-                    "it shares memory with another tensor or has gaps between its elements: it is updated by itself, "
-                    "as torch.optim does without fused=True",
-                )
+                program.note("not flat", name, _why_not_moved(program.params[name]))
                 continue
             grad = grads[position]
             places[grad] = (owner, position)
             if grad.target is aten._to_copy.default and len(grad.all_input_nodes[0].users) == 1:
                 places[grad.all_input_nodes[0]] = (owner, position)
     return places
+
+
+def _why_not_moved(param: Parameter) -> str:
+    if param.is_block:
+        return "it is part of a larger storage, which others may hold: it stays there"
+    return (
+        "it shares memory with another tensor or has gaps between its elements: it is updated by itself, as "
+        "torch.optim does without fused=True"
+    )
 
 
 def _layout(members: Sequence[_Member], param_itemsize: dict[str, int]) -> list[_Run]:

@@ -71,7 +71,7 @@ def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
             if name in program.grads:
                 param = program.params[name]
                 _refuse_expanded(param)
-                parts.setdefault((param.spec.dtype, param.spec.device, param.movable), []).append(name)
+                parts.setdefault((param.spec.dtype, param.spec.device, param.is_block), []).append(name)
         for names in parts.values():
             segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
             params = [program.placeholder("parameter", name) for name in names]

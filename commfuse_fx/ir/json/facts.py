@@ -33,6 +33,7 @@ class FactReader(ValueReader):
             fusion_id=None if identity is None else self.typed(identity, int, f"{place}.fusion_id"),
             layerwise_parallel=self.get(record, "layerwise_parallel", bool, place),
             movable=self.get(record, "movable", bool, place),
+            is_block=self.get(record, "is_block", bool, place),
             shares=tuple(self.items(record, "shares", str, place)) if "shares" in record else (),
             layout=tuple(
                 self._layout(pair, f"{place}.layout[{i}]")

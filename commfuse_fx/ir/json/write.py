@@ -172,6 +172,7 @@ def _parameter(param: Parameter) -> dict[str, Any]:
         "fusion_id": param.fusion_id,
         "layerwise_parallel": param.layerwise_parallel,
         "movable": param.movable,
+        "is_block": param.is_block,
         **({"shares": list(param.shares)} if param.shares else {}),
         "layout": [[group, str(placement)] for group, placement in param.layout],
         "whole": write_spec(param.whole),

@@ -16,7 +16,7 @@ from commfuse_fx.ir.program import Program, Segment, Update
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import RULES, Rule
 from commfuse_fx.runtime.memory.flat_pool import FlatPool, part_of_flat
-from commfuse_fx.runtime.memory.own_storage import with_own_storage
+from commfuse_fx.runtime.memory.own_storage import has_aliases, with_own_storage
 
 _VALUES = dict.values
 _END = (object(),)
@@ -66,7 +66,7 @@ class BoundUpdate:
         assert program.optimizer is not None
         self.flags = dict(program.optimizer.groups[update.group].flags)
         self.names = self.rule.states(self.flags)
-        self.is_plain = not program.params[update.segments[0].members[0][0]].movable
+        self.is_plain = not program.params[update.segments[0].members[0][0]].is_block
         self.flats: dict[str, torch.Tensor] = {}
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
@@ -154,6 +154,8 @@ class BoundUpdate:
             place.copy_(param.detach())
             if param.is_cpu and param.is_shared():
                 self.pool.warn_of_shared_memory(name)
+            elif has_aliases(param):
+                self.pool.warn_of_aliases(name)
             param.data = place
         return flat
 
@@ -227,6 +229,10 @@ class BoundUpdate:
 
     def members(self) -> list[str]:
         return [name for segment in self.update.segments for name, _ in segment.members]
+
+    def moved(self) -> list[str]:
+        """Those that lie in flat storage."""
+        return [name for segment in self.update.segments if segment.is_flat for name, _ in segment.members]
 
     def _state_of(self, name: str, state: str) -> Any:
         param = self.params[name]

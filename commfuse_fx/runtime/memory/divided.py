@@ -12,6 +12,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Parameter
 from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
+from commfuse_fx.runtime.memory.own_storage import has_aliases
 
 
 class DividedParameter:
@@ -121,9 +122,9 @@ def free(tensor: torch.Tensor) -> bool:
     Returns whether it was released.
     """
     torch.autograd.graph.increment_version(tensor)  # a backward that needs the old values has to fail
-    storage = tensor.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) > _OWN_USERS:
+    if has_aliases(tensor):
         return False
+    storage = tensor.untyped_storage()
     if not storage.resizable() or _is_mapped(storage):  # it has been lent to numpy, or is a mapped file
         tensor.data = torch.empty_like(tensor)
         storage = tensor.untyped_storage()
@@ -144,9 +145,6 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(_extent(tensor) * tensor.element_size())
-
-
-_OWN_USERS = 2  # the tensor, and the handle to ask with
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ class FlatPool:
     def __init__(self) -> None:
         self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
         self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
-        self._warned = False
+        self._warned: list[str] = []
 
     def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """Memory for gradients, the same in every step: large blocks are slow to get from the system."""
@@ -61,14 +61,27 @@ class FlatPool:
         return flat
 
     def warn_of_shared_memory(self, name: str) -> None:
-        """Say once that a parameter leaves memory that other processes see."""
-        if not self._warned:
-            log.warning(
-                "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
-                "keep the values of now. Send copies after a step, such as param.detach().clone()",
-                name,
-            )
-            self._warned = True
+        """A parameter leaves memory that other processes see."""
+        self._warn(
+            "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
+            "keep the values of now. Send copies after a step, such as param.detach().clone()",
+            name,
+        )
+
+    def warn_of_aliases(self, name: str) -> None:
+        """A parameter leaves memory at which other tensors look."""
+        self._warn(
+            "the step moves parameter %s into flat storage, but another tensor looks at its memory (a view of it, "
+            "param.data, what state_dict() returned) and keeps the values of now. Make such tensors anew after the "
+            "first step. Two modules that are to share a parameter need the same nn.Parameter",
+            name,
+        )
+
+    def _warn(self, text: str, name: str) -> None:
+        """Once, however many parameters it concerns."""
+        if text not in self._warned:
+            self._warned.append(text)
+            log.warning(text, name)
 
     def add(self, what: str, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
         """Keep a new flat tensor, and let go of those whose members it takes over."""

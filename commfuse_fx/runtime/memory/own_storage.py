@@ -25,6 +25,15 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return own
 
 
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """Whether other tensors use its storage: a view, `.data`, what `state_dict()` returned, an array of numpy."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _OWN_USERS
+
+
+_OWN_USERS = 2  # the tensor, and the handle to ask with
+
+
 def separated(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a storage of its own; `tensor` itself if it is alone in its storage, or has gaps."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.ir.shared_memory import overlaps
+from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.runtime.memory.bound_update import BoundUpdate, Optimizer
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
@@ -56,7 +56,8 @@ class Storage:
         return all(update.is_bound() for update in self._updates)
 
     def _check_own_memory(self) -> None:
-        """Parameters that the plan takes for tensors of their own may have been made to share memory since."""
+        """Parameters that the plan takes for tensors of their own may have been made to share memory since, or to be
+        parts of a storage that others see."""
         if not self._updates:
             return
         shared = overlaps({**self.params, **self.buffers})
@@ -64,6 +65,10 @@ class Storage:
         for name, others in shared.items():
             if name in updated and not self.program.params[name].shares:
                 raise LayoutConflict("separate", f"{name} shares memory with {', '.join(others)} now")
+        for update in self._updates:
+            for name in update.moved():
+                if is_part_of_storage(self.params[name]):
+                    raise LayoutConflict("capture", f"{name} is part of a larger storage now, and has to stay there")
 
     def publish(self) -> bool:
         """After the first update: show the states in `optimizer.state`. Returns whether there was anything new."""

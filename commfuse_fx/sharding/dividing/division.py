@@ -125,7 +125,9 @@ class Division:
                 layout = (*param.layout, (self.axis.group, placement))
                 whole = param.whole or param.spec
                 local = param.spec.with_shape(local_shape(param.spec.shape, placement, self.axis.ways))
-                self.program.params[name] = replace(param, spec=local, whole=whole, layout=layout, movable=True)
+                self.program.params[name] = replace(
+                    param, spec=local, whole=whole, layout=layout, movable=True, is_block=True
+                )
             else:
                 with self.local.graph.inserting_after(self.local.position()):
                     made = self.local.own_part(made, placement, f"{name}/part", info(node))
