@@ -8,7 +8,7 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,31 @@ class Result:
 
 
 class Differs(AssertionError):
-    """The compiled step has not done what eager training does."""
+    """The compiled step has not done what eager training does.
+
+    `is_slight`: one element of a tensor is off, or none by more than ten times the tolerance.
+    """
+
+    def __init__(self, text: str, is_slight: bool = False) -> None:
+        super().__init__(text)
+        self.is_slight = is_slight
 
 
 def run_case(case: Case) -> Result:
-    """Never raises but KeyboardInterrupt."""
+    """Never raises but KeyboardInterrupt.
+
+    In float32 and bfloat16, rounding grows where a value stands at a kink or a variance is near zero. So a case that
+    differs slightly there in one process counts as the same if it agrees to 1e-8 in float64.
+    """
     torch.manual_seed(case.seed)
     try:
         with _alarm(SECONDS):
             return _Comparison(case).run()
     except Exception as error:
+        if isinstance(error, Differs) and error.is_slight and case.model.dtype in (torch.float32, torch.bfloat16):
+            exact = run_case(replace(case, model=replace(case.model, dtype=torch.float64)))
+            if exact.outcome == "same":
+                return replace(exact, text=f"in float64; rounding: {error}")
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, Differs):
             text += "\n" + "".join(traceback.format_exception(error, limit=-12))
@@ -164,11 +179,13 @@ def compare(have: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], 
                 f"eager training has {right.dtype}{list(right.shape)}"
             )
         close = torch.isclose(found, right, rtol=tolerance, atol=tolerance, equal_nan=True)
-        # Rounded to eight bits, a value often stands just at a kink (of a clamp, an absolute value): one may fall on
-        # the other side of it, with another gradient.
-        if (~close).sum() > (1 if right.dtype == torch.bfloat16 and right.numel() > 1 else 0):
+        if not close.all():
             off = (found.double() - right.double()).abs().max()
-            raise Differs(f"{where}: {name} is off by {off:.2e}: {found.flatten()[:4]} for {right.flatten()[:4]}")
+            slight = torch.isclose(found, right, rtol=10 * tolerance, atol=10 * tolerance, equal_nan=True).all()
+            raise Differs(
+                f"{where}: {name} is off by {off:.2e}: {found.flatten()[:4]} for {right.flatten()[:4]}",
+                bool(slight) or int((~close).sum()) == 1,
+            )
 
 
 @contextmanager

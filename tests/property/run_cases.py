@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         used += seconds
         if result.outcome == "failed":
             print(f"\nseed {result.seed} ({kind}): {result.text}", flush=True)
-        elif result.outcome != "same":
-            reasons[f"{result.outcome}: {result.text[:150]}"] += 1
+        elif result.text:
+            reasons[f"{result.outcome} {result.text[:150]}"] += 1
         if number % 100 == 0 or number == len(jobs):
             print(
                 f"{number} of {len(jobs)} in {time.monotonic() - began:.0f} s, {used / number:.3f} s of CPU each: "
