@@ -24,9 +24,10 @@ class Parameter:
     `sequence` is its position among those that require gradients. `is_block`: its memory has no gaps and no other
     tensor of the model has elements in it; a parameter that is none is updated by ops that are right for any strides.
     `movable`: it is a block and fills its storage, so it can become part of flat storage; a part of a larger storage
-    stays where whoever holds the rest expects it. `shares`: the parameters and buffers that have elements in common with it. `layout`: (group of mesh axes,
-    placement) pairs by which it is divided among ranks, applied in order: the first divides the whole tensor, the next
-    the parts. `spec` is then that of a rank's part, and `whole` that of the tensor that the user sees.
+    stays where whoever holds the rest expects it. `shares`: the parameters and buffers that have elements in common
+    with it. `layout`: (group of mesh axes, placement) pairs by which it is divided among ranks, applied in order: the
+    first divides the whole tensor, the next the parts. `spec` is then that of a rank's part, and `whole` that of the
+    tensor that the user sees.
     """
 
     name: str
