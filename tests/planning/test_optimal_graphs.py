@@ -27,7 +27,6 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
 from commfuse_fx.ir.order import reorder, stable_sort
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
-from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import Situation, Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
@@ -53,12 +52,6 @@ TWO_LINES = (5, 6, 7)
 """Here it is the tree for small and the ring for large messages."""
 
 Partition = list[list[int]]
-
-
-@pytest.fixture(autouse=True)
-def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of plans: what is compared is verified, not what each of its passes makes."""
-    monkeypatch.delenv("COMMFUSE_VERIFY")
 
 
 # Programs.
@@ -176,9 +169,14 @@ def planned(program: Program, fusion: Mapping[str, Any]) -> float:
 def compiled(program: Program, fusion: Mapping[str, Any]) -> float:
     """The same with all that `compile` tries."""
     program = with_fusion(program, fusion)
-    made = plan_step(program, program.config)[0]
-    verify(made, "all")
-    return seconds(made)
+    return seconds(plan_step(program, program.config)[0])
+
+
+def fastest_fixed(program: Program) -> float:
+    """Seconds of the fastest plan with buckets of a fixed size. Where mode "optimal" makes the same, it is verified."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COMMFUSE_VERIFY")
+        return min(compiled(program, each) for each in FIXED)
 
 
 def with_buckets(program: Program, buckets: Partition) -> Program:
@@ -332,7 +330,7 @@ shared_clusters = st.builds(
 @given(shared_clusters, gradient_lists, lengths)
 def test_no_fixed_plan_is_faster(world: cf.ClusterSpec, gradients: list[tuple[float, int]], tail: float) -> None:
     program = training_step(world, gradients, tail, update=True)
-    assert compiled(program, OPTIMAL) <= min(compiled(program, each) for each in FIXED) * (1 + 1e-9)
+    assert compiled(program, OPTIMAL) <= fastest_fixed(program) * (1 + 1e-9)
 
 
 @checked(50)
@@ -342,7 +340,7 @@ def test_no_fixed_plan_is_faster_by_much_without_an_update(
 ) -> None:
     """Gradients that are handed out are divided as they arrive: pieces and waits decide what that hides behind."""
     program = training_step(world, gradients, tail, update=False)
-    assert compiled(program, OPTIMAL) <= min(compiled(program, each) for each in FIXED) * (1 + 1e-2)
+    assert compiled(program, OPTIMAL) <= fastest_fixed(program) * (1 + 1e-2)
 
 
 # Many gradients, across steps.
@@ -353,9 +351,7 @@ def across_seconds(world: cf.ClusterSpec, width: int, layers: int, bias: bool = 
     options = {"comm_fusion": OPTIMAL, "cluster": world, "schedule": cf.ScheduleConfig(across_steps=True)}
     captured = chain((width,) * (layers + 1), batch=8, ranks=2, bias=bias)
     program = replace(captured.copy(), config=CompileConfig.resolve(options))
-    made = plan_step(program, program.config)[0]
-    verify(made, "all")
-    return seconds(made)
+    return seconds(plan_step(program, program.config)[0])
 
 
 def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,10 +363,10 @@ def test_few_bytes_of_many_gradients_are_cut_into_halves_and_thirds(monkeypatch:
 
 def test_neighbouring_buckets_are_joined_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One size for all of them is too large in one place, and too small in another."""
-    world = cluster(2, 2e-4, 2e8, op_overhead=5e-5)
+    world = cluster(2, 2e-4, 2e8, op_overhead=4e-5, collective_overhead=1.5e-4)
     tried = across_seconds(world, 96, 16, bias=True)
     monkeypatch.setattr(cyclic_buckets, "joined", lambda seconds, cuts, judged, moves: (seconds, cuts))
-    assert tried < 0.985 * across_seconds(world, 96, 16, bias=True)
+    assert tried < 0.965 * across_seconds(world, 96, 16, bias=True)
 
 
 def test_buckets_for_the_end_of_the_step_are_tried_across_steps(monkeypatch: pytest.MonkeyPatch) -> None:
