@@ -172,14 +172,23 @@ def trace_step(
                 reads.python_numbers = recorder.numbers.found
             replaced = recorder.attributes.restore()
         _check_constants(traced, recorder.attributes, replaced)
-        with torch._C._DisableAutocast():
-            functional = make_fx(
-                functionalize(keeping_origins(traced), remove="mutations"),
-                decomposition_table={**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS,
-                tracing_mode="fake",
-                _allow_non_fake_inputs=True,
-            )(*flat)
+        decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
+        if _is_functional(traced.graph, decompositions):
+            functional = traced
+        else:
+            with torch._C._DisableAutocast():
+                functional = make_fx(
+                    functionalize(keeping_origins(traced), remove="mutations"),
+                    decomposition_table=decompositions,
+                    tracing_mode="fake",
+                    _allow_non_fake_inputs=True,
+                )(*flat)
     return _read(functional, len(params), recorder.calls)
+
+
+def _is_functional(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> bool:
+    """Whether no op writes into a tensor, and none is to become others: the graph is then what it would become."""
+    return not any(node.target in decompositions or written_nodes(node) for node in graph.nodes)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:

@@ -9,7 +9,7 @@ from torch import fx
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
 from commfuse_fx.ir.declared_specs import check_declared_specs
-from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, has_info, info, tensor_spec
 from commfuse_fx.ir.program import Program
 
@@ -53,12 +53,13 @@ def verify(program: Program, after: str) -> None:
             if info(node).collective is None:
                 fail(node, "starts a collective but carries no collective metadata")
     check_declared_specs(program, fail)
-    _check_in_flight(program, fail)
-    _check_pieces(program, fail)
-    _check_next_step(program, fail)
+    roots = Roots(program.graph, program.aliases())
+    _check_in_flight(program, roots, fail)
+    _check_pieces(program, roots, fail)
+    _check_next_step(program, roots, fail)
 
 
-def _check_next_step(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
+def _check_next_step(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """What runs in the next step comes last, in the order of that step, before anything there that it may meet."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     deferred = [node for node in nodes if info(node).next_step is not None]
@@ -66,7 +67,6 @@ def _check_next_step(program: Program, fail: Callable[[fx.Node, str], None]) -> 
         return
     if nodes[-len(deferred) :] != deferred:
         fail(deferred[0], "runs in the next step but stands before nodes that run in this one")
-    roots = Dependence(program.graph, program.aliases()).roots
     position = {node: i for i, node in enumerate(nodes)}
     first_touch: dict[fx.Node, fx.Node] = {}
     first_write: dict[fx.Node, fx.Node] = {}
@@ -99,9 +99,8 @@ def _check_next_step(program: Program, fail: Callable[[fx.Node, str], None]) -> 
                     fail(node, f"reads memory that {info(met).name} of the next step has overwritten")
 
 
-def _check_pieces(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
+def _check_pieces(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """A piece of a bucket that is sent ahead of the start has been written before, and is not touched after."""
-    roots = Dependence(program.graph, program.aliases()).roots
     buckets: dict[fx.Node, fx.Node] = {}  # storage -> its start, from the first piece to the start
     sent: dict[fx.Node, list[Stretch]] = {}
     for node in program.graph.nodes:
@@ -136,9 +135,8 @@ def _check_coverage(start: fx.Node, pieces: list[Stretch], fail: Callable[[fx.No
         fail(start, f"is sent in pieces that end at {reached} of {tensor_spec(start).numel} elements")
 
 
-def _check_in_flight(program: Program, fail: Callable[[fx.Node, str], None]) -> None:
+def _check_in_flight(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """Between a start and its wait nobody may touch the memory that is on the wire."""
-    roots = Dependence(program.graph, program.aliases()).roots
     flying: dict[fx.Node, fx.Node] = {}
     sending: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:

@@ -77,7 +77,8 @@ class PassPipeline:
     ) -> list[PassRecord]:
         """Apply all passes, or a part of them, and return what each did.
 
-        check: called with the program and the name of the pass after each; it raises where the result is wrong.
+        check: called with the program and the name of each pass that says it has changed something, and of the last;
+            it raises where the result is wrong.
         observers: called with the name of the pass and the program after each.
         part: the passes to run.
         watcher: told before and after each pass, and when one fails.
@@ -88,7 +89,7 @@ class PassPipeline:
                 watcher.before(item.name, program)
             try:
                 record = self._apply(item, program)
-                if check is not None:
+                if check is not None and (record.modified or item is self.passes[-1]):
                     check(program, item.name)
             except Exception as error:
                 if watcher is not None:
