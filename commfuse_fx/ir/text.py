@@ -121,11 +121,20 @@ class _Writer:
             same = self.activations or self.program.config.full_batch
             return text + f"{spec_text(details.spec) if same else '*'} = input"
         text += f"{spec_text(details.spec)} = {source.kind}"
+        if source.kind == "parameter":
+            text += self._memory(source.name)
         if source.kind == "flat":
             text += f" {self._segment(source.owner, source.name)}"
         if source.kind == "state" and isinstance(details.spec, tuple):
             text += f" of {len(details.spec)} tensor(s)"
         return text
+
+    def _memory(self, name: str) -> str:
+        """What keeps a parameter where it is, but for gaps, which its strides show."""
+        param = self.program.params[name]
+        if param.shares:
+            return f" shared with [{', '.join(param.shares)}]"
+        return " in a larger storage" if param.is_block and not param.movable else ""
 
     def _segment(self, owner: int, name: str) -> str:
         members = self.segments[owner, name].members

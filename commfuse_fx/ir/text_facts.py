@@ -19,6 +19,8 @@ from commfuse_fx.ir.text_updates import UpdateReader, flat_members
 
 _PLAIN = ("parameter", "buffer", "input", "seed")
 _HYPER = "hyper-parameter of the optimizer"
+_SHARED = re.compile(r"parameter shared with \[(.+)\]")
+_PART = "parameter in a larger storage"
 _STATE = re.compile(r"state(?: of \d{1,9} tensor\(s\))?")
 _OWNED = re.compile(r"update\.(\d{1,9})\.(.+)")
 
@@ -46,7 +48,7 @@ def fill_in(
             except ValueError as problem:
                 raise error(line.number, str(problem)) from None
             program.add_source(node, source)
-    _add_params(program)
+    _add_params(program, lines)
     last = max((line.number for line in lines.values()), default=0) + 1
     updates = UpdateReader(program, flats)
     try:
@@ -65,6 +67,8 @@ def _source(line: TextLine) -> Source:
     """Where the value of an input comes from. Raises ValueError."""
     if line.op in _PLAIN:
         return Source(line.op, line.name)
+    if line.op == _PART or _SHARED.fullmatch(line.op):
+        return Source("parameter", line.name)
     if line.op != _HYPER and not _STATE.fullmatch(line.op) and not line.op.startswith("flat "):
         raise ValueError(f"{line.op[:40]!r} is no input; write one of {', '.join(_PLAIN)}, state, {_HYPER}, flat [a@0]")
     owned = _OWNED.fullmatch(line.name)
@@ -74,7 +78,7 @@ def _source(line: TextLine) -> Source:
     return Source(kind, owned[2], int(owned[1]))
 
 
-def _add_params(program: Program) -> None:
+def _add_params(program: Program, lines: Mapping[fx.Node, TextLine]) -> None:
     sequence = 0
     for node, source in program.sources.items():
         spec = info(node).spec
@@ -82,8 +86,16 @@ def _add_params(program: Program) -> None:
             continue
         trainable = spec.dtype.is_floating_point or spec.dtype.is_complex
         number = sequence if trainable else -1
+        shared = _SHARED.fullmatch(lines[node].op)
+        is_block = spec.is_dense and shared is None
         program.params[source.name] = Parameter(
-            source.name, spec, trainable, number, movable=spec.is_dense, is_block=spec.is_dense
+            source.name,
+            spec,
+            trainable,
+            number,
+            movable=is_block and lines[node].op != _PART,
+            is_block=is_block,
+            shares=tuple(shared[1].split(", ")) if shared else (),
         )
         sequence += trainable
 

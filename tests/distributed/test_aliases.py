@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -94,17 +95,25 @@ def test_a_larger_storage_still_sees_its_parameters(
     assert any(flat) == (alias != "flat"), flat  # the others still move
 
 
-def warnings_of_aliases(kept: str) -> list[str]:
+def warnings_of_aliases(kept: str, divided: bool) -> list[str]:
     model = mlp()
     optimizer = adamw(model)
-    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer)
+    options: dict[str, Any] = {}
+    if divided:
+        cf.shard(model[0].weight, ("dp", None))
+        options = {"parallel_mode": "semi_auto", "mesh": (2,), "full_batch": True}
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, **options)
     aliases: list[Any] = {
         "nothing": [],
+        "later": [],
+        "larger": [],
         "data": [next(model.parameters()).data],
         "state_dict": [model.state_dict()],
         "view": [next(model.parameters()).detach().view(-1)],
         "numpy": [next(model.parameters()).detach().numpy()],
     }[kept]
+    if kept == "larger" and divided:
+        aliases.append(_first_one_is_a_row(model))
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -112,13 +121,39 @@ def warnings_of_aliases(kept: str) -> list[str]:
     log.addHandler(handler)
     try:
         for _ in range(3):
-            step(*xy(0))
+            step(*xy(0, 0))
+            if kept == "later":  # read at once, or thrown away late
+                aliases.append(model.state_dict())
     finally:
         log.removeHandler(handler)
     return [text for text in found if "looks at its memory" in text] if aliases else found
 
 
-@pytest.mark.parametrize("kept", ["nothing", "data", "state_dict", "view", "numpy"])
-def test_whoever_holds_an_alias_is_told_once(ranks: Ranks, kept: str) -> None:
-    for found in ranks.values(warnings_of_aliases, kept):
-        assert len(found) == (kept != "nothing"), found
+@pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
+@pytest.mark.parametrize("kept", ["nothing", "data", "state_dict", "view", "numpy", "later", "larger"])
+def test_whoever_holds_an_alias_is_told_once(ranks: Ranks, kept: str, divided: bool) -> None:
+    told = kept not in ("nothing", "later") and (divided or kept != "larger")
+    for found in ranks.values(warnings_of_aliases, kept, divided):
+        assert len(found) == told, found
+
+
+def one_rank_has_views(alias: str, late: bool) -> None:
+    model = mlp()
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=adamw(model))
+    for number in range(2):
+        if number == late and dist.get_rank() == 1:
+            if alias == "overlap":
+                model[0].bias.data = model[2].bias.data
+            else:
+                model.__dict__["held"] = ALIASES[alias](model)
+        step(*xy(number))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["from the start", "after a step"])
+@pytest.mark.parametrize("alias", ["flat", "row", "overlap"])
+def test_views_on_one_rank_alone_are_an_error_that_says_so(ranks: Ranks, alias: str, late: bool) -> None:
+    reason = "= parameter shared with [2.bias]" if alias == "overlap" else "= parameter in a larger storage"
+    for outcome in ranks.run(one_rank_has_views, alias, late):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        assert reason in outcome.error
+        assert "optimizer state" not in outcome.error

@@ -238,6 +238,24 @@ SENT = """
 """
 
 
+def test_what_keeps_a_parameter_in_its_place_is_read() -> None:
+    text = """
+        in  %a: f32[16] = parameter in a larger storage
+        in  %b: f32[16] = parameter shared with [c, d]
+        in  %c: f32[16] = parameter shared with [b]
+        in  %d: f32[16] = buffer
+        in  %e: f32[4,4](8,1) = parameter
+        fwd %/dot.0: f32[] = aten.dot(%a, %b)
+        return [%/dot.0]
+    """
+    program = parse_program(text)
+    kept = {name: (param.movable, param.is_block, param.shares) for name, param in program.params.items()}
+    assert kept["a"] == (False, True, ())
+    assert kept["b"] == (False, False, ("c", "d"))
+    assert kept["e"] == (False, False, ())
+    assert [line.strip() for line in text.splitlines()][1:6] == canonical_text(program).splitlines()[-7:-2]
+
+
 def test_values_of_every_kind_are_read() -> None:
     text = """
         in  %x: bf16[2,3](1,2) = input

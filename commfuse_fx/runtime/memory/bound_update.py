@@ -169,10 +169,10 @@ class BoundUpdate:
         if self.rule.name == "sgd":
             self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self.members())
         for segment in self.update.segments:
+            if self.rule.has_step:
+                self._bind_steps(segment)  # first, as torch.optim has it in its state
             for name in self.names:
                 self.lists[name].append(self._bind_state(segment, name))
-            if self.rule.has_step:
-                self._bind_steps(segment)
         self._addresses = _addresses(self._placed)
         self._bound = True
 

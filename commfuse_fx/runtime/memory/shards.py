@@ -7,6 +7,7 @@ its parts from them again, with whatever the user has written meanwhile.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,15 @@ from torch import nn
 
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.shared_memory import is_part_of_storage
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free
 from commfuse_fx.runtime.memory.layout import divided_parameters
+from commfuse_fx.runtime.memory.own_storage import has_aliases
 from commfuse_fx.runtime.ranks.exchange import Exchange
+
+log = logging.getLogger("commfuse_fx.runtime")
 
 
 class Shards:
@@ -52,6 +57,7 @@ class Shards:
         self.optimizer = DividedOptimizer(optimizer, {each.part: each.state for each in self._divided})
         self._guard = Guard(self.open, alone=False)
         self._taken = False
+        self._has_released = self._has_warned = False
         self._kept: list[torch.Tensor] = []  # not released yet, because somebody else uses their memory
 
     @property
@@ -85,10 +91,28 @@ class Shards:
             if self._guard.is_closed:
                 self._kept = [tensor for tensor in self._kept if not free(tensor)]
             else:
+                self._warn_of_aliases()
                 wholes = [tensor for each in self._divided for tensor in each.wholes()]
                 self._kept = [tensor for tensor in wholes if not free(tensor)]
                 self._guard.close(wholes)
                 self.show()
+
+    def _warn_of_aliases(self) -> None:
+        """Whoever looks at the memory of a divided parameter by another tensor sees old values from now on."""
+        for each in self._divided:
+            if self._has_warned:
+                break
+            # Later on only for a larger storage: what `state_dict()` returned may just not be thrown away yet.
+            if has_aliases(each.whole) and (not self._has_released or is_part_of_storage(each.whole)):
+                self._has_warned = True
+                log.warning(
+                    "parameter %s is divided among ranks, but another tensor looks at its memory (a view of it, "
+                    "param.data, what state_dict() returned, a larger tensor that it is a part of): that one keeps the "
+                    "values of now until the parameter itself is read, and what is written there may be lost. Use the "
+                    "parameter instead, or leave it whole",
+                    each.name,
+                )
+        self._has_released = True
 
     def show(self) -> None:
         """After an update: let the user's optimizer have the states that it has made."""
