@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What is imported stays: looking through it in every full collection takes a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
+    # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
+    # takes a stack for every tensor that is described: a third of the time of tracing.
+    logging.getLogger("torch.__trace").propagate = True
     # Hypothesis asks the collector who holds a generator of random numbers, which does not see what is frozen.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
 
