@@ -97,7 +97,7 @@ def memory_ratio(workload: str, optimizer: str) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks single_process", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each variant")
-    parser.add_argument("--workloads", nargs="+", default=["mlp", "gpt2"], choices=sorted(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", default=["mlp", "gpt2", "lstm"], choices=sorted(WORKLOADS))
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "SGD"], choices=sorted(OPTIMIZERS))
     parser.add_argument("--peak-of", nargs=3, metavar=("VARIANT", "WORKLOAD", "OPTIMIZER"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -95,6 +95,18 @@ def _no_blocks(model: nn.Module) -> list[list[nn.Module]]:
     return []
 
 
+class Recurrent(nn.Module):
+    """Two layers of an LSTM over sequences of vectors; the last output is classified."""
+
+    def __init__(self, features: int = 128, width: int = 256, classes: int = 10) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(features, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
 @dataclass(frozen=True)
 class Workload:
     """`model()` builds it; `batch(rank)` gives the step's positional and keyword arguments.
@@ -154,6 +166,7 @@ WORKLOADS = {
     "many_small": Workload(
         "many_small", ManySmall, _classes(64, 64), blocks=lambda model: _in_groups(model.layers, 10)
     ),
+    "lstm": Workload("lstm", Recurrent, _classes(32, 64, 128)),
 }
 
 

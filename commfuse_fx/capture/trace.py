@@ -34,6 +34,7 @@ from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.other_leaves import other_gradients_kept
+from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
@@ -144,6 +145,7 @@ def trace_step(
         eager_collectives_refused(),
         patched_here(nn.SyncBatchNorm, "forward", sync_batch_norm(mesh, marked)),
         without_anomaly_detection(),
+        own_mode_kept(model),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -34,7 +33,7 @@ from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.progress import progress
 
-_PLAN, _STEP = logger("plan"), logging.getLogger("commfuse_fx.step")
+_PLAN = logger("plan")
 
 
 class OnCompile(Protocol):
@@ -73,7 +72,7 @@ class Planner:
         self._findings = Findings()
         self._reads: Reads | None = None  # of a trace whose guards have not been made yet
         self._own_values: OwnValues = {}
-        self._has_said_so = False  # that a call does not train although the model is in training mode
+        self._has_compiled = False
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
         self._laid_out: ModelStructure | None = None
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
@@ -176,8 +175,9 @@ class Planner:
         self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
     ) -> Compiled:
         training = self.watch.trains
-        if self.model.training and not training:
-            self._say_that_nothing_is_trained()
+        if not training:
+            self._findings.report_evaluation(self.model, is_first=not self._has_compiled)
+        self._has_compiled = True
         request = CompileRequest(
             self.model,
             self.loss_fn,
@@ -220,18 +220,6 @@ class Planner:
     def _trace(self, request: CompileRequest) -> Compiled:
         self._reads = Reads(self.model, self.loss_fn)
         return compile_call(request, self._reads)
-
-    def _say_that_nothing_is_trained(self) -> None:
-        if self._has_said_so:
-            return
-        self._has_said_so = True
-        _STEP.warning(
-            "a step of %s was called with gradients disabled (torch.no_grad(), torch.inference_mode() or "
-            "set_grad_enabled(False)) while the model is in training mode: such a call evaluates the loss as eager "
-            "PyTorch would, dropout and BatchNorm statistics included, and trains nothing; call it with gradients "
-            "enabled to train, or after model.eval() to evaluate",
-            type(self.model).__qualname__,
-        )
 
     def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:
         if self.optimizer is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
 
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from commfuse_fx.support.logs import logger
 
-_RETRACE = logger("retrace")
+_RETRACE, _STEP = logger("retrace"), logging.getLogger("commfuse_fx.step")
 
 MANY = 8
 """So many traces of one step are worth a warning."""
@@ -81,3 +85,24 @@ class Findings:
                     "after that; draw it with torch, or pass it to the step as a tensor",
                     place,
                 )
+
+    def report_evaluation(self, model: nn.Module, is_first: bool) -> None:
+        """A call that trains nothing has to be compiled. is_first: before any other call of the step."""
+        if model.training:
+            text = (
+                "a step of %s was called with gradients disabled (torch.no_grad(), torch.inference_mode() or "
+                "set_grad_enabled(False)) while the model is in training mode: such a call evaluates the loss as eager "
+                "PyTorch would, dropout and BatchNorm statistics included, and trains nothing; call it with gradients "
+                "enabled to train, or after model.eval() to evaluate"
+            )
+        elif is_first and torch.is_grad_enabled():
+            text = (
+                "the first call of a step of %s has the model in eval mode: such a call evaluates the loss and trains "
+                "nothing; call model.train() before you train (what from_pretrained() returns is in eval mode), and "
+                "eval() on those modules that are to stay in it"
+            )
+        else:
+            return
+        if text not in self._said:
+            self._said.add(text)
+            _STEP.warning(text, type(model).__qualname__)

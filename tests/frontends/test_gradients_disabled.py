@@ -187,3 +187,67 @@ def test_all_ranks_of_a_plan(way: str, plan: str) -> None:
                 torch.testing.assert_close(each.first.weight, reference.first.weight, rtol=1e-4, atol=1e-5)
         for each, made in zip(world.models, world.optimizers, strict=True):
             assert_ordinary(each, made)
+
+
+class SwitchesItself(Net):
+    """Calls `change` on itself when it is run."""
+
+    def __init__(self, change: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self)
+        return super().forward(x)
+
+
+def set_flag(model: nn.Module) -> None:
+    model.training = not model.training
+
+
+@pytest.mark.parametrize("options", [{}, ACROSS_STEPS], ids=["default", "across"])
+@pytest.mark.parametrize(
+    "change, training, mode",
+    [(nn.Module.eval, True, "eval"), (nn.Module.train, False, "training"), (set_flag, True, "eval")],
+)
+def test_a_model_that_switches_itself_is_refused(
+    change: Callable[[nn.Module], object], training: bool, mode: str, options: dict[str, Any]
+) -> None:
+    model = SwitchesItself(change).train(training)
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    for _ in range(2):
+        with pytest.raises(cf.CaptureError, match=f"leaves SwitchesItself itself in {mode} mode"):
+            step(torch.randn(4, 8), torch.randn(4, 4))
+        assert model.training is training
+
+
+def test_a_model_may_switch_its_modules_and_itself_for_a_while() -> None:
+    def change(model: nn.Module) -> None:
+        model.eval()
+        model.train()
+        model.norm.eval()  # type: ignore[operator, union-attr]
+
+    model = SwitchesItself(change)
+    twin = copy.deepcopy(model)
+    step = cf.compile(model, loss_fn=F.mse_loss)
+    for _ in range(3):
+        x, y = torch.randn(4, 8), torch.randn(4, 4)
+        torch.testing.assert_close(step(x, y), F.mse_loss(twin(x), y).detach())
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("trained_before", [True, False])
+def test_a_first_call_in_eval_mode_is_warned_of(
+    trained_before: bool, grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    if trained_before:
+        step(torch.randn(4, 8), torch.randn(4, 4))
+    model.eval()
+    with torch.set_grad_enabled(grad), caplog.at_level(logging.WARNING):
+        for rows in (4, 5):
+            step(torch.randn(rows, 8), torch.randn(rows, 4))
+    said = [record.getMessage() for record in caplog.records if "has the model in eval mode" in record.getMessage()]
+    assert len(said) == (grad and not trained_before)
