@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -168,6 +168,13 @@ class Pass:
         known: what earlier passes decide, by the facts that they ensure.
         """
         return self
+
+    @classmethod
+    def keep_notes(cls, chosen: Program, planned: Sequence[Program]) -> None:
+        """Note in the chosen plan what this pass has found out in another one. By default nothing.
+
+        planned: all plans that were made, the chosen one among them.
+        """
 
     def __call__(self, program: Program) -> bool:
         """Transform the program in place. Returns whether anything changed."""

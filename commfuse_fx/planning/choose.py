@@ -9,10 +9,9 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, PassContext
-from commfuse_fx.planning.pass_table import FUSE, TABLE
+from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.simulate.rounds import play
 
@@ -87,15 +86,10 @@ def fastest(
     if not planned:
         raise min(failed, key=lambda error: error.needed)
     best = min(planned, key=lambda each: each[0])[1]
-    _keep_reason(best[0], [program for _, (program, _, _) in planned])
+    programs = [program for _, (program, _, _) in planned]
+    for item in (each for passes in TABLE.values() for each in passes):
+        item.keep_notes(best[0], programs)
     return best
-
-
-def _keep_reason(program: Program, planned: Sequence[Program]) -> None:
-    """Say why nothing is deferred, whichever plan is taken."""
-    found = [note for each in planned for note in each.notes if note.topic == "across_steps"]
-    if found and found[0] not in program.notes and not any(is_deferred(node) for node in program.graph.nodes):
-        program.notes.append(found[0])
 
 
 class _Outcomes:
@@ -114,10 +108,11 @@ class _Outcomes:
 
 
 def _shared_passes(pipelines: Sequence[PassPipeline]) -> int:
-    differing = [each.name for each in TABLE[FUSE]]
+    """How many passes are the same in all plans and decide nothing but their options."""
     count = 0
     for passes in zip(*(pipeline.passes for pipeline in pipelines), strict=False):
-        if passes[0].name in differing or any(each != passes[0] for each in passes):
+        first = passes[0]
+        if type(first).outcome is not Pass.outcome or any(each != first for each in passes):
             break
         count += 1
     return count

@@ -43,9 +43,6 @@ KERNELS = "kernels"
 UPDATE = "update"
 """The stage before which nothing has a price."""
 
-FUSE = "fuse"
-"""The stage that makes buckets: from here on plans differ, even where its passes are the same."""
-
 TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
     {
         "clean": (Simplify,),
@@ -55,7 +52,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
         UPDATE: (UpdateParameters,),
         "prepare": (GradientsFirst, ResendRows, PostponeGradients),
-        FUSE: (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
+        "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),
         "memory": (KeepGradients, Reinplace, GiveWay),
     }

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Effort:
     """An effort is a budget for trying plans of one size.
 
-    node_plays: nodes that may be planned and played, each once for every plan: captured nodes of a graph, or members
-        of the loop in which buckets across steps are searched for.
+    node_plays: nodes that may be planned and played, each once for every plan: captured nodes of a graph, members of
+        the loop in which buckets across steps are searched for, or collectives whose cuts into buckets are played.
     """
 
     node_plays: int

@@ -10,9 +10,7 @@ from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.simulate.engine import Engine
 from commfuse_fx.solvers.cut_moves import Ranges, moved_cuts
-
-MOST_MOVES = 256
-"""How many cuts are played at most to move the boundaries between buckets."""
+from commfuse_fx.solvers.effort import EFFORT
 
 
 class Message(NamedTuple):
@@ -64,14 +62,15 @@ class PlayedCuts:
 
     def best(self, candidates: Iterable[Ranges]) -> Ranges:
         """The cuts that end first, the first of those with the fewest buckets among equals; then boundaries are moved
-        as long as that helps."""
+        as long as that helps and the effort lasts."""
         found = tuple(dict.fromkeys(candidates))
         limit = min(map(self.seconds, found)) * (1 + EQUAL)
         cuts = min((each for each in found if self.seconds(each) <= limit), key=len)
+        most = EFFORT.plans(len(self.sizes) + len(self.traffic))
         tried = 0
         while True:
             for moved in moved_cuts(cuts):
-                if tried == MOST_MOVES:
+                if tried == most:
                     return cuts
                 tried += 1
                 if self.seconds(moved) < self.seconds(cuts) * (1 - EQUAL):

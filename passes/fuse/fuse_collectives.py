@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from commfuse_fx.config.fusion_config import FusionConfig, KindFusion
+from commfuse_fx.config.fusion_config import AUTO_THRESHOLD_MIB, FusionConfig, KindFusion
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
@@ -28,8 +28,9 @@ from commfuse_fx.solvers.step_problem import group_collectives
 log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
 
 
-FIXED_MIB = (64, 25, 4, 1)
-"""Sizes of buckets that mode "optimal" is compared with, besides no fusion and all in one."""
+FIXED_MIB = (AUTO_THRESHOLD_MIB, 25, 1)
+"""Sizes of buckets that mode "optimal" is compared with, besides no fusion and all in one: what users get without
+asking. That is the threshold of mode "auto", and DistributedDataParallel's 25 MiB, of which the first bucket has 1."""
 
 ONE_BUCKET_MIB = 1 << 20
 """A size that no model reaches."""

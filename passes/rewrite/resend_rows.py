@@ -23,10 +23,6 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
 
-LOOSE = 4.0
-"""How much compute is put behind the rows that are sent again, in parts of what these take, which is little: so much
-that updates need not fill all the time."""
-
 
 @dataclass(frozen=True)
 class ResendRows(Pass):
@@ -48,9 +44,9 @@ class ResendRows(Pass):
 
     @classmethod
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
-        fusion = situation.config.comm_fusion
+        mode = situation.config.comm_fusion.for_kind("all_reduce").mode
         # How many rows are sent again follows from a rank's batch: not where batches differ.
-        if situation.divides or not situation.same_batches or fusion.for_kind("all_reduce").mode != "optimal":
+        if situation.divides or not situation.same_batches or mode != "optimal":
             return found
         if not may_resend(program):
             return found
@@ -58,8 +54,7 @@ class ResendRows(Pass):
         first, *more = (each.but(resent=True) for each in found.searched[:3])
         if not situation.schedules:
             return replace(found, searched=(first,))
-        loose = (first.but(postponed=LOOSE),) if situation.across_steps and fusion.is_optimal else ()
-        return replace(found, searched=(first, plain, *more[:1], *loose, *more[1:], *others))
+        return replace(found, searched=(first, plain, *more, *others))
 
     def __call__(self, program: Program) -> bool:
         if not program.updates:

@@ -11,7 +11,7 @@ Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "By
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -20,6 +20,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.order import reorder
@@ -47,10 +48,17 @@ class AcrossSteps(PricedPass):
     def when(cls, situation: Situation) -> AcrossSteps | None:
         return None  # a part of the schedule
 
+    @classmethod
+    def keep_notes(cls, chosen: Program, planned: Sequence[Program]) -> None:
+        """Say why nothing is deferred, also where a plan within the step is taken."""
+        found = [note for each in planned for note in each.notes if note.topic == cls.name]
+        if found and found[0] not in chosen.notes and not any(is_deferred(node) for node in chosen.graph.nodes):
+            chosen.notes.append(found[0])
+
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         units = _units(program)
         if not units:
-            program.note("across_steps", "the step", "no update can wait for the next step: nothing is deferred")
+            program.note(self.name, "the step", "no update can wait for the next step: nothing is deferred")
             return False
         problem = _Problem(program, units, context.costs)
         _Emission(program, problem, problem.solve()).run()

@@ -23,11 +23,11 @@ from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 
 AMPLE = 1.25
-"""How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes: enough also
-where that shares the wire with another one, or a step computes faster than usual."""
+"""How much compute is put behind the last gradient across steps, in parts of what its all_reduce takes. A quarter more
+than that: it may share the wire with another one, and a step may compute faster than usual."""
 
-SCANT = (0.5, 0.25, 0.75)
-"""The same, where what is computed later would be sent too late: a busy wire."""
+SCANT = (0.5, 0.25)
+"""Halves of what it takes, where the wire is busy all the time: what is computed later would be sent too late."""
 
 
 @dataclass(frozen=True)
