@@ -87,8 +87,8 @@ def fastest(
         raise min(failed, key=lambda error: error.needed)
     best = min(planned, key=lambda each: each[0])[1]
     programs = [program for _, (program, _, _) in planned]
-    for item in (each for passes in TABLE.values() for each in passes):
-        item.keep_notes(best[0], programs)
+    for made in (each for passes in TABLE.values() for each in passes):
+        made.keep_notes(best[0], programs)
     return best
 
 
