@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,7 @@ from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.random_draws import call_draws, draws_random_numbers
 from commfuse_fx.support.user_lines import _location, is_user_file, user_line
 
+_DEVICE = torch.ops.prim.device.default
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -115,6 +117,8 @@ class OriginRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # torch asks several times per op
         if is_eager_collective(func):
             refuse_eager_collective(func)
         if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:

@@ -198,9 +198,10 @@ def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
     return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **functional_collectives(mesh, marked)}
 
 
-def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> nn.Parameter:
-    """A parameter with this value, and with the hooks that the user has put on the original."""
-    made = nn.Parameter(value, requires_grad=training and param.requires_grad)
+def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> torch.Tensor:
+    """The value as a parameter, with the hooks that the user has put on the original."""
+    made = value.requires_grad_(training and param.requires_grad)
+    made._is_param = True  # what isinstance asks for
     if made.requires_grad:
         for hook in (param._backward_hooks or {}).values():
             made.register_hook(hook)
