@@ -96,7 +96,7 @@ class Guards:
         for read in self._reads:
             if read.owner is None:
                 continue  # whatever led to it has changed as well, or it only served the trace
-            if type(read.owner) is not read.of_class:
+            if type(read.owner) is not read.of_class and not isinstance(read.owner, torch.Tensor):
                 label = read.label.removesuffix(f".{read.name}")
                 return f"class of {label}: {read.of_class.__qualname__} -> {type(read.owner).__qualname__}"
             now = read.now(own)
@@ -149,8 +149,9 @@ class Guards:
                 held = vars(owner)
                 if read.kind != "class" and id(owner) not in seen:
                     seen.add(id(owner))
-                    flat.instances.append(owner)
-                    flat.classes.append(type(owner))
+                    if not isinstance(owner, torch.Tensor):  # the class of a pending parameter is a guarded one
+                        flat.instances.append(owner)
+                        flat.classes.append(type(owner))
                     flat.sized.append(held)
                     flat.sizes.append(len(held))
                 if read.kind != "names" and read.name in held:

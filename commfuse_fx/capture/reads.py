@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -93,6 +94,7 @@ class Reads:
         self._model, self._loss_fn = model, loss_fn
         self._labels = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._inside = frozenset(self._labels)
+        self._labels.update({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
         self.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._notes: dict[tuple[int, str], Read | None] = {}  # None: written first
         self._not_there: dict[int, tuple[Any, dict[str, None]]] = {}
@@ -174,6 +176,16 @@ class Reads:
                     self.see(found, label)
             return
 
+    def got_of_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        """An attribute was read that a parameter or buffer has from the user, or does not have."""
+        if (id(tensor), name) in self._notes:
+            return
+        if name in vars(tensor):
+            self._note("attribute", tensor, name, vars(tensor)[name])
+            self.see(vars(tensor)[name], f"{self._label(tensor)}.{name}")
+        else:
+            self.missed(tensor, name)
+
     def missed(self, owner: Any, name: str) -> None:
         """`owner.name` was looked for, and is not an attribute of the instance."""
         if name.startswith("__"):
@@ -240,6 +252,8 @@ class Reads:
         elif isinstance(value, SimpleNamespace):
             self._labels[id(value)] = label
             self._content(vars(value), label)
+        elif isinstance(value, weakref.ref):
+            self.see(value(), f"{label}()")
         elif isinstance(value, MappingProxyType):
             for key, item in value.items():
                 self.see(item, f"{label}[{key!r}]")

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.func import functionalize
@@ -40,6 +41,7 @@ from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.capture.sync_batch_norm import sync_batch_norm
+from commfuse_fx.capture.tensor_attributes import own_attributes
 from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
@@ -121,6 +123,7 @@ def trace_step(
         tensors = ReplacedTensors(model, dict(zip(params, fresh, strict=True)), held)
         with (
             substituted(model, stand_ins, tensors.set_data, *(() if reads is None else (reads.values,))),
+            own_attributes(stand_ins, reads),
             tensors.watched(),
             recorder.recording(),
             torch.set_grad_enabled(training),
@@ -223,6 +226,11 @@ def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: S
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             constant = getattr(traced, str(node.target))
+            if isinstance(constant, FakeTensor):
+                raise CaptureError(
+                    f"at {origin_of(next(iter(node.users), node)).source}: a tensor comes there from a call "
+                    "that tracing cannot follow, such as as_subclass() or Tensor._make_subclass(): leave that call out"
+                )
             if any(constant is old for old in replaced):
                 refuse(next(iter(node.users), node), constant)
         for target in written_nodes(node):

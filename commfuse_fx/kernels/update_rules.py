@@ -151,11 +151,20 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if hooked:
         return None, "it has step hooks"
+    if _is_replaced(vars(optimizer).get("step"), type(optimizer)):
+        return None, "its method step has been replaced"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None, "it is differentiable"
     if any(any(map(torch.is_complex, group["params"])) for group in optimizer.param_groups):
         return None, "it updates complex parameters"
     return rule, ""
+
+
+def _is_replaced(own: Any, cls: type) -> bool:
+    """Whether an optimizer's own `step` is another one than its class has. Schedulers of torch wrap that one."""
+    if own is None:
+        return False
+    return not getattr(own, "_wrapped_by_lr_sched", False) or own.__wrapped__ is not vars(cls).get("step")
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Any:

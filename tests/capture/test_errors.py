@@ -136,6 +136,19 @@ def test_sparse_gradients() -> None:
     assert "sparse=False" in error_of(model, torch.randint(0, 10, (4,)), None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y.as_subclass(torch.Tensor),
+        lambda y: torch.Tensor._make_subclass(torch.Tensor, y),
+        lambda y: y + y.detach().as_subclass(torch.Tensor),
+    ],
+)
+def test_a_tensor_that_tracing_loses_sight_of(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    message = error_of(Fn(lambda m, x: change(m.lin(x)) + m.lin(x)), torch.randn(4, 8), None)
+    assert "a call that tracing cannot follow" in message and "test_errors.py" in message
+
+
 def test_attribute_that_is_no_buffer() -> None:
     def in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.count.add_(1)

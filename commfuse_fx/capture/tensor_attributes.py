@@ -1,0 +1,41 @@
+"""What users have stored on parameters and buffers themselves (`weight.gain = 2.0`), while a model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from commfuse_fx.capture.reads import Reads
+
+_OF_TORCH = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@contextmanager
+def own_attributes(stand_ins: Mapping[torch.Tensor, torch.Tensor], reads: Reads | None) -> Iterator[None]:
+    """Attributes that a stand-in does not have are those of its original. `reads` takes notes.
+
+    Without this `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set.
+    """
+    originals = {id(stand_in): original for original, stand_in in stand_ins.items()}
+
+    def look_up(tensor: FakeTensor, name: str) -> Any:
+        """Python calls this where the usual places have no such attribute."""
+        original = originals.get(id(tensor))
+        if original is not None and not name.startswith("__"):
+            held = vars(original)
+            if reads is not None:
+                reads.got_of_tensor(original, name)
+            if name in held:
+                return held[name]
+            if type(original) not in _OF_TORCH and hasattr(type(original), name):
+                return getattr(original, name)
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+
+    with patch.object(FakeTensor, "__getattr__", look_up, create=True):
+        yield
