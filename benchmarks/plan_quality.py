@@ -28,8 +28,9 @@ from benchmarks.torch_plans import (
 )
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
+from commfuse_fx.ir.meta import tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
@@ -180,7 +181,7 @@ def ddp_buckets(unfused: Program) -> tuple[tuple[str, ...], ...]:
     buckets: list[tuple[str, ...]] = []
     filling: dict[Any, tuple[list[str], int, bool]] = {}  # by dtype and device: names, bytes, whether it is the first
     for start in unfused.collectives():
-        details = _details(start)
+        details = collective_of(start)
         key = (details.kind, details.group, details.dtype, tensor_spec(start).device)
         names, nbytes, first = filling.get(key, ([], 0, True))
         names, nbytes = [*names, *details.members], nbytes + details.nbytes
@@ -222,16 +223,10 @@ def last_seconds(unfused: Program, costs: CostModel) -> float:
 def _wire_seconds(program: Program, costs: CostModel, starts: Iterable[torch.fx.Node]) -> float:
     sizes: dict[Any, tuple[torch.fx.Node, int]] = {}
     for start in starts:
-        details = _details(start)
+        details = collective_of(start)
         key = (details.kind, details.group, details.dtype)
         sizes[key] = (start, sizes.get(key, (start, 0))[1] + details.nbytes)
     return sum(costs.cost_of(start, nbytes, mesh=program.mesh).seconds for start, nbytes in sizes.values())
-
-
-def _details(start: torch.fx.Node) -> CollectiveInfo:
-    details = info(start).collective
-    assert details is not None
-    return details
 
 
 def evaluate(case: Case, worlds: Iterable[str], plans: Iterable[str]) -> Iterator[list[Row]]:

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from commfuse_fx.cost.model import CostModel, profile_key
-from commfuse_fx.ir.collectives import c10d, is_start, is_wait
+from commfuse_fx.ir.collectives import c10d, collective_of, is_start, is_wait
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.order import stable_sort
@@ -140,8 +140,7 @@ class TorchGraph:
     def _name_groups(self, program: Program, group_name: str) -> None:
         self.members: dict[str, tuple[str, ...]] = {}  # node that is reduced -> parameters
         for start in list(program.collectives()):
-            details = info(start).collective
-            assert details is not None
+            details = collective_of(start)
             value = start.args[0]
             assert isinstance(value, fx.Node)
             self.members[value.name] = details.members
@@ -271,8 +270,7 @@ class GivenOrder(Pass):
 
 
 def _bucket(start: fx.Node, bucket_of: dict[str, int]) -> int:
-    details = info(start).collective
-    assert details is not None
+    details = collective_of(start)
     return bucket_of[details.members[0]]
 
 
@@ -286,8 +284,7 @@ def is_partition(plan: TorchPlan, program: Program) -> bool:
 
 
 def _members(start: fx.Node) -> tuple[str, ...]:
-    details = info(start).collective
-    assert details is not None
+    details = collective_of(start)
     return details.members
 
 

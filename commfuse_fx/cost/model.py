@@ -13,6 +13,7 @@ from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
 from commfuse_fx.cost.roofline import is_free, roofline_seconds
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
@@ -107,8 +108,7 @@ class CostModel:
 
         Its groups can lie differently in the cluster: it is that of the most expensive one, on every rank.
         """
-        details = info(start).collective
-        assert details is not None, "a start carries what its collective does"
+        details = collective_of(start)
         size = details.nbytes if nbytes is None else nbytes
         key = (details.kind, size, details.group, mesh)
         if key not in self._costs:
@@ -122,8 +122,7 @@ class CostModel:
     def transfer_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> Transfer:
         """The same cost for the simulator. Its stream is the group, written as mesh axes."""
         cost = self.cost_of(start, nbytes, mesh=mesh)
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         extra = cost.burst, cost.boost, cost.slowed, cost.busy_speed, cost.last
         return Transfer(details.group, cost.latency, cost.transfer, cost.host, cost.links, *extra)
 

@@ -15,6 +15,7 @@ from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.inspect.explanation import Explanation, explain
 from commfuse_fx.inspect.network import to_networkx
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
@@ -78,8 +79,7 @@ class CompiledGraph:
         mesh = self._program.mesh
         found: list[Collective] = []
         for node in self._program.collectives():
-            details = info(node).collective
-            assert details is not None
+            details = collective_of(node)
             found.append(Collective.of(details, info(node), mesh.ranks(details.group, self.rank)))
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from commfuse_fx.inspect.writers import writers
-from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.collectives import collective_of, is_wait
 from commfuse_fx.ir.meta import PHASES, dtype_name, info
 from commfuse_fx.ir.naming import op_name
 from commfuse_fx.ir.program import Program
@@ -157,8 +157,7 @@ def _label(program: Program, box: _Box) -> str:
 
 
 def _collective_label(program: Program, node: fx.Node) -> str:
-    details = info(node).collective
-    assert details is not None
+    details = collective_of(node)
     what = f"{details.kind} {details.reduce_op or ''}".rstrip()
     size = program.mesh.size(details.group)
     members = [_short(name) for name in details.members[:_MEMBERS_SHOWN]]

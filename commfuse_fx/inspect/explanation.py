@@ -9,7 +9,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_ms
-from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.collectives import collective_of, is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import LAYOUT, Note, Program, Redistribution
@@ -157,8 +157,7 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
             sends.setdefault(start, []).append(node)
     reports: list[CollectiveReport] = []
     for start in program.collectives():
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         wait = min((user for user in start.users), key=position.__getitem__)
         ahead = sends.get(start, [])
         issued = min([position[start], *(position[node] for node in ahead)])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.table import collectives_table
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.program import LAYOUT
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.support.logs import logger
@@ -98,8 +98,8 @@ def _layouts_text(compiled: Compiled) -> str:
 
 def _plan_text(compiled: Compiled) -> str:
     program = compiled.program
-    found = [info(node).collective for node in program.collectives()]
-    sent = sum(each.nbytes for each in found if each is not None)
+    found = [collective_of(node) for node in program.collectives()]
+    sent = sum(each.nbytes for each in found)
     seconds = compiled.capture_seconds + sum(record.seconds for record in compiled.records)
     lines = [
         f"the {_mode(compiled)} step: {len(program.graph.nodes)} nodes, {len(found)} collective(s) of {sent} bytes, "

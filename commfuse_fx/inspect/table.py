@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.meta import dtype_name, info
 from commfuse_fx.ir.program import Program
 
@@ -19,8 +20,7 @@ def collectives_table(program: Program) -> str:
     rows: list[tuple[str, ...]] = []
     total = 0
     for node in program.collectives():
-        each = info(node).collective
-        assert each is not None
+        each = collective_of(node)
         total += each.nbytes
         rows.append(
             (

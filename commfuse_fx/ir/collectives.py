@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import CollectiveInfo, info
 
 c10d = torch.ops._c10d_functional
 
@@ -65,6 +65,19 @@ def is_wait(node: fx.Node) -> bool:
 def kind_of(node: fx.Node) -> str:
     """ "all_reduce", "all_gather", ... of a start node."""
     return _STARTS[node.target][0]
+
+
+def collective_of(start: fx.Node) -> CollectiveInfo:
+    """What the collective of a start does."""
+    found = info(start).collective
+    assert found is not None, "a start carries what its collective does"
+    return found
+
+
+def role_of(node: fx.Node) -> str:
+    """What a collective is there for, such as "gradient"; "" of a node that starts none."""
+    found = info(node).collective
+    return found.role if found is not None else ""
 
 
 def group_of(node: fx.Node) -> str:

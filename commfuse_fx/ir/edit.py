@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.collectives import is_wait, role_of
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
-from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 
@@ -74,5 +73,4 @@ def _has_effect(node: fx.Node) -> bool:
 
 def _is_users(start: fx.Node) -> bool:
     """A collective that somebody has written stays, whoever needs its result."""
-    collective = info(start).collective
-    return collective is not None and collective.role == "user"
+    return role_of(start) == "user"

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import WAIT, kind_of, wait_of
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Part, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.collectives import WAIT, collective_of, kind_of, wait_of
+from commfuse_fx.ir.meta import NodeInfo, Part, Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.reshaped import reshaped
 
 
@@ -49,7 +49,7 @@ class Merge:
         with self.build.before(self.starts[-1]):
             start, results = _LAYOUTS[kind_of(self.starts[0])](self)
         info(start).parts = tuple(
-            Part(_collective(old).members, value, result)
+            Part(collective_of(old).members, value, result)
             for old, value, result in zip(self.starts, self.inputs, results, strict=True)
         )
         return results
@@ -66,7 +66,7 @@ class Merge:
         """Start and wait on the concatenated input; all but sizes and members comes from the first start."""
         first = self.starts[0]
         start = self.node(first.target, (value, *first.args[1:]), spec, kind_of(first), self.input_at)
-        infos = [_collective(old) for old in self.starts]
+        infos = [collective_of(old) for old in self.starts]
         info(start).collective = replace(
             infos[0],
             nbytes=sum(each.nbytes for each in infos),
@@ -136,12 +136,6 @@ def before_merged(before: Mapping[fx.Node, Sequence[fx.Node]], merges: Sequence[
             if node.target is WAIT:
                 break
             found[node] = needed
-    return found
-
-
-def _collective(node: fx.Node) -> CollectiveInfo:
-    found = info(node).collective
-    assert found is not None
     return found
 
 

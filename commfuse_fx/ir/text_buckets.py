@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import IN_PLACE, is_wait
+from commfuse_fx.ir.collectives import IN_PLACE, collective_of, is_wait
 from commfuse_fx.ir.meta import CollectiveInfo, Part, Stretch, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
@@ -22,19 +22,18 @@ def describe_collectives(program: Program) -> None:
     buffers = [source.name for source in program.sources.values() if source.kind == "buffer"]
     others = len(program.params)
     for start in program.collectives():
-        details = info(start)
-        assert details.collective is not None
-        role = _role(program, details.collective, buffers)
+        details, collective = info(start), collective_of(start)
+        role = _role(program, collective, buffers)
         if role in ("gradient", "rows"):
-            sequence = min(program.params[name].sequence for name in _parameters(program, details.collective))
+            sequence = min(program.params[name].sequence for name in _parameters(program, collective))
         elif role == "buffer":
-            sequence = min(map(buffers.index, details.collective.members))
+            sequence = min(map(buffers.index, collective.members))
         else:
-            sequence, others = others, others + len(details.collective.members)
-        details.collective = replace(details.collective, role=role, sequence=sequence)
-        if role == "gradient" and details.collective.fusion_id is not None:
-            for name in _parameters(program, details.collective):
-                program.params[name] = replace(program.params[name], fusion_id=details.collective.fusion_id)
+            sequence, others = others, others + len(collective.members)
+        details.collective = replace(collective, role=role, sequence=sequence)
+        if role == "gradient" and collective.fusion_id is not None:
+            for name in _parameters(program, collective):
+                program.params[name] = replace(program.params[name], fusion_id=collective.fusion_id)
         details.parts = _parts(start, details.collective)
         details.writes = _writes(start)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info
+from commfuse_fx.ir.collectives import collective_of
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
@@ -101,8 +102,7 @@ class Compiled:
 
         def keep(name: str, program: Program) -> None:
             texts[name] = canonical_text(program)
-            found = (info(node).collective for node in program.collectives())
-            collectives[name] = tuple(details for details in found if details is not None)
+            collectives[name] = tuple(map(collective_of, program.collectives()))
 
         keep("capture", program)
         modified = {record.name: record.modified for record in self.pipeline.run(program, observers=(keep,))}

@@ -12,7 +12,7 @@ from torch import fx
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_ms
-from commfuse_fx.ir.collectives import is_wait
+from commfuse_fx.ir.collectives import collective_of, is_wait
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_name
@@ -121,8 +121,7 @@ def simulate(program: Program, model: CostModel, steps: int | None = None) -> Si
 
 
 def _collective(program: Program, played: Played, start: fx.Node, reason: str) -> SimulatedCollective:
-    details = info(start).collective
-    assert details is not None
+    details = collective_of(start)
     flown, zero = played.flown[start], played.began
     times = [played.engine.times(handle) for handle in flown.handles]
     issued = min(issued for issued, _, _ in times)
@@ -182,11 +181,10 @@ def _transfer_events(played: Played) -> list[Event]:
     events: list[Event] = []
     for start, flown in played.flown.items():
         details = info(start)
-        assert details.collective is not None
         for number, handle in enumerate(flown.handles):
             name = _transfer_name(details.name, number, len(flown.handles))
             issued, begin, end = (time - zero for time in played.engine.times(handle))
-            group = details.collective.group
+            group = collective_of(start).group
             events.append(Event(name, "communication", group, begin, end, details.name, details.phase, issued))
     return sorted(events, key=lambda event: (event.stream, event.begin))
 

@@ -19,9 +19,9 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL, in_ms
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.ir.builder import aten
-from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.collectives import collective_of, is_start, is_wait, wait_of
 from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.solvers.compute_program import Item
@@ -74,7 +74,7 @@ def group_collectives(
         first = len(dict.fromkeys(number.values()))
         for i, group in enumerate(groups):
             number.update(dict.fromkeys(group, first + i))
-        kind = _details(starts[0]).kind
+        kind = collective_of(starts[0]).kind
         reasons.append((f"{len(starts)} {kind} -> {len(groups)}", reason))
     return Grouping(number, tuple(reasons))
 
@@ -105,7 +105,7 @@ class _Graph:
         self.clock = list(accumulate(self.seconds, initial=0.0))
 
     def groups(self, starts: list[fx.Node], across_steps: bool) -> _Groups:
-        sizes = [_details(start).nbytes for start in starts]
+        sizes = [collective_of(start).nbytes for start in starts]
         if not self._at_end(starts):
             alpha, beta = line(self.costs, starts[0], self.program, max(sum(sizes) // 8, 1))
             return self._between(starts, [self._first_use(wait_of(start)) for start in starts], sizes, alpha, beta)
@@ -122,7 +122,7 @@ class _Graph:
         """The groups of each key, cut beside those of all the others and the given ones."""
         groups = list(found)
         late = [k for k, starts in enumerate(keys) if self._at_end(starts)]
-        sizes = [[_details(start).nbytes for start in starts] for starts in keys]
+        sizes = [[collective_of(start).nbytes for start in starts] for starts in keys]
 
         def beside(k: int) -> PlayedCuts:
             others = [bucket for i, (buckets, _) in enumerate(groups) if i != k for bucket in buckets]
@@ -156,7 +156,7 @@ class _Graph:
         return [list(starts[begin:end]) for begin, end in cuts], text
 
     def _message(self, bucket: Sequence[fx.Node]) -> Message:
-        nbytes = sum(_details(start).nbytes for start in bucket)
+        nbytes = sum(collective_of(start).nbytes for start in bucket)
         transfer = self.costs.transfer_of(bucket[0], nbytes, mesh=self.program.mesh)
         return Message(self.clock[max(map(self.place.__getitem__, bucket))], transfer)
 
@@ -172,7 +172,7 @@ class _Graph:
         device = self.costs.cluster.device
         # Without an update gradients are handed out: in memory allocated anew, divided bucket by bucket.
         handed_out = not self.program.updates
-        divided = handed_out and _details(starts[0]).reduce_op == "avg"
+        divided = handed_out and collective_of(starts[0]).reduce_op == "avg"
         return PlayedCuts(
             [self.clock[self.place[start]] for start in starts],
             sizes,
@@ -295,7 +295,7 @@ class _Graph:
 
     def _first_parameter_use(self, start: fx.Node) -> int | None:
         found: int | None = None
-        for name in _details(start).members:
+        for name in collective_of(start).members:
             param = self.program.placeholder("parameter", parameter_of(name))
             if param is None:
                 return None
@@ -307,9 +307,3 @@ class _Graph:
 def _casts_back(node: fx.Node) -> bool:
     """Whether this casts what a collective yields: it stands where its result is used, once for each bucket."""
     return node.target is aten._to_copy.default and is_wait(node.all_input_nodes[0])
-
-
-def _details(start: fx.Node) -> CollectiveInfo:
-    details = info(start).collective
-    assert details is not None
-    return details

@@ -9,6 +9,7 @@ from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.meta import PHASES, dtype_name
 from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.support.checks import check_choice, check_int
+from commfuse_fx.support.long_lists import shortened
 from commfuse_fx.testing.check_lowered import check_lowered
 
 _LISTED = 20
@@ -75,11 +76,8 @@ def assert_collectives(
 
 def _listing(found: Sequence[Collective], phase: str | None) -> list[str]:
     scope = "" if phase is None else f" in phase {phase}"
-    lines = [f"{len(found)} collective(s) found{scope}{':' if found else ''}"]
-    lines.extend(f"  {_line(each)}" for each in found[:_LISTED])
-    if len(found) > _LISTED:
-        lines.append(f"  ... and {len(found) - _LISTED} more")
-    return lines
+    title = f"{len(found)} collective(s) found{scope}{':' if found else ''}"
+    return [title, *shortened([f"  {_line(each)}" for each in found], _LISTED, "  ... and {} more")]
 
 
 def _line(each: Collective) -> str:

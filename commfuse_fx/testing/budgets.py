@@ -11,6 +11,7 @@ from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.simulate.simulation import Simulation
 from commfuse_fx.support.checks import check_number, show
+from commfuse_fx.support.long_lists import shortened
 from commfuse_fx.testing.check_lowered import check_lowered
 
 _LISTED = 10
@@ -93,22 +94,18 @@ def _exposed(step: Simulation) -> list[str]:
     found = sorted((each for each in step.collectives if each.exposed), key=lambda each: -each.exposed)
     if not found:
         return ["no collective is exposed"]
-    lines = [f"{len(found)} of {len(step.collectives)} collective(s) are exposed, the longest first:"]
-    for each in found[:_LISTED]:
-        lines.append(f"  {each.name}: {_ms(each.exposed)} exposed, {_ms(each.hidden)} hidden: {each.reason}")
-        lines.append(f"    {each.description}")
-    if len(found) > _LISTED:
-        lines.append(f"  ... and {len(found) - _LISTED} more")
-    return lines
+    lines = [
+        f"  {each.name}: {_ms(each.exposed)} exposed, {_ms(each.hidden)} hidden: {each.reason}\n    {each.description}"
+        for each in found
+    ]
+    title = f"{len(found)} of {len(step.collectives)} collective(s) are exposed, the longest first:"
+    return [title, *shortened(lines, _LISTED, "  ... and {} more")]
 
 
 def _largest(collectives: Sequence[Collective]) -> list[str]:
     found = sorted(collectives, key=lambda each: -_sent(each))
-    lines = [f"{len(found)} collective(s), the largest first:"]
-    lines.extend(f"  {each.kind}: {_bytes(_sent(each))} in {each.phase}" for each in found[:_LISTED])
-    if len(found) > _LISTED:
-        lines.append(f"  ... and {len(found) - _LISTED} more")
-    return lines
+    lines = [f"  {each.kind}: {_bytes(_sent(each))} in {each.phase}" for each in found]
+    return [f"{len(found)} collective(s), the largest first:", *shortened(lines, _LISTED, "  ... and {} more")]
 
 
 def _ms(seconds: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.inspect.diff.diff_graphs import diff
+from commfuse_fx.support.long_lists import shortened
 
 FOLDER = "__graphs__"
 """Folder of the goldens, next to the test file."""
@@ -23,6 +24,7 @@ _LONGEST = 120
 _GRAPH_LINES = 100
 _DIFF_LINES = 40
 _DIFF_WIDTH = 200
+_REST = "... and {} more lines"
 _TORCH = "# torch: "
 
 
@@ -108,7 +110,7 @@ def _report(golden: str, text: str) -> str:
 def _semantic(golden: str, text: str) -> str:
     try:
         found = replace(diff(golden, text), before="golden", after="this graph")
-        return "\n".join(_cut(found.text().splitlines(), _GRAPH_LINES))
+        return "\n".join(shortened(found.text().splitlines(), _GRAPH_LINES, _REST))
     except CommFuseError as error:
         # A golden that somebody edited need not be a graph.
         return f"no comparison of graphs, only of lines: {error}"
@@ -117,8 +119,4 @@ def _semantic(golden: str, text: str) -> str:
 def _lines(golden: str, text: str) -> str:
     changes = difflib.unified_diff(golden.splitlines(), text.splitlines(), "golden", "this graph", n=1, lineterm="")
     lines = [line if len(line) <= _DIFF_WIDTH else f"{line[: _DIFF_WIDTH - 3]}..." for line in changes]
-    return "\n".join(_cut(lines, _DIFF_LINES))
-
-
-def _cut(lines: list[str], most: int) -> list[str]:
-    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more lines"]
+    return "\n".join(shortened(lines, _DIFF_LINES, _REST))

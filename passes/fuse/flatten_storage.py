@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import IN_PLACE, kind_of, wait_of
+from commfuse_fx.ir.collectives import IN_PLACE, collective_of, kind_of, role_of, wait_of
 from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all
 from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
@@ -97,7 +97,7 @@ class FlattenStorage(Pass):
         """The gradients that are reduced alone and get storage of their own."""
         buckets = known["fused"]
         assert isinstance(buckets, tuple)
-        alone = [details.members for start in self.alone(before) if (details := info(start).collective)]
+        alone = [collective_of(start).members for start in self.alone(before)]
         return tuple(members for members in alone if members in buckets)
 
     def __call__(self, program: Program) -> bool:
@@ -142,10 +142,9 @@ class FlattenStorage(Pass):
 
 def _own_part(start: fx.Node) -> Part:
     """Of a gradient that is reduced alone, as a bucket of one member."""
-    details = info(start).collective
     value = start.args[0]
-    assert details is not None and isinstance(value, fx.Node)
-    return Part(details.members, value, wait_of(start))
+    assert isinstance(value, fx.Node)
+    return Part(collective_of(start).members, value, wait_of(start))
 
 
 def _costs_nothing(program: Program, start: fx.Node) -> bool:
@@ -162,8 +161,7 @@ def _costs_nothing(program: Program, start: fx.Node) -> bool:
 
 
 def _sums_gradients(start: fx.Node) -> bool:
-    collective = info(start).collective
-    return collective is not None and collective.role == "gradient" and kind_of(start) == "all_reduce"
+    return role_of(start) == "gradient" and kind_of(start) == "all_reduce"
 
 
 def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:

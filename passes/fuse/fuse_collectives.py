@@ -14,11 +14,11 @@ from torch import fx
 
 from commfuse_fx.config.fusion_config import AUTO_THRESHOLD_MIB, FusionConfig, KindFusion
 from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import FUSIBLE_KINDS, kind_of, wait_of
+from commfuse_fx.ir.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.merge import Merge, before_merged
-from commfuse_fx.ir.meta import CollectiveInfo, info, tensor_spec
+from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
@@ -98,7 +98,7 @@ class FuseCollectives(PricedPass):
         """What `buckets_of` finds once this has run, where nothing is searched for."""
         starts = _fusible(program)
         found = self._bucketing(program, starts, Dependence(program.graph, program.aliases()).direct, NO_PRICES).buckets
-        return _in_order([name for i in bucket for name in _details(starts[i]).members] for bucket in found)
+        return _in_order([name for i in bucket for name in collective_of(starts[i]).members] for bucket in found)
 
     def _fusion(self, program: Program) -> FusionConfig:
         fusion = program.config.comm_fusion
@@ -137,7 +137,7 @@ class FuseCollectives(PricedPass):
         """Bucket numbers for the collectives that mode "optimal" decides about."""
         by_key: dict[Hashable, list[fx.Node]] = {}
         for start in starts:
-            if _details(start).role == "buffer" or _details(start).fusion_id is not None:
+            if role_of(start) == "buffer" or collective_of(start).fusion_id is not None:
                 continue
             if fusion.for_kind(kind_of(start)).mode == "optimal":
                 by_key.setdefault(_key(start), []).append(start)
@@ -179,7 +179,7 @@ def _policy_of(fusion: FusionConfig, member: Member, group: int | None) -> Polic
 
 def buckets_of(program: Program) -> Buckets:
     """The members of every collective that may be fused."""
-    return _in_order(_details(node).members for node in _fusible(program))
+    return _in_order(collective_of(node).members for node in _fusible(program))
 
 
 def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
@@ -187,7 +187,8 @@ def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
 
 
 def _fusible(program: Program) -> list[fx.Node]:
-    return [node for node in program.collectives() if kind_of(node) in FUSIBLE_KINDS or _details(node).role == "buffer"]
+    starts = program.collectives()
+    return [start for start in starts if kind_of(start) in FUSIBLE_KINDS or role_of(start) == "buffer"]
 
 
 def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:
@@ -209,14 +210,8 @@ def _numbered(program: Program, starts: Sequence[fx.Node]) -> int:
     return reduced + sum(param.trainable and name not in held for name, param in program.params.items())
 
 
-def _details(node: fx.Node) -> CollectiveInfo:
-    collective = info(node).collective
-    assert collective is not None
-    return collective
-
-
 def _key(node: fx.Node) -> tuple[Hashable, ...]:
-    details = _details(node)
+    details = collective_of(node)
     device = tensor_spec(node).device
     # Compute waits for a change of layout: it must not wait for gradients.
     is_urgent = details.role == "redistribution"
@@ -224,7 +219,7 @@ def _key(node: fx.Node) -> tuple[Hashable, ...]:
 
 
 def _member(node: fx.Node) -> Member:
-    details = _details(node)
+    details = collective_of(node)
     return Member(details.members[0], _key(node), details.nbytes, details.fusion_id, details.sequence)
 
 
@@ -233,7 +228,7 @@ def _merge_repeated(program: Program) -> bool:
     first: dict[tuple[object, ...], fx.Node] = {}
     results: dict[fx.Node, fx.Node] = {}
     for node in program.collectives():
-        key = (node.args[0], node.target, node.args[1:], _key(node), _details(node).fusion_id)
+        key = (node.args[0], node.target, node.args[1:], _key(node), collective_of(node).fusion_id)
         seen = first.setdefault(key, node)
         if seen is not node:
             results[wait_of(node)] = wait_of(seen)

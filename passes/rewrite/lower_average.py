@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import group_of, wait_of
+from commfuse_fx.ir.collectives import collective_of, group_of, wait_of
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
@@ -37,22 +37,15 @@ class LowerAverage(Pass):
     ensures = ("averaged",)
 
     def __call__(self, program: Program) -> bool:
-        averages = [node for node in program.collectives() if _is_average(node)]
+        averages = [node for node in program.collectives() if collective_of(node).reduce_op == "avg"]
         waits = {wait_of(node): program.mesh.size(group_of(node)) for node in averages}
         for node in averages:
-            details = info(node)
-            assert details.collective is not None
-            details.collective = replace(details.collective, reduce_op="sum")
+            info(node).collective = replace(collective_of(node), reduce_op="sum")
             node.args = tuple("sum" if arg == "avg" else arg for arg in node.args)
         build = Builder(program)
         scaled = _scale_in_updates(build, waits)
         _divide(build, {wait: size for wait, size in waits.items() if wait not in scaled})
         return bool(averages)
-
-
-def _is_average(node: fx.Node) -> bool:
-    collective = info(node).collective
-    return collective is not None and collective.reduce_op == "avg"
 
 
 def _divide(build: Builder, waits: dict[fx.Node, int]) -> None:

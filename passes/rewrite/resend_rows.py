@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import WAIT, c10d, group_of, kind_of, wait_of
+from commfuse_fx.ir.collectives import WAIT, c10d, collective_of, group_of, kind_of, wait_of
 from commfuse_fx.ir.edit import IDENTITIES, erase_upwards
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name, info, tensor_spec
 from commfuse_fx.ir.naming import rows_of
@@ -98,9 +98,8 @@ def _uncopied(grad: fx.Node) -> fx.Node:
 
 
 def _found(start: fx.Node) -> LookedUp | None:
-    details = info(start).collective
+    details = collective_of(start)
     value = start.args[0]
-    assert details is not None
     if kind_of(start) != "all_reduce" or details.role != "gradient" or details.fusion_id is not None:
         return None
     if not isinstance(value, fx.Node) or len(details.members) != 1:
@@ -127,8 +126,7 @@ class _Rewriting:
     """Of one gradient's all_reduce, into one of its early part and one of the rows that have been looked up."""
 
     def __init__(self, program: Program, start: fx.Node, found: LookedUp) -> None:
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         self.program = program
         self.build = Builder(program)
         self.start = start

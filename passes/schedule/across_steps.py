@@ -19,7 +19,7 @@ from math import inf
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.collectives import is_start, is_wait, role_of, wait_of
 from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
@@ -148,8 +148,7 @@ def _is_early(value: fx.Node) -> bool:
     """Whether a value is there long before any bucket: the numbers of rows, or a part of those of several tables."""
     while is_view(value):
         value = value.all_input_nodes[0]
-    collective = info(value.all_input_nodes[0]).collective if is_wait(value) else None
-    return collective is not None and collective.role == "rows"
+    return is_wait(value) and role_of(value.all_input_nodes[0]) == "rows"
 
 
 def _first_readers(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start
+from commfuse_fx.ir.collectives import is_start, role_of
 from commfuse_fx.ir.dependence import Dependence, is_opaque
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
@@ -64,8 +64,7 @@ def _for_one_gradient(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         if node.op != "call_function" or info(node).phase != "backward":
             continue
         if is_start(node):
-            details = info(node).collective
-            if details is not None and details.role == "gradient":
+            if role_of(node) == "gradient":
                 found[node] = node
         elif not is_opaque(node) and not draws_random_numbers(node):
             served = {found.get(user) for user in node.users}

@@ -13,9 +13,8 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start, wait_of
+from commfuse_fx.ir.collectives import collective_of, is_start, wait_of
 from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
@@ -84,7 +83,6 @@ def _streams(program: Program) -> list[list[fx.Node]]:
     """Collectives of one group, in the order of issue."""
     found: dict[str, list[fx.Node]] = {}
     for start in program.collectives():
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         found.setdefault(details.group, []).append(start)
     return list(found.values())

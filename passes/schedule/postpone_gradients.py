@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start
+from commfuse_fx.ir.collectives import is_start, role_of
 from commfuse_fx.ir.dependence import Dependence, is_opaque
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
@@ -65,7 +65,7 @@ class PostponeGradients(PricedPass):
         return replace(found, searched=(first, first.but(postponed=AMPLE), *others, *scant, within))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
-        gradients = [start for start in program.collectives() if _role(start) == "gradient"]
+        gradients = [start for start in program.collectives() if role_of(start) == "gradient"]
         if len(gradients) < 2:
             return False
         last = gradients[-1]
@@ -114,11 +114,6 @@ def _backward(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         if info(node).phase != "backward" or is_opaque(node) or draws_random_numbers(node):
             return list(nodes[i + 1 :])
     return list(nodes)
-
-
-def _role(start: fx.Node) -> str:
-    collective = info(start).collective
-    return collective.role if collective else ""
 
 
 def _ancestors(node: fx.Node, before: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, None]:

@@ -13,7 +13,7 @@ from itertools import accumulate, takewhile
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start, wait_of
+from commfuse_fx.ir.collectives import is_start, role_of, wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder
 from commfuse_fx.ir.program import Program
@@ -54,5 +54,4 @@ class VoteFirst(PricedPass):
 
 
 def _sends_numbers(node: fx.Node) -> bool:
-    details = info(node).collective
-    return details is not None and details.role == "rows"
+    return role_of(node) == "rows"

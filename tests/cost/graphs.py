@@ -11,7 +11,7 @@ from torch import fx
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.transfer import Transfer
-from commfuse_fx.ir.collectives import WAIT, c10d
+from commfuse_fx.ir.collectives import WAIT, c10d, collective_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.program import Program, Source
@@ -50,8 +50,7 @@ class Priced(CostModel):
         whole = self.moves[info(start).name]
         if nbytes is None:
             return whole
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         part = nbytes / details.nbytes
         return Transfer(
             whole.stream,

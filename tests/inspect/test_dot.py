@@ -10,6 +10,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.inspect.dot import quoted, to_dot
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.meta import info
 from tests.inspect.steps import Net, train
 
@@ -50,8 +51,7 @@ def test_a_small_graph_is_drawn_whole() -> None:
     assert set(nodes) == set(order.values())
     assert set(edges) == {(order[value], order[node]) for node in order for value in node.all_input_nodes}
     for start in program.collectives():
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         attributes = nodes[order[start]]
         assert "shape=hexagon" in attributes and f"{details.nbytes} bytes" in attributes
         assert all(member in attributes for member in details.members)

@@ -21,7 +21,7 @@ from torch import fx
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.ir.collectives import WAIT, c10d
+from commfuse_fx.ir.collectives import WAIT, c10d, collective_of
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
@@ -185,8 +185,7 @@ def with_buckets(program: Program, buckets: Partition) -> Program:
     number = {f"p{m}": i for i, bucket in enumerate(buckets, start=1) for m in bucket}
     program.params = {name: replace(param, fusion_id=number[name]) for name, param in program.params.items()}
     for start in program.collectives():
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         info(start).collective = replace(details, fusion_id=number[details.members[0]])
     build_pipeline(Situation(program.config, program.mesh, variant=Variant.of(across_steps=False))).run(program)
     return program
@@ -214,8 +213,7 @@ class _Made:
         self.before = Dependence(program.graph, program.aliases()).direct
         self.starts: dict[frozenset[int], fx.Node] = {}
         for start in program.collectives():
-            details = info(start).collective
-            assert details is not None
+            details = collective_of(start)
             self.starts[frozenset(int(name[1:]) for name in details.members)] = start
 
     def in_order(self, plan: Partition) -> list[float]:

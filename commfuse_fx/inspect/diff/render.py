@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 from commfuse_fx.inspect.diff.result import CollectiveChange, Delta, Differences, HeaderChange, NodeChange
+from commfuse_fx.support.long_lists import shortened
 
 SCHEMA = 1
 
@@ -29,9 +30,8 @@ def to_json(diff: Differences) -> str:
 def markdown(diff: Differences) -> str:
     parts = [f"### commfuse diff: {headline(diff)}", _fenced([f"- {plain(diff.before)}", f"+ {plain(diff.after)}"])]
     for title, found in sections(diff):
-        shown = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in found[:_MOST_LINES]]
-        if len(found) > _MOST_LINES:
-            shown.append(f"... and {len(found) - _MOST_LINES} more lines")
+        lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in found]
+        shown = shortened(lines, _MOST_LINES, "... and {} more lines")
         parts.append(f"<details><summary>{title}</summary>\n\n{_fenced(shown)}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 

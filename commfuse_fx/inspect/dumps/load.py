@@ -15,10 +15,11 @@ from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import CollectiveRecord
 from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.json.read import from_dict
 from commfuse_fx.ir.json.values import ValueReader
 from commfuse_fx.ir.json.write import SCHEMA
-from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.meta import CollectiveInfo
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
@@ -104,8 +105,7 @@ def _lowered(
 
 
 def _snapshot(name: str, program: Program) -> Snapshot:
-    details = (info(node).collective for node in program.collectives())
-    return Snapshot(name, True, canonical_text(program), tuple(each for each in details if each is not None))
+    return Snapshot(name, True, canonical_text(program), tuple(map(collective_of, program.collectives())))
 
 
 @dataclass(frozen=True)

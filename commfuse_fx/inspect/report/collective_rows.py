@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from commfuse_fx.inspect.explanation import CollectiveReport, Explanation
 from commfuse_fx.inspect.report.lanes import seconds
 from commfuse_fx.inspect.writers import writers
+from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.meta import dtype_name, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning.compiled import Collective
@@ -69,8 +70,7 @@ def collective_rows(
     written_by = writers(program)
     rows = []
     for start, each, report in zip(program.collectives(), collectives, explanation.collectives, strict=True):
-        details = info(start).collective
-        assert details is not None
+        details = collective_of(start)
         after = [position[info(node).name] for node in written_by[start]]
         rows.append(_collective(each, report, details.group, simulated[report.name], position[report.name], after))
     return tuple(rows)

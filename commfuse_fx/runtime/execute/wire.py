@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import fx
 
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.ir.collectives import c10d, group_of, is_start, is_wait
+from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
@@ -157,8 +157,7 @@ class Wire:
         return wait
 
     def _describe(self, node: fx.Node) -> str:
-        details = info(node).collective
-        assert details is not None
+        details = collective_of(node)
         return f"{details.kind} {collective_text(details, self.program.mesh.size(details.group))}"
 
     def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
