@@ -159,6 +159,7 @@ def trace_step(
                     decomposition_table=_recorded_as(mesh, marked),
                     tracing_mode="fake",
                     _allow_non_fake_inputs=True,
+                    _disable_torch_fn_metadata_mode=True,
                 )(*flat)
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
@@ -187,6 +188,7 @@ def trace_step(
                     decomposition_table=decompositions,
                     tracing_mode="fake",
                     _allow_non_fake_inputs=True,
+                    _disable_torch_fn_metadata_mode=True,
                 )(*flat)
     return _read(functional, len(params), recorder.calls)
 
