@@ -12,21 +12,29 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any, NoReturn
 
-import torch
-
 from commfuse_fx import __version__
-from commfuse_fx.commands import calibrate, demo, diff, explain, lower, opt, report, simulate
 from commfuse_fx.commands.completion import SHELLS, completion
 from commfuse_fx.commands.console import rank, say
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.support.ranks import is_distributed
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
-_COMMANDS = (lower, explain, simulate, report, diff, opt, calibrate, demo)
-"""In the order of --help."""
+_COMMANDS = {
+    "lower": "compile a step and print its graph",
+    "explain": "say why a graph is as it is",
+    "simulate": "predict the time of a step",
+    "report": "write a page about a step for a browser",
+    "diff": "compare two compiled graphs",
+    "opt": "run passes over a saved graph",
+    "calibrate": "measure the network and the devices of the running ranks",
+    "demo": "train a small network on handwritten digits, and show what was compiled",
+}
+"""Modules of `commfuse_fx.commands` and what each does, in the order of --help. A module is imported when its command
+is named: most need torch, which takes seconds."""
 
 _DESCRIPTION = """\
 Tools of commfuse-fx, a graph compiler for distributed training in PyTorch. Each command has its own --help, with
@@ -55,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
     except SystemExit as done:  # --help, or bad usage
         return int(done.code or 0)
+    if options.version:
+        if rank() == 0:
+            print(f"commfuse {__version__} (torch {version('torch')})")
+        return DONE
     if options.print_completion is not None:
         print(completion(parser, options.print_completion), end="")
         return DONE
@@ -62,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return DONE
     code = _run(options)
-    if code != DONE and argv is None and is_distributed():
+    if code != DONE and argv is None and _is_distributed():
         # Collectives may be unfinished. Gloo's threads then free their tensors while the interpreter ends, which
         # aborts the process with another exit code.
         sys.stdout.flush()
@@ -89,6 +101,12 @@ def _run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
+def _is_distributed() -> bool:
+    """Whether a command has joined other ranks. Does not import torch where none has."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
 def _forget_stdout() -> None:
     """Nobody reads it any more, as after `| head`: what is left of it is dropped without an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,7 +121,7 @@ def _fail(options: argparse.Namespace, error: Exception) -> int:
         return BAD_USAGE
     if not isinstance(error, CommFuseError):  # whose texts are made to be read in full
         text = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    where = f"rank {rank()}: " if is_distributed() else ""
+    where = f"rank {rank()}: " if _is_distributed() else ""
     print(f"commfuse: {where}{type(error).__name__}: {text} (--traceback shows where)", file=sys.stderr)
     return FAILED
 
@@ -122,6 +140,23 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+class _CommandParser(_Parser):
+    """The parser of one command: `load` asks its module what it takes."""
+
+    def __init__(self, *, module: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._module = module
+
+    def load(self) -> None:
+        module, self._module = self._module, ""
+        if module:
+            import_module(f"commfuse_fx.commands.{module}").register(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="commfuse",
@@ -130,12 +165,12 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"commfuse {__version__} (torch {torch.__version__})")
+    parser.add_argument("--version", action="store_true", help="show the versions of commfuse and of torch")
     parser.add_argument(
         "--print-completion", choices=SHELLS, metavar="SHELL", help="print a completion script for bash or zsh"
     )
     parser.set_defaults(on_all_ranks=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in _COMMANDS:
-        command.register(commands)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_CommandParser)
+    for name, does in _COMMANDS.items():
+        commands.add_parser(name, module=name, help=does, formatter_class=argparse.RawDescriptionHelpFormatter)
     return parser

@@ -98,6 +98,8 @@ def command_lines() -> Iterator[str]:
     parser = cli._parser()
     yield f"commfuse {shown(parser)}"
     commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        command.load()
     yield from (f"commfuse {name} {shown(command)}" for name, command in sorted(commands.choices.items()))
 
 

@@ -29,6 +29,8 @@ complete -o default -F _commfuse commfuse
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     """The script for one of SHELLS: `eval "$(commfuse --print-completion bash)"` turns it on."""
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        command.load()
     cases = [f'      {name}) words="{_long_options(command)}" ;;' for name, command in commands.choices.items()]
     script = _SCRIPT.format(
         commands=" ".join([*commands.choices, *_long_options(parser).split()]), cases="\n".join(cases)

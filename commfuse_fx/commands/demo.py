@@ -45,15 +45,9 @@ exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted
 """
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "demo",
-        help="train a small network on handwritten digits, and show what was compiled",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("--steps", type=int, default=100, metavar="N", help="training steps (default: %(default)s)")
     command.add_argument(
         "--devices", type=int, metavar="N", help="show the collectives of a virtual world of N ranks (default: 2)"

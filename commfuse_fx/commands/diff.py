@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from commfuse_fx.inspect.diff.diff_graphs import diff
 
@@ -27,15 +26,9 @@ exit codes: 0 the same, 1 different, 2 bad usage, or a file that cannot be read
 """
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "diff",
-        help="compare two compiled graphs",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("a", metavar="A", help="the graph before")
     command.add_argument("b", metavar="B", help="the graph after")
     form = command.add_mutually_exclusive_group()

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
@@ -30,15 +29,9 @@ examples:
 """
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "explain",
-        help="say why a graph is as it is",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("source", metavar="TARGET|SAVED", help="what to compile, or what was saved")
     command.add_argument("--json", action="store_true", help="print it as JSON")
     add_compile(command)

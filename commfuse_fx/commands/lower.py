@@ -6,7 +6,6 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Any
 
 from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_target
@@ -31,15 +30,9 @@ examples:
 """
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "lower",
-        help="compile a step and print its graph",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("target", metavar="TARGET", help="package.module:factory or path/to/file.py:factory")
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the graph as JSON")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from commfuse_fx.commands.rerun_passes import fuse, pipeline_for, price, read_input
 from commfuse_fx.errors import ConfigValueError
@@ -44,15 +43,9 @@ exit codes: 0 done, 1 a pass failed, 2 bad usage, or a file that cannot be read
 """
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "opt",
-        help="run passes over a saved graph",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("file", metavar="FILE", nargs="?", help="the graph, or a dump with it")
     command.add_argument("--passes", metavar="LIST", help="what to run (default: the passes of the compile)")
     command.add_argument(

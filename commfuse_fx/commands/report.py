@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
@@ -32,15 +31,9 @@ _HEAD_BYTES, _TITLE = 4096, b"<title>Compiled training step</title>"
 """What a report is known by."""
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    command = commands.add_parser(
-        "report",
-        help="write a page about a step for a browser",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
     command.add_argument("source", metavar="TARGET|SAVED", help="what to compile, or what was saved")
     command.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("report.html"), help="where to write it (default: %(default)s)"

@@ -261,6 +261,12 @@ def test_failures_of_the_users_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "commfuse: CaptureError: " in err and "target.py" in err and "torch.where" in err, "the whole message"
 
 
+def test_help_is_there_without_torch() -> None:
+    script = "import sys; from commfuse_fx.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    for words in (["--help"], ["--version"], []):
+        subprocess.run([sys.executable, "-c", script, *words], check=True, capture_output=True)
+
+
 def test_help_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys)
     assert code == 0 and out == run(capsys, "--help")[1]
