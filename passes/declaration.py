@@ -163,6 +163,8 @@ class Pass:
     def outcome(self, before: Program, after: Program | None, known: Mapping[str, Hashable]) -> Hashable:
         """What this pass decides in a plan: plans whose passes decide alike are the same. By default its options.
 
+        A pass that overrides this runs in each plan anew, and so do all behind it, also where options are the same.
+
         before: the program before the first pass in which plans differ.
         after: the program on which this pass has just run. None: it has not run.
         known: what earlier passes decide, by the facts that they ensure.

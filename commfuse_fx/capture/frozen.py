@@ -58,7 +58,10 @@ class Frozen:
 
 
 def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
-    """own: ids of tensors that all count as the same, because a graph takes whichever is in their place."""
+    """A value as it is now, to be compared later.
+
+    own: ids of tensors that all count as the same, because a graph takes whichever is in their place.
+    """
     kind = type(value)
     if isinstance(value, CONSTANTS):
         # Numbers are told apart as they print: 1.0 and -0.0 are other constants than 1 and 0.0, and NaN is itself.

@@ -18,7 +18,11 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """messages: how many follow one another. share: bytes that the busiest rank sends or receives, over the payload."""
+    """Work is what an algorithm asks of the busiest rank.
+
+    messages: how many follow one another.
+    share: bytes that the rank sends or receives, over the payload.
+    """
 
     messages: int
     share: float

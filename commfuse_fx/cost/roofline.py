@@ -128,11 +128,11 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     """Seconds that a node takes at least on this device; 0 where `is_free` and for memory that is there already."""
     if is_free(node):
         return 0.0
-    op = _op(node)
-    if op.reserves and info(node).kept:
+    if _op(node).reserves and info(node).kept:
         return 0.0
-    seconds = max(device.op_overhead, _traffic(node, op) / device.memory_bandwidth)
-    return max(seconds, op.flops(node) / flops_rate(node, device)) if op.flops else seconds
+    flops, nbytes = flops_and_bytes(node)
+    seconds = max(device.op_overhead, nbytes / device.memory_bandwidth)
+    return max(seconds, flops / flops_rate(node, device)) if flops else seconds
 
 
 def flops_rate(node: fx.Node, device: Device) -> float:

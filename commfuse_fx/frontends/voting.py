@@ -9,7 +9,7 @@ from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
 
 
 class Voting:
-    """is_started: whether all ranks have run a first step."""
+    """Voting is what one step's ranks agree on before they send. is_started: whether all have run a first step."""
 
     def __init__(self, planner: Planner, agreement: Agreement | None) -> None:
         self.is_started = False

@@ -50,7 +50,7 @@ class TextLine:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveText:
-    """What the remark on a collective says. bytes: of the payload; members: joined by ", "."""
+    """What the remark on a collective says. nbytes: of the payload; members: joined by ", "."""
 
     group: str
     size: int

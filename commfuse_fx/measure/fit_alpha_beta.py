@@ -42,7 +42,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """alpha: seconds per message. bandwidth: bytes per second. errors: |fitted / measured - 1| of each sample."""
+    """A fit is a line through measured messages.
+
+    alpha: seconds per message.
+    bandwidth: bytes per second.
+    errors: |fitted / measured - 1| of each sample.
+    """
 
     alpha: float
     bandwidth: float

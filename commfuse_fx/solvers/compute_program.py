@@ -16,7 +16,11 @@ Item = tuple[str, float]
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """buckets: the members of each, in send order. finish: seconds until the compute program ends."""
+    """A bucket plan says what is sent together, and when all is done.
+
+    buckets: the members of each, in send order.
+    finish: seconds until the compute program ends.
+    """
 
     buckets: tuple[tuple[int, ...], ...]
     finish: float

@@ -32,7 +32,11 @@ class Forced:
 
 @dataclass(frozen=True)
 class Cuts:
-    """finish: seconds at which the last bucket has been sent. buckets: [begin, end) of members, in send order."""
+    """Cuts divide members into buckets of neighbours.
+
+    finish: seconds at which the last bucket has been sent.
+    buckets: [begin, end) of members, in send order.
+    """
 
     finish: float
     buckets: tuple[tuple[int, int], ...]

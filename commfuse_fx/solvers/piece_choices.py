@@ -13,12 +13,17 @@ PIECES = tuple(int(mebibytes * 2**20) for mebibytes in (0.5, 1, 2, 4, 8, 16, 32)
 """Sizes in bytes that `piece_choices` tries."""
 
 _MUCH_LATER = 0.25
-"""Part of the forward."""
+"""How much later than the one before it the forward has to need a member that begins another row, in parts of the
+forward: far more than one layer takes, and less than the way from the first layers to the last."""
 
 
 @dataclass(frozen=True)
 class PieceChoice:
-    """piece: bytes, None when nothing is cut. groups: which of the given members form each member of the plan."""
+    """A piece choice is a plan with the sizes that led to it.
+
+    piece: bytes, None when nothing is cut.
+    groups: which of the given members form each member of the plan.
+    """
 
     piece: int | None
     groups: tuple[tuple[int, ...], ...]

@@ -14,14 +14,18 @@ from commfuse_fx.solvers.effort import EFFORT
 
 
 class Message(NamedTuple):
-    """What others send in the same step. ready: seconds of compute before it."""
+    """A message is what others send in the same step. ready: seconds of compute before it."""
 
     ready: float
     transfer: Transfer
 
 
 class Play(NamedTuple):
-    """seconds: from the begin of the step to when every result can be used. arrival: of the last bucket."""
+    """A play is how one way to cut goes, in seconds from the begin of the step.
+
+    seconds: until every result can be used.
+    arrival: until the last bucket is there.
+    """
 
     seconds: float
     arrival: float

@@ -42,7 +42,10 @@ _Groups = tuple[list[list[fx.Node]], str]
 
 @dataclass(frozen=True)
 class Grouping:
-    """number: collectives of one number are to be merged. reasons: (subject, reason) lines for `explain()`."""
+    """A grouping says which collectives are to be merged: those of one number.
+
+    reasons: (subject, reason) lines for `explain()`.
+    """
 
     number: Mapping[fx.Node, int]
     reasons: tuple[tuple[str, str], ...]

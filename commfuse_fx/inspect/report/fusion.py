@@ -25,9 +25,13 @@ class Unfused:
 
 @dataclass(frozen=True)
 class Fusion:
-    """before: all collectives before fusion. parts: for each final collective the positions in `before` of those that
-    it stands for. gone: positions of those that no final collective stands for. stage: the pass after which `before`
-    was taken; "" where it was derived from the members of the final ones."""
+    """What fusion has made of which collectives.
+
+    stage: the pass after which `before` was taken; "" where it was derived from the members of the final ones.
+    before: all collectives before fusion.
+    parts: for each final collective the positions in `before` of those that it stands for.
+    gone: positions of those that no final collective stands for.
+    """
 
     stage: str
     before: tuple[Unfused, ...]

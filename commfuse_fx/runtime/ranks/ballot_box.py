@@ -18,9 +18,13 @@ from commfuse_fx.runtime.ranks.world import world_timeout
 
 
 class BallotBox:
-    """group: a Gloo group of all ranks that carries votes only. distress: where a rank says that it has left a step
-    between its collectives. broken: what this rank knows of such an end; "" while all are at the same place. callers:
-    the threads of this rank that call steps."""
+    """A ballot box carries the votes of all steps of one world.
+
+    group: a Gloo group of all ranks that carries votes only.
+    distress: where a rank says that it has left a step between its collectives.
+    broken: what this rank knows of such an end; "" while all are at the same place.
+    callers: the threads of this rank that call steps.
+    """
 
     def __init__(self) -> None:
         start = name_of_start(world_timeout())
