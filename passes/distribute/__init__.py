@@ -1,1 +1,1 @@
-"""Passes that insert collectives."""
+"""Passes that say which rank computes what, and insert the collectives that this takes."""

@@ -1,4 +1,4 @@
-"""A lookup with indices 0, 1, 2, ... along every dimension is no lookup, but a permutation of dimensions.
+"""Write a lookup with indices 0, 1, 2, ... along every dimension as what it is: a permutation of dimensions.
 
 Attention masks are built like that. A lookup cannot be divided along the dimension it looks into; a permutation can.
 """

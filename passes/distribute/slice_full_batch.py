@@ -1,4 +1,4 @@
-"""full_batch: every rank is handed the global batch and takes its slice, by its coordinate on the mesh."""
+"""Let every rank take its slice of the global batch (full_batch=True), by its coordinate on the mesh."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Updates as their kernels want them: one per bucket, to run as soon as that has arrived, on gradients that lie in
-memory as the parameters do."""
+"""Make one update per bucket, to run as soon as that has arrived, on gradients that lie in memory as parameters do."""
 
 from __future__ import annotations
 

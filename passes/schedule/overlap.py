@@ -1,4 +1,4 @@
-"""Schedule, first form: start collectives at the earliest legal point, wait at the latest.
+"""Start collectives at the earliest legal point, and wait for them at the latest.
 
 Compute keeps its order. Starts keep one order, the same on every rank, because it follows from the
 graph alone. Everything that changes what the user owns comes after the last wait, so that a step that

@@ -1,4 +1,4 @@
-"""The cost-based schedule: of several arrangements of one graph the fastest, by simulation, that fits into memory."""
+"""Take the fastest of several arrangements of the graph, by simulation, among those that fit into memory."""
 
 from __future__ import annotations
 
