@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from commfuse_fx.config.fusion_marks import set_comm_fusion
     from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
+    from commfuse_fx.frontends.module import CompiledModule
     from commfuse_fx.frontends.step import CompiledStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
@@ -72,6 +73,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveReport",
     "CommFuseError",
+    "CompiledModule",
     "CompiledStep",
     "ConfigKeyError",
     "ConfigTypeError",
@@ -137,6 +139,7 @@ _HOMES = {
     ),
     "commfuse_fx.config.fusion_marks": ("set_comm_fusion",),
     "commfuse_fx.cost.collective_cost": ("CollectiveCost", "collective_cost"),
+    "commfuse_fx.frontends.module": ("CompiledModule",),
     "commfuse_fx.frontends.step": ("CompiledStep",),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),

@@ -2,16 +2,112 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config.compile_config import CompileConfig, Default
-from commfuse_fx.frontends.compile_arguments import check_arguments
+from commfuse_fx.frontends.arguments_of_ddp import refuse_unknown
+from commfuse_fx.frontends.compile_arguments import (
+    check_arguments,
+    check_form_of_module,
+    check_form_of_step,
+    chosen_form,
+)
+from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.support.tracebacks import user_frames_only
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Options(TypedDict, total=False):
+        """The options of `compile` that do not decide what it returns."""
+
+        parallel_mode: Any
+        mesh: Any
+        device_num: Any
+        global_rank: Any
+        gradients_mean: Any
+        gradient_fp32_sync: Any
+        enable_parallel_optimizer: Any
+        parallel_optimizer_config: Any
+        search_mode: Any
+        strategy_ckpt_load_file: Any
+        strategy_ckpt_save_file: Any
+        full_batch: Any
+        parameter_broadcast: Any
+        broadcast_buffers: Any
+        find_unused_parameters: Any
+        pipeline_stages: Any
+        schedule: Any
+        backend: Any
+        cpu_kernels: Any
+        cluster: Any
+        exchange_factors: Any
+        gradient_compression: Any
+
+
+@overload
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = ...,
+    *,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer | None = ...,
+    form: Literal["step"] | None = ...,
+    **options: Unpack[Options],
+) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = ...,
+    *,
+    loss_fn: LossFn | None = ...,
+    optimizer: torch.optim.Optimizer,
+    form: Literal["step"] | None = ...,
+    **options: Unpack[Options],
+) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = ...,
+    *,
+    loss_fn: LossFn | None = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    form: Literal["step"],
+    **options: Unpack[Options],
+) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = ...,
+    *,
+    loss_fn: None = ...,
+    optimizer: None = ...,
+    form: Literal["module"] | None = ...,
+    **options: Unpack[Options],
+) -> CompiledModule: ...
+
+
+@overload
+def compile(
+    model: nn.Module,
+    comm_fusion: Any = ...,
+    *,
+    loss_fn: LossFn | None = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    form: str | None = ...,
+    **options: Unpack[Options],
+) -> CompiledStep | CompiledModule: ...
 
 
 @user_frames_only
@@ -21,6 +117,7 @@ def compile(
     *,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    form: str | None = None,
     parallel_mode: Any = Default("data_parallel"),
     mesh: Any = Default(None),
     device_num: Any = Default(None),
@@ -35,6 +132,7 @@ def compile(
     full_batch: Any = Default(False),
     parameter_broadcast: Any = Default(False),
     broadcast_buffers: Any = Default(False),
+    find_unused_parameters: Any = Default(False),
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),
@@ -42,8 +140,12 @@ def compile(
     cluster: Any = Default(None),
     exchange_factors: Any = Default("never"),
     gradient_compression: Any = Default(None),
-) -> CompiledStep:
-    """Compile the training step of `model`: the result is called once per step.
+    **unknown: Any,
+) -> CompiledStep | CompiledModule:
+    """Compile the training step of `model`, or the model for a training loop of your own.
+
+    With `loss_fn` or `optimizer` the result is a step, called once per training step. With neither it is a module that
+    takes the place of DistributedDataParallel: call it, and call `backward()` on what you make of its output.
 
     The model is traced at the first call of the step, or of its `lower`. An argument that is not given is taken from
     `set_auto_parallel_context`, and otherwise from the default shown.
@@ -56,6 +158,7 @@ def compile(
         the target. None: the model returns its loss, or carries it as `.loss` or `["loss"]`.
     optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step. None: a call
         adds the synchronised gradients to `param.grad`.
+    form: "step" or "module". None: what `loss_fn` and `optimizer` say.
     parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
         "semi_auto" (parameters and activations are divided as `shard` says) or "stand_alone" (no collectives).
     mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.
@@ -64,9 +167,14 @@ def compile(
     gradients_mean: whether gradients are averaged over the ranks; False leaves the sum.
     gradient_fp32_sync: whether gradients of a lower precision are summed in float32 and cast back.
     full_batch: whether every rank is handed the global batch and takes its rows of it.
-    parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step.
+    parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step. A module sends them,
+        and buffers, when it is compiled, unless this is False.
     broadcast_buffers: whether every training step begins with rank 0's buffers (BatchNorm statistics), sent in
-        one collective of the graph per dtype. False, and None: each rank keeps its own.
+        one collective of the graph per dtype. False, and for a step None: each rank keeps its own. A module sends them
+        in every backward that reduces, unless this is False.
+    find_unused_parameters: for a module: whether parameters that a backward does not reach on some rank are reduced
+        all the same, with zeros. One that no rank has reached keeps its `.grad`. False: ranks that reach other
+        parameters end the backward with an error that names them.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
@@ -79,8 +187,14 @@ def compile(
     Raises NotAvailableError for options that are planned.
     """
     given = dict(locals())
-    for name in ("model", "loss_fn", "optimizer"):
+    for name in ("model", "loss_fn", "optimizer", "form", "unknown"):
         del given[name]
+    refuse_unknown(unknown)
     check_arguments(model, comm_fusion, loss_fn, optimizer)
-    config = CompileConfig.resolve(given)
-    return CompiledStep(model, loss_fn, optimizer, config)
+    chosen = chosen_form(form, loss_fn, optimizer)
+    config = CompileConfig.resolve(given, chosen)
+    if chosen == "step":
+        check_form_of_step(config)
+        return CompiledStep(model, loss_fn, optimizer, config)
+    check_form_of_module(config)
+    return CompiledModule(model, config)

@@ -61,6 +61,8 @@ class Situation:
     same_batches: whether the ranks' batches have one size. Where they do not, what makes both gradients of a
         layer is one op on some ranks and two on others, and the order of two must not matter.
     local_parameters: whether every rank keeps its part of a divided parameter.
+    gradients: "reduced" over the ranks; "local": each rank keeps its own; "accumulated": added to what `.grad` holds,
+        and the sum is reduced.
     """
 
     config: CompileConfig
@@ -69,6 +71,7 @@ class Situation:
     flat_updates: bool = True
     same_batches: bool = True
     local_parameters: bool = False
+    gradients: str = "reduced"
 
     @property
     def divides(self) -> bool:
@@ -83,17 +86,25 @@ class Situation:
     @property
     def reduced_group(self) -> str | None:
         """The mesh axes over which gradients are reduced where every rank has its own batch; None: they are not."""
-        return None if self.config.parallel_mode == "stand_alone" else self.mesh.all_axes
+        if self.config.parallel_mode == "stand_alone" or self.gradients == "local":
+            return None
+        return self.mesh.all_axes
 
     @property
     def by_cost(self) -> bool:
         """Whether the plan follows from predicted times."""
-        return self.config.plans_by_cost
+        return self.config.plans_by_cost and not self.in_order
+
+    @property
+    def in_order(self) -> bool:
+        """Whether gradients are sent in the order of the parameters, the last one first, so that ranks that compute
+        different things send the same."""
+        return self.config.find_unused_parameters
 
     @property
     def schedules(self) -> bool:
         """Whether nodes may be moved."""
-        return self.config.schedule != "none"
+        return self.config.schedule != "none" and not self.in_order
 
     @property
     def across_steps(self) -> bool:

@@ -138,7 +138,7 @@ def make_world(
     captures.share(model, case)
     optimizer = make_optimizer(model) if make_optimizer else None
     options = {"device_num": world, "global_rank": 0, "loss_fn": case.loss_fn, **options}
-    return LockstepWorld(cf.compile(model, comm_fusion, optimizer=optimizer, **options))
+    return LockstepWorld(cf.compile(model, comm_fusion, optimizer=optimizer, **options, form="step"))
 
 
 def train_world(

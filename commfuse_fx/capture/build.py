@@ -38,13 +38,33 @@ def capture(
 
     Raises CaptureError when the step cannot be one graph; errors of the model itself pass unchanged.
     """
-    _check_parameters(model)
+    check_parameters(model)
 
-    def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> torch.Tensor:
-        return compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder)
+    def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> tuple[torch.Tensor]:
+        return (compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder),)
 
     inputs = [tensor for _, tensor in leaves]
     traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs, reads=reads)
+    program = describe(traced, model, leaves, mesh, config, training, optimizer)
+    write_back(program, traced.mutations, before=program.output)
+    program.set_output()
+    warn_of_rank_writes(program, traced.mutations)
+    return program
+
+
+def describe(
+    traced: Traced,
+    model: nn.Module,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    config: CompileConfig,
+    training: bool,
+    optimizer: OptimizerInfo | None,
+) -> Program:
+    """The program of a trace: nodes in canonical order with names, inputs with what they stand for, and gradients.
+
+    Its output is still that of the trace, and mutations are not written back.
+    """
     params = describe_parameters(model)
     sources = canonicalize(
         traced,
@@ -62,15 +82,14 @@ def capture(
         params=params,
         sources={},
         training=training,
-        loss=traced.loss,
+        loss=traced.results[0],
         constants=traced.constants,
         optimizer=optimizer if training else None,
     )
     for node, source in zip(traced.placeholders, sources, strict=True):
         program.add_source(node, source)
     _annotate(program)
-    _set_outputs(program, traced)
-    warn_of_rank_writes(program, traced.mutations)
+    _set_gradients(program, traced)
     return program
 
 
@@ -97,7 +116,7 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
     return params
 
 
-def _check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise CaptureError(f"parameter {name} is not initialised yet: run the model once on a batch first")
@@ -146,22 +165,23 @@ def _makes_sparse(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.layout != torch.strided
 
 
-def _set_outputs(program: Program, traced: Traced) -> None:
-    """The output is (loss, *gradients) of those parameters that have one; buffer updates become copies at the end."""
-    grads = {
+def _set_gradients(program: Program, traced: Traced) -> None:
+    """Of those parameters that have one."""
+    program.grads = {
         name: grad
         for name, grad in zip(program.params, traced.grads, strict=True)
         if grad is not None and program.params[name].trainable
     }
-    program.grads = grads
     for name, param in program.params.items():
-        if program.training and param.trainable and name not in grads:
+        if program.training and param.trainable and name not in program.grads:
             program.note("unused", name, "it takes no part in this step's loss, so it has no gradient and no update")
-    output = program.output
-    for target, value in traced.mutations:
+
+
+def write_back(program: Program, mutations: Sequence[tuple[fx.Node, fx.Node]], before: fx.Node) -> None:
+    """Inputs that the trace has changed get their new values, by copies that stand before a node."""
+    for target, value in mutations:
         details = info(value)
-        with program.graph.inserting_before(output):
+        with program.graph.inserting_before(before):
             node = program.graph.call_function(aten.copy_.default, (target, value))
         set_info(node, details.derive(info(target).spec, phase="update"))
         info(node).name = program.names.reserve(f"update/{info(target).name}")
-    program.set_output()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,14 @@ log = logging.getLogger("commfuse_fx.trace")
 
 
 @contextmanager
-def other_gradients_kept(loss: torch.Tensor, own: Container[int]) -> Iterator[None]:
+def other_gradients_kept(results: Sequence[torch.Tensor], own: Container[int]) -> Iterator[None]:
     """A traced backward inside leaves the `.grad` of all leaves but `own` (their ids) as it is, and warns of them."""
     # Traced ones have come to be in the forward, and are gone after it.
-    others = [leaf for leaf in _leaves(loss) if id(leaf) not in own and not isinstance(leaf, FakeTensor)]
+    others = [leaf for leaf in _leaves(results) if id(leaf) not in own and not isinstance(leaf, FakeTensor)]
     kept = [leaf.grad for leaf in others]
     if others:
         log.warning(
-            "the loss depends on tensors that require a gradient and are no parameters of the model (shapes: %s): a "
+            "the result depends on tensors that require a gradient and are no parameters of the model (shapes: %s): a "
             "compiled step computes none for them. If they are trained, compile a module that holds the model and them "
             "and returns the loss; else call requires_grad_(False) on them",
             ", ".join(str(list(leaf.shape)) for leaf in others[:4]) + (", ..." if len(others) > 4 else ""),
@@ -35,10 +35,10 @@ def other_gradients_kept(loss: torch.Tensor, own: Container[int]) -> Iterator[No
             leaf.grad = grad
 
 
-def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Those whose gradients `loss.backward()` accumulates, in the order in which a walk from the loss meets them."""
+def _leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose gradients a backward accumulates, in the order in which a walk from the results meets them."""
     seen: dict[Any, None] = {}
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [result.grad_fn for result in results]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

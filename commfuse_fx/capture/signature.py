@@ -42,9 +42,12 @@ class Watch:
     """Looks at model and optimizer before every step, cheaply, and knows when modules, parameters, buffers or hooks
     have been replaced, added or removed."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, trains_in_eval_mode: bool = False
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._trains_in_eval_mode = trains_in_eval_mode
         self._modules: list[nn.Module] = []
         self._laid_out: list[torch.Tensor] = []
         self._own_tensors: frozenset[int] = frozenset()
@@ -67,7 +70,7 @@ class Watch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy looks at its own model first."""
-        return Watch, (self._model, self._optimizer)
+        return Watch, (self._model, self._optimizer, self._trains_in_eval_mode)
 
     @property
     def structure(self) -> ModelStructure:
@@ -78,7 +81,7 @@ class Watch:
     @property
     def trains(self) -> bool:
         """Whether a call made now computes gradients."""
-        return self._model.training and torch.is_grad_enabled()
+        return (self._model.training or self._trains_in_eval_mode) and torch.is_grad_enabled()
 
     @property
     def own_tensors(self) -> Container[int]:

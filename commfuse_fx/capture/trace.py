@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -53,7 +54,8 @@ from commfuse_fx.support.user_lines import user_line_of
 
 aten = torch.ops.aten
 
-LossOf = Callable[[nn.Module, Sequence[torch.Tensor], OriginRecorder], torch.Tensor]
+ResultsOf = Callable[[nn.Module, Sequence[torch.Tensor], OriginRecorder], Sequence[torch.Tensor]]
+"""(model, inputs, recorder) -> tensors: the loss of a step, or the outputs of a model."""
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -74,28 +76,40 @@ _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy()
 
 @dataclass
 class Traced:
-    """Placeholders stand in the order parameters, buffers, inputs; `grads[i]` is None for an unused parameter."""
+    """What a trace has found.
+
+    placeholders: parameters, buffers, inputs, in this order.
+    results: the loss, or the model's outputs.
+    seeds: for each result the node that stands for its gradient, where the backward began with one; else None.
+    grads: of the parameters; None for one that takes no part.
+    input_grads: of the inputs of a seeded trace; None for one that requires none.
+    mutations: pairs of an input and its new value.
+    """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     placeholders: list[fx.Node]
-    loss: fx.Node
+    results: list[fx.Node]
+    seeds: list[fx.Node | None]
     grads: list[fx.Node | None]
+    input_grads: list[fx.Node | None]
     mutations: list[tuple[fx.Node, fx.Node]]
     calls: CallPaths
 
 
 def trace_step(
     model: nn.Module,
-    loss_of: LossOf,
+    results_of: ResultsOf,
     inputs: Sequence[torch.Tensor],
     mesh: Mesh,
     training: bool,
     marked: bool = False,
     reads: Reads | None = None,
+    seeded: bool = False,
 ) -> Traced:
-    """Trace one step. `loss_of(model, inputs, recorder)` runs the model on traced inputs and returns the loss.
+    """Trace one step. `results_of(model, inputs, recorder)` runs the model on traced inputs and returns its loss.
 
+    seeded: it returns any number of outputs instead, and the backward begins with a gradient of each that has one.
     marked: whether the marks of `shard` on activations become nodes of the graph, and ops that divide by a count of
         the whole batch sums.
     reads: takes notes of the Python values that are read.
@@ -105,14 +119,16 @@ def trace_step(
     """
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
+    count = 0  # of results
     recorder = OriginRecorder(model)
     recorder.random.generators.is_divided = marked
     if reads is not None:
         reads.on_generator, reads.on_python_generator = recorder.random.generators.watch, recorder.numbers.watch
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor | None]:
+        nonlocal count
         values = iter(flat)
-        fresh = [_stand_in(param, next(values), training) for param in params.values()]
+        fresh = [_stand_in(param, next(values), training, seeded) for param in params.values()]
         held = {name: next(values) for name in buffers}
         leaves = [
             value.requires_grad_(True) if training and given.requires_grad else value
@@ -129,14 +145,19 @@ def trace_step(
             torch.set_grad_enabled(training),
             nullcontext() if reads is None else reads.recording(),
         ):
-            loss = loss_of(model, leaves, recorder)
+            results = results_of(model, leaves, recorder)
             tensors.settle()
+            seeds: list[torch.Tensor | None] = [None for _ in results]
             if training:
-                _check_differentiable(loss)
+                _check_differentiable(results, seeded)
+                if seeded:
+                    seeds = [torch.empty_like(result) if result.requires_grad else None for result in results]
                 own = {id(value) for value in (*fresh, *held.values(), *leaves)}
-                with recorder.backward(), other_gradients_kept(loss, own):
-                    loss.backward()
-        return [loss, *(param.grad for param in fresh)]
+                begun = [(each, seed) for each, seed in zip(results, seeds, strict=True) if each.requires_grad]
+                with recorder.backward(), other_gradients_kept([each for each, _ in begun], own):
+                    torch.autograd.backward([each for each, _ in begun], [seed for _, seed in begun])
+        count = len(results)
+        return [*results, *seeds, *(param.grad for param in fresh), *(leaf.grad for leaf in leaves if seeded)]
 
     # Without symbolic shapes an op whose result depends on values raises at once, where the user wrote it.
     fake = FakeTensors(allow_fallback_kernels=True, allow_non_fake_inputs=True)
@@ -190,7 +211,7 @@ def trace_step(
                     _allow_non_fake_inputs=True,
                     _disable_torch_fn_metadata_mode=True,
                 )(*flat)
-    return _read(functional, len(params), recorder.calls)
+    return _read(functional, count, len(params), recorder.calls)
 
 
 def _is_functional(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> bool:
@@ -203,14 +224,15 @@ def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
     return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **functional_collectives(mesh, marked)}
 
 
-def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool) -> torch.Tensor:
-    """The value as a parameter, with the hooks that the user has put on the original."""
+def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool, seeded: bool) -> torch.Tensor:
+    """The value as a parameter, with the hooks that the user has put on the original. Of a module those that look at
+    `.grad` run when it has been written."""
     made = value.requires_grad_(training and param.requires_grad)
     made._is_param = True  # what isinstance asks for
     if made.requires_grad:
         for hook in (param._backward_hooks or {}).values():
             made.register_hook(hook)
-        for after in (param._post_accumulate_grad_hooks or {}).values():
+        for after in () if seeded else (param._post_accumulate_grad_hooks or {}).values():
             raise CaptureError(
                 f"a parameter has a post-accumulate-grad hook ({getattr(after, '__qualname__', after)}): it would run "
                 "on traced gradients, so remove it, or run its code after the step"
@@ -241,12 +263,12 @@ def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: S
                 refuse(node, getattr(traced, str(root.target)))
 
 
-def _check_differentiable(loss: torch.Tensor) -> None:
-    if not loss.requires_grad:
+def _check_differentiable(results: Sequence[torch.Tensor], seeded: bool) -> None:
+    if not any(result.requires_grad for result in results):
+        what = "no output depends" if seeded else "the loss does not depend"
         raise CaptureError(
-            "the loss does not depend on any parameter that requires a gradient: unfreeze one "
-            "(param.requires_grad_(True)), or check that the model's output reaches the loss without detach() or "
-            "torch.no_grad()"
+            f"{what} on any parameter that requires a gradient: unfreeze one (param.requires_grad_(True)), or check "
+            "that the model's output reaches the loss without detach() or torch.no_grad()"
         )
 
 
@@ -270,7 +292,7 @@ def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
     return CaptureError(f"cannot trace {recorder.module or 'the top-level module'} at {where}: {error}")
 
 
-def _read(module: fx.GraphModule, num_params: int, calls: CallPaths) -> Traced:
+def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: CallPaths) -> Traced:
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutations: dict[fx.Node, fx.Node] = {}
@@ -288,11 +310,12 @@ def _read(module: fx.GraphModule, num_params: int, calls: CallPaths) -> Traced:
         assert isinstance(value, fx.Node)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-    results: Any = graph.output_node().args[0]
-    loss, *grads = results
+    found: Any = graph.output_node().args[0]
+    returned = iter(found)
+    results, seeds = (list(islice(returned, num_results)) for _ in range(2))
+    grads, input_grads = list(islice(returned, num_params)), list(returned)
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
-    assert isinstance(loss, fx.Node) and len(grads) == num_params
-    return Traced(graph, constants, placeholders, loss, grads, list(mutations.items()), calls)
+    return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, list(mutations.items()), calls)
 
 
 _SUMS: Mapping[Any, Callable[..., Any]] = {

@@ -11,11 +11,12 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.errors import CaptureError, ConfigTypeError
 
 PLAIN = (
     type(None),
@@ -61,7 +62,40 @@ def flatten(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Stru
     return leaves, _flatten(value, path, leaves)
 
 
-def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Structure:
+def flatten_output(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Structure]:
+    """Split what a model returns. Objects that are no containers are taken apart by their attributes; what has none is
+    a constant."""
+    leaves: list[tuple[str, torch.Tensor]] = []
+    return leaves, _flatten(value, path, leaves, _attributes)
+
+
+def _refuse(value: Any, path: str) -> tuple[str, list[tuple[Any, Any]]]:
+    raise ConfigTypeError(
+        f"argument {path} of type {type(value).__name__} is not understood: pass tensors, numbers, strings, "
+        "None, or dict, list, tuple and dataclass of these"
+        + (" (numpy arrays: torch.from_numpy)" if type(value).__module__ == "numpy" else "")
+    )
+
+
+def _attributes(value: Any, path: str) -> tuple[str, list[tuple[Any, Any]]]:
+    if isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)) or not hasattr(value, "__dict__"):
+        return "constant", []
+    if path.count(".") > _DEEPEST:
+        raise CaptureError(
+            f"the model's {path[:80]}... is part of an object that holds itself, of type {type(value).__name__}: "
+            "return tensors, or dict, list, tuple and dataclass of tensors"
+        )
+    return "object", list(vars(value).items())
+
+
+_DEEPEST = 40
+"""Attributes of attributes that are looked into."""
+
+Unknown = Callable[[Any, str], tuple[str, list[tuple[Any, Any]]]]
+"""What to do with an object that is no container: (value, path) -> kind and items."""
+
+
+def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]], unknown: Unknown = _refuse) -> Structure:
     if isinstance(value, torch.Tensor):
         leaves.append((path, value))
         return _TENSOR
@@ -70,12 +104,10 @@ def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> S
         return Structure("constant", (type(value), key), pattern=value)
     kind, items = _children(value)
     if items is None:
-        raise ConfigTypeError(
-            f"argument {path} of type {type(value).__name__} is not understood: pass tensors, numbers, strings, "
-            "None, or dict, list, tuple and dataclass of these"
-            + (" (numpy arrays: torch.from_numpy)" if type(value).__module__ == "numpy" else "")
-        )
-    children = tuple(_flatten(item, f"{path}.{name}", leaves) for name, item in items)
+        kind, items = unknown(value, path)
+        if kind == "constant":
+            return Structure(kind, (type(value), id(value)), pattern=value)
+    children = tuple(_flatten(item, f"{path}.{name}", leaves, unknown) for name, item in items)
     return Structure(kind, (type(value), tuple(name for name, _ in items)), children, pattern=value)
 
 
@@ -124,4 +156,5 @@ _REBUILD: dict[str, Callable[[Any, Any, list[Any]], Any]] = {
     "namedtuple": lambda pattern, names, items: type(pattern)(*items),
     "sequence": lambda pattern, names, items: type(pattern)(items),
     "dataclass": _rebuild_dataclass,
+    "object": _rebuild_dataclass,
 }

@@ -147,7 +147,8 @@ def _train_and_show(options: argparse.Namespace, images: torch.Tensor, labels: t
 
 
 def _compiled(net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> CompiledStep:
-    return compile(net, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, **options)
+    step: CompiledStep = compile(net, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, **options)
+    return step
 
 
 def _batches(images: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

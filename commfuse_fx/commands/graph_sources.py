@@ -21,7 +21,8 @@ def compiled_target(text: str, options: argparse.Namespace) -> Lowered:
     target = load_target(text)
     with redirect_stdout(sys.stderr):  # the model may print while it is traced
         step = compile(target.model, loss_fn=target.loss_fn, optimizer=target.optimizer, **wanted)
-        return step.lower(*target.args, **target.kwargs)
+        lowered: Lowered = step.lower(*target.args, **target.kwargs)
+    return lowered
 
 
 def compiled_or_saved(options: argparse.Namespace) -> Lowered:

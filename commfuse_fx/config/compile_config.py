@@ -10,7 +10,14 @@ from typing import Any
 
 from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.fusion_config import KINDS, FusionConfig, KindFusion
-from commfuse_fx.config.options import DEFAULTS, PARALLEL_MODE_ALIASES, Default, ScheduleConfig, validated
+from commfuse_fx.config.options import (
+    DEFAULTS,
+    DEFAULTS_OF_MODULE,
+    PARALLEL_MODE_ALIASES,
+    Default,
+    ScheduleConfig,
+    validated,
+)
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
 from commfuse_fx.machine.source import costs_label, resolve_costs
 from commfuse_fx.support.checks import show
@@ -58,6 +65,8 @@ class CompileConfig:
     full_batch: bool
     parameter_broadcast: bool
     broadcast_buffers: bool
+    find_unused_parameters: bool
+    """Whether the parameters that a backward does not reach take part with zeros; for the module form."""
     pipeline_stages: int
     schedule: str | ScheduleConfig
     """One of "overlap" and "none", or a ScheduleConfig."""
@@ -70,12 +79,12 @@ class CompileConfig:
     gradient_compression: Any
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any]) -> CompileConfig:
+    def resolve(cls, given: Mapping[str, Any], form: str = "step") -> CompileConfig:
         """The configuration for the options `given`, then the process-wide context, then the defaults.
 
         A value that is a `Default` counts as not given, and so does comm_fusion=None. `comm_fusion` is one
         option: where it is given, kinds it leaves out are default, whatever the context says. A virtual
-        world is rank 0 by default.
+        world is rank 0 by default. form: "step" or "module", which have some defaults of their own.
 
         Raises ConfigKeyError for an unknown option, ConfigTypeError or ConfigValueError for a bad value, and
         NotAvailableError, once everything is valid, for a value that is not available yet.
@@ -86,7 +95,13 @@ class CompileConfig:
         explicit = {name: value for name, value in given.items() if not isinstance(value, Default)}
         if explicit.get("comm_fusion", ...) is None:
             del explicit["comm_fusion"]
-        settings = {**DEFAULTS, **context_settings(), **explicit}
+        given_for_all = {**context_settings(), **explicit}
+        own = DEFAULTS_OF_MODULE if form == "module" else {}
+        if str(given_for_all.get("parallel_mode")).startswith(("semi_auto", "auto")):
+            own = {}  # which has no module form yet
+        if own and explicit.get("broadcast_buffers", ...) is None:
+            del given_for_all["broadcast_buffers"]
+        settings = {**DEFAULTS, **own, **given_for_all}
         if "device_num" in explicit and explicit["device_num"] is None and "global_rank" not in explicit:
             settings["global_rank"] = None  # the context's rank is one of the world just turned off
         fusion = FusionConfig.parse(settings.pop("comm_fusion"))
@@ -128,6 +143,7 @@ class CompileConfig:
             *fusion,
             *((name, str(getattr(self, name))) for name in names),
             *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
+            *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
             ("schedule", schedule),
             ("cpu_kernels", str(self.cpu_kernels)),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),

@@ -43,6 +43,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "full_batch": False,
         "parameter_broadcast": False,
         "broadcast_buffers": False,
+        "find_unused_parameters": False,
         "pipeline_stages": 1,
         "schedule": "overlap",
         "backend": "eager",
@@ -53,6 +54,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Option name -> default value, in the order of the signature of `compile`."""
+
+
+DEFAULTS_OF_MODULE: Mapping[str, Any] = MappingProxyType({"parameter_broadcast": True, "broadcast_buffers": True})
+"""What the module form has in their place: the defaults of DistributedDataParallel."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,6 +185,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "full_batch": check_bool,
         "parameter_broadcast": check_bool,
         "broadcast_buffers": _check_bool_or_default,
+        "find_unused_parameters": check_bool,
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),

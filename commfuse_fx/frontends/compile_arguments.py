@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.kernels.update_rules import check_optimizer
-from commfuse_fx.support.checks import show
+from commfuse_fx.support.checks import check_choice, show
 
 
 def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimizer: object) -> None:
@@ -26,6 +27,50 @@ def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimiz
         assert isinstance(model, nn.Module)
         _check_is_no_stand_in(optimizer)
         check_optimizer(optimizer, model)
+
+
+def chosen_form(form: object, loss_fn: object, optimizer: object) -> str:
+    """ "step" or "module": what is asked for, else what the other arguments say."""
+    if form is None:
+        return "module" if loss_fn is None and optimizer is None else "step"
+    chosen = check_choice(form, "form", ("step", "module"))
+    if chosen == "module":
+        for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
+            if value is not None:
+                raise ConfigValueError(
+                    f'form="module" with {name}={_named(value)}: a module returns what the model returns, and its '
+                    f'caller computes the loss and updates the parameters; leave {name} out, or use form="step"'
+                )
+    return chosen
+
+
+def check_form_of_module(config: CompileConfig) -> None:
+    """Raise for options that a module cannot have, or cannot have yet."""
+    if config.divides_graphs:
+        raise NotAvailableError(
+            f'parallel_mode="{config.parallel_mode}" is not available yet for the module form (form="module", or '
+            "compile without loss_fn and optimizer): a loss over a rank's part of the output has no global meaning; "
+            'pass loss_fn or form="step"'
+        )
+    if config.full_batch:
+        raise ConfigValueError(
+            "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
+            "caller's; hand every rank its own rows, or pass loss_fn"
+        )
+    if config.across_steps:
+        raise ConfigValueError(
+            "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "
+            "out, or pass loss_fn and optimizer"
+        )
+
+
+def check_form_of_step(config: CompileConfig) -> None:
+    """Raise for options that only a module has."""
+    if config.find_unused_parameters:
+        raise ConfigValueError(
+            'find_unused_parameters=True is an option of the module form (form="module", or compile without loss_fn '
+            "and optimizer): all ranks of a step trace the same graph, which knows what is unused; leave it out"
+        )
 
 
 def _check_position(comm_fusion: object) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.text import communication_text
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import communication_text, gradients_text, sent_text
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.executor import Executor
@@ -106,6 +107,8 @@ class Runners:
 
 
 def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) -> Ballot:
+    if plan.compiled.program.has_two_halves:
+        return ballot_of_module(plan.compiled.program, number, planner)
     texts = plan.compiled.voted
     assert texts is not None, "a step of several ranks"
     return Ballot(
@@ -115,3 +118,9 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
         communication_text(plan.compiled.program),
         planner.has_common_plan or not config.plans_by_cost,
     )
+
+
+def ballot_of_module(program: Program, number: int, planner: Planner) -> Ballot:
+    """Ranks of a module have to send the same; what they compute is each one's own."""
+    text = gradients_text(program)
+    return Ballot(number, type(planner.model).__qualname__, text, text, sent_text(program), True, is_module=True)

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from commfuse_fx.capture.loss import LossFn
-from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.priced import model_fingerprint, priced_for
+from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
-from commfuse_fx.frontends.session import Session
-from commfuse_fx.inspect.lowered import Lowered, LoweredCall
-from commfuse_fx.inspect.on_compile import Publisher
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.measure.profiling import profile_step, with_overhead
-from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
-from commfuse_fx.runtime.ranks.callers import lock_of
-from commfuse_fx.support.logs import configure_logs
-from commfuse_fx.support.ranks import get_group_size, get_rank
 from commfuse_fx.support.tracebacks import user_frames_only
-from commfuse_fx.support.warned import warn_once_per_step
 
 
-class CompiledStep:
+class CompiledStep(CompiledCall):
     """A compiled step runs one training step per call. `compile` makes it.
 
     `step(*inputs)` returns the loss, a detached scalar of this rank's batch. With an optimizer one call is a
@@ -41,25 +29,6 @@ class CompiledStep:
     torch.inference_mode()) a model in training mode is evaluated as in eager PyTorch: dropout is active and
     BatchNorm statistics move, but parameters, gradients and optimizer state do not.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: torch.optim.Optimizer | None,
-        config: CompileConfig,
-    ) -> None:
-        configure_logs()
-        warn_once_per_step()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.virtual = config.device_num is not None
-        self.rank = config.global_rank if config.global_rank is not None else get_rank()
-        self.mesh = _mesh_of(config)
-        self.config = _priced(config, model, self.mesh)
-        self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank))
-        self.session = Session(self.planner, self.rank)
 
     @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,21 +81,6 @@ class CompiledStep:
         """
         self.synchronize()
         self.planner.retrace()
-
-    @user_frames_only
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Trace and compile a call without running it.
-
-        The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual
-        world. Raises what compiling raises.
-        """
-        self.synchronize()
-        with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
-            compiled = self.planner.read(self.planner.take_apart(args, kwargs))
-        call = LoweredCall(self, args, kwargs)
-        return Lowered(
-            compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline
-        )
 
     @user_frames_only
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
@@ -182,20 +136,3 @@ class CompiledStep:
             yield timeline
         finally:
             self.session.timeline = None
-
-
-def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfig:
-    """The configuration with the cluster that its plans need, and that the cluster was checked against."""
-    if not config.plans_by_cost:
-        return config
-    params = dict(model.named_parameters())
-    device = next((param.device.type for param in params.values()), "cpu")
-    return replace(config, cluster=priced_for(config.cluster, device, mesh, params))
-
-
-def _mesh_of(config: CompileConfig) -> Mesh:
-    if config.mesh is not None:
-        if isinstance(config.mesh, tuple):
-            return Mesh.of_sizes(config.mesh)
-        return Mesh.of_device_mesh(config.mesh)
-    return Mesh.of_sizes((config.device_num or get_group_size(),))

@@ -77,6 +77,13 @@ class Builder:
         spec = dense_like(tensor_spec(value)).with_dtype(dtype)
         return self.call(aten._to_copy.default, (value,), {"dtype": dtype}, spec=spec, like=info(value), name=name)
 
+    def zeros(self, spec: TensorSpec, like: NodeInfo, name: str) -> fx.Node:
+        """Make a tensor of zeros, which lies as the spec says."""
+        args = (list(spec.shape), list(spec.stride))
+        kwargs = {"dtype": spec.dtype, "device": torch.device(spec.device)}
+        memory = self.call(aten.empty_strided.default, args, kwargs, spec=spec, like=like, name=f"{name}/memory")
+        return self.call(aten.zero.default, (memory,), spec=spec, like=like, name=name)
+
     def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
         """Make `value` in another shape: a view where its strides allow it, else a copy."""
         spec = tensor_spec(value)

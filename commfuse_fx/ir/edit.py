@@ -40,6 +40,7 @@ def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> No
     program.loss = final(program.loss)
     if program.grads:
         program.grads = {name: final(grad) for name, grad in program.grads.items()}
+    program.aux = {name: final(node) for name, node in program.aux.items()}
 
 
 def remove_dead_nodes(program: Program) -> bool:

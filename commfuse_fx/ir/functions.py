@@ -33,6 +33,15 @@ def axis_index(group: str) -> int:
 
 
 @in_graphs
+def hand_over(outputs: Sequence[torch.Tensor]) -> Any:
+    """Where the forward ends: the caller gets the outputs, and later gives the gradients of those that have one.
+
+    Returns a list of these gradients. Nothing moves across it.
+    """
+    raise RuntimeError("hand_over stands for the way through the caller's code when the graph runs")
+
+
+@in_graphs
 def optimizer_step(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Any:
     """Call the user's optimizer on these gradients. Nothing is known of its effects, so nothing moves across it."""
     raise RuntimeError("optimizer_step is bound to the user's optimizer when the step runs")

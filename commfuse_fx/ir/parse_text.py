@@ -15,6 +15,8 @@ from torch import fx
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, VerificationError
 from commfuse_fx.ir.declared_specs import computed_spec
+from commfuse_fx.ir.functions import hand_over
+from commfuse_fx.ir.halves import gradient_specs
 from commfuse_fx.ir.json.known_ops import find_target
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info
 from commfuse_fx.ir.naming import Names
@@ -120,6 +122,7 @@ class _Parser:
             what = f"constants= has {show(unknown)}, and no constant of the text has this name"
             raise self.error(last.number, what, "give values for constants only")
         try:
+            self.name_aux(program, header.aux, last)
             fill_in(program, self.lines, header.optimizer, flags, gradients, self.error)
             self.finish_specs()
             verify(program, "reading")
@@ -193,6 +196,14 @@ class _Parser:
         set_info(node, NodeInfo("update", name=""))
         return found[0]
 
+    def name_aux(self, program: Program, names: Sequence[str], line: TextLine) -> None:
+        """The last of the nodes that the graph returns are no gradients."""
+        returned: Any = program.output.args[0]
+        if len(names) >= len(returned):
+            problem = f"the header names {len(names)} values behind the gradients, and {len(returned)} are returned"
+            raise self.error(line.number, problem, "return the loss, the gradients, and these")
+        program.aux = dict(zip(names, returned[len(returned) - len(names) :], strict=True))
+
     def finish_specs(self) -> None:
         """Specs of which the text has only the first: what the op makes of its operands."""
         for node, line in self.lines.items():
@@ -201,6 +212,8 @@ class _Parser:
                 continue
             try:
                 made: Any = computed_spec(node) if isinstance(node.target, torch._ops.OpOverload) else None
+                if node.target is hand_over:
+                    made = gradient_specs(node.all_input_nodes)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise self.error(line.number, f"the op refuses its operands: {error}"[:300]) from None
             if not isinstance(made, tuple) or len(made) != spec.total:

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.ir.functions import hand_over
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec, has_info, info, set_info
 from commfuse_fx.ir.naming import Names
@@ -56,8 +57,9 @@ class Source:
 
     kind: "parameter" | "buffer" | "input" (a leaf of the call's arguments) | "flat" (flat storage of
     several parameters) | "state" (a list of optimizer state tensors) | "hyper" (a number read from the
-    optimizer at every step) | "seed" (a number that all ranks share, another one at every step). `owner`
-    is the update that a flat, state or hyper belongs to.
+    optimizer at every step) | "seed" (a number that all ranks share, another one at every step) | "gradient"
+    (what the parameter's `.grad` holds when the backward begins). `owner` is the update that a flat, state or hyper
+    belongs to.
     """
 
     kind: str
@@ -139,7 +141,9 @@ class Program:
     params: what is known of each parameter, by name.
     sources: what each placeholder stands for.
     training: whether it has a backward and an update.
-    loss: the node of the loss.
+    loss: the node of the loss. In a program of two halves, whose backward the caller starts, the call of `hand_over`
+        that ends the forward half.
+    aux: what the graph returns besides the loss and the gradients, by name.
     constants: tensors that the trace has met, by name.
     batch_axes: the group of mesh axes over which inputs are divided; "": none.
     batch_inputs: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
@@ -159,6 +163,7 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     names: Names = field(default_factory=Names)
     grads: dict[str, fx.Node] = field(default_factory=dict)
+    aux: dict[str, fx.Node] = field(default_factory=dict)
     optimizer: OptimizerInfo | None = None
     updates: list[Update] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -190,6 +195,7 @@ class Program:
             sources={same[node]: source for node, source in self.sources.items()},
             loss=same[self.loss],
             grads={name: same[node] for name, node in self.grads.items()},
+            aux={name: same[node] for name, node in self.aux.items()},
             names=self.names.copy(),
             updates=[replace(update, segments=list(update.segments)) for update in self.updates],
             notes=list(self.notes),
@@ -266,9 +272,18 @@ class Program:
         return node
 
     def set_output(self) -> None:
-        """Make the graph return the loss and the gradients as they are now."""
-        values: tuple[Any, ...] = (self.loss, *self.grads.values())
-        self.output.args = (values,)
+        """Make the graph return the loss, the gradients and the rest as they are now."""
+        self.output.args = (self.returned,)
+
+    @property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """What the graph returns."""
+        return (self.loss, *self.grads.values(), *self.aux.values())
+
+    @property
+    def has_two_halves(self) -> bool:
+        """Whether the forward hands its outputs to the caller, who starts the backward."""
+        return self.loss.target is hand_over
 
     def collectives(self) -> Iterator[fx.Node]:
         """The nodes that start a collective, in issue order."""

@@ -25,6 +25,10 @@ def header(program: Program) -> list[tuple[str, str]]:
         ("step", "train" if program.training else "eval"),
         *config.header(),
     ]
+    if program.has_two_halves:
+        lines.append(("form", "module"))
+    if program.aux:
+        lines.append(("aux", ", ".join(program.aux)))
     if program.optimizer is not None:
         lines.append(("optimizer", f"{program.optimizer.class_name} ({program.optimizer.rule})"))
     return lines
@@ -53,6 +57,18 @@ def communication_text(program: Program) -> str:
     sends = [writer.line(node) for node in nodes if _sends(node)]
     updates = sorted(writer.line(node) for node in nodes if node.op == "call_function" and info(node).phase == "update")
     return "\n".join((*inputs, *sends, *updates)) + "\n"
+
+
+def gradients_text(program: Program) -> str:
+    """The parameters that have a gradient, one per line."""
+    lines = [f"gradient of {name}: {program.params[name].spec}" for name in program.params if name in program.grads]
+    return "\n".join(lines) + "\n"
+
+
+def sent_text(program: Program) -> str:
+    """What is sent, in which order and how: all that ranks which compute different things have to agree about."""
+    writer = _CommunicationWriter(program)
+    return "\n".join(writer.line(node) for node in program.graph.nodes if _sends(node)) + "\n"
 
 
 def node_reference(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from commfuse_fx.ir.text_buckets import describe_collectives
 from commfuse_fx.ir.text_lines import ErrorAt, TextLine
 from commfuse_fx.ir.text_updates import UpdateReader, flat_members
 
-_PLAIN = ("parameter", "buffer", "input", "seed")
+_PLAIN = ("parameter", "buffer", "input", "seed", "gradient")
 _HYPER = "hyper-parameter of the optimizer"
 _SHARED = re.compile(r"parameter shared with \[(.+)\]")
 _PART = "parameter in a larger storage"
@@ -102,7 +102,8 @@ def _add_params(program: Program, lines: Mapping[fx.Node, TextLine]) -> None:
 
 def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:
     """The gradients that the step returns, by their parameters. Raises ValueError."""
-    returned: Sequence[fx.Node] = program.output.args[0][1:]  # type: ignore[index, assignment]
+    all_returned: Sequence[fx.Node] = program.output.args[0]  # type: ignore[assignment]
+    returned = all_returned[1 : len(all_returned) - len(program.aux)]
     if not returned:
         return {}
     if updated or any(node.target is optimizer_step for node in program.graph.nodes):

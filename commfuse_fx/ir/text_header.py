@@ -25,18 +25,19 @@ _OPTIMIZER = re.compile(r"(\w+) \((\w+)\)")
 _SCHEDULE = re.compile(r"ScheduleConfig\(memory_limit=(None|\d{1,18}), across_steps=(True|False)\)")
 _FUSION = "comm_fusion."
 _BOOLS = {"True": True, "False": False}
-_OF_THE_GRAPH = ("schema", "torch", "world", "mesh", "step", "optimizer")
+_OF_THE_GRAPH = ("schema", "torch", "world", "mesh", "step", "form", "aux", "optimizer")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says. optimizer: its class and its rule, or None."""
+    """What a header says. optimizer: its class and its rule, or None. aux: what is returned behind the gradients."""
 
     torch_version: str
     mesh: Mesh
     training: bool
     config: CompileConfig
     optimizer: tuple[str, str] | None
+    aux: tuple[str, ...] = ()
 
 
 def read_header(values: Mapping[str, str], cluster: Costs | None) -> Header:
@@ -53,6 +54,7 @@ def read_header(values: Mapping[str, str], cluster: Costs | None) -> Header:
         step == "train",
         _config({name: value for name, value in values.items() if name not in _OF_THE_GRAPH}, cluster),
         _optimizer(values["optimizer"]) if "optimizer" in values else None,
+        tuple(values["aux"].split(", ")) if "aux" in values else (),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from commfuse_fx.capture.build import capture
+from commfuse_fx.capture.joint import Outputs, capture_joint
 from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
@@ -40,18 +41,22 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
     call, mesh, config, asked = request.call, request.mesh, request.config, request.passes
     with one_trace_at_a_time(), no_garbage_collection():
         start = time.perf_counter()
+        outputs: Outputs | None = None
         with torch_is_quiet(not are_full()):
-            program = capture(
-                request.model,
-                request.loss_fn,
-                call.structure,
-                call.leaves,
-                mesh,
-                config,
-                request.training,
-                request.optimizer,
-                reads,
-            )
+            if request.form == "module":
+                program, outputs = capture_joint(request.model, call.structure, call.leaves, mesh, config, reads)
+            else:
+                program = capture(
+                    request.model,
+                    request.loss_fn,
+                    call.structure,
+                    call.leaves,
+                    mesh,
+                    config,
+                    request.training,
+                    request.optimizer,
+                    reads,
+                )
         seconds = time.perf_counter() - start
         if asked.sharding is not None and asked.sliced_inputs and not config.full_batch:
             resolved = resolve_marks(asked.sharding.marks, program)
@@ -67,7 +72,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, asked)
-    return Compiled(program, captured, pipeline, records, seconds, voted)
+    return Compiled(program, captured, pipeline, records, seconds, voted, outputs)
 
 
 def plan_step(
@@ -90,6 +95,7 @@ def plan_step(
         flat_updates=asked.flat_updates,
         same_batches=common is None,
         local_parameters=sharding is not None and sharding.local_parameters,
+        gradients=asked.gradients,
     )
     context = PassContext.of(config)
     if config.plans_by_cost and common is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo
 from commfuse_fx.ir.program import Program
@@ -84,6 +85,7 @@ class Compiled:
     """The final program, the program as captured (to replay the passes from), and what it cost.
 
     voted: of a step that several ranks run, the text of what was captured, without and with what depends on the batch.
+    outputs: of a module, what it returns.
     """
 
     program: Program
@@ -92,6 +94,7 @@ class Compiled:
     records: list[PassRecord]
     capture_seconds: float
     voted: tuple[str, str] | None = None
+    outputs: Outputs | None = None
 
     def replay(self) -> Mapping[str, Snapshot]:
         """Run the passes again and keep a text after each."""

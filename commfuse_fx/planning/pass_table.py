@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
@@ -14,6 +15,7 @@ from commfuse_fx.passes.distribute.lower_user_collectives import LowerUserCollec
 from commfuse_fx.passes.distribute.range_lookups import RangeLookups
 from commfuse_fx.passes.distribute.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
+from commfuse_fx.passes.distribute.use_all_parameters import UseAllParameters
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.fuse.keep_gradients import KeepGradients
@@ -48,7 +50,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "clean": (Simplify,),
         "distribute": (SliceFullBatch, LowerUserCollectives, BroadcastBuffers),
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
-        "reduce": (ReduceGradients,),
+        "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
         UPDATE: (UpdateParameters,),
         "prepare": (GradientsFirst, ResendRows, PostponeGradients),

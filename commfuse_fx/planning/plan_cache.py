@@ -15,13 +15,18 @@ MAX_GRAPHS = 16
 
 @dataclass(eq=False)
 class Plan:
-    """One graph, and what it was traced for. Whoever runs it keeps what runs it, by the plan itself."""
+    """One graph, and what it was traced for. Whoever runs it keeps what runs it, by the plan itself.
+
+    others: plans of the same module with another treatment of its gradients, as in `Situation`, and for losses that do
+        not use some outputs, given by their numbers.
+    """
 
     compiled: Compiled
     signature: Signature
     guards: Guards
     flat_updates: bool = True
     opaque: str = ""
+    others: dict[tuple[str, tuple[int, ...]], Plan] = field(default_factory=dict)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from commfuse_fx.capture.absent_gradients import leave_out
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.capture.guards import Guards, OwnValues
 from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
@@ -23,7 +24,7 @@ from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
-from commfuse_fx.planning.compile_call import compile_call
+from commfuse_fx.planning.compile_call import compile_call, plan_step
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
@@ -49,7 +50,7 @@ class OnCompile(Protocol):
 
 
 class Planner:
-    """Finds or makes the plan of a call. on_compile: sees each compile."""
+    """Finds or makes the plan of a call. on_compile: sees each compile. form: as in `CompileRequest`."""
 
     def __init__(
         self,
@@ -59,14 +60,16 @@ class Planner:
         config: CompileConfig,
         mesh: Mesh,
         on_compile: OnCompile,
+        form: str = "step",
     ) -> None:
         self.model = model
+        self.form = form
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
         self.mesh = mesh
         self._on_compile = on_compile
-        self.watch = Watch(model, optimizer)
+        self.watch = Watch(model, optimizer, trains_in_eval_mode=form == "module")
         self.plans = PlanCache()
         self._traces = Traces(type(model).__qualname__)
         self._findings = Findings()
@@ -187,15 +190,28 @@ class Planner:
             training,
             self._describe_optimizer(opaque) if training else None,
             PassRequest(flat_updates=flat_updates, common=self._common.get(self._mode) if self._common else None),
-            keep_captured or self._on_compile.keeps_captured(),
+            keep_captured or self.form == "module" or self._on_compile.keeps_captured(),
+            self.form,
         )
-        with progress("compiling the training step" if training else "compiling the evaluation step"):
+        what = "module" if self.form == "module" else f"{'training' if training else 'evaluation'} step"
+        with progress(f"compiling the {what}"):
             divides = self.config.divides_graphs
             compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
-        if not keep_captured:
+        if not keep_captured and self.form == "step":
             compiled.captured = None
         return compiled
+
+    def other_backward(self, compiled: Compiled, gradients: str, absent: tuple[int, ...]) -> Compiled:
+        """The same module with another treatment of its gradients, as in `Situation`, and for a loss that does not use
+        some outputs, given by their numbers."""
+        assert compiled.captured is not None, "a module keeps what was captured"
+        captured = compiled.captured.copy()
+        if absent:
+            leave_out(captured, absent)
+        with progress("compiling the module's backward"):
+            planned = plan_step(captured, self.config, PassRequest(gradients=gradients))
+        return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
 
     def _compile_divided(self, request: CompileRequest) -> Compiled:
         """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""

@@ -50,12 +50,14 @@ class PassRequest:
     flat_updates: False where the optimizer's state does not let an update work on flat memory.
     sharding: how the step is divided, None for data parallelism.
     common: what nodes count as in a plan that all ranks have in common, whatever their batches.
+    gradients: what becomes of them, as in `Situation`.
     """
 
     sliced_inputs: Sequence[str] = ()
     flat_updates: bool = True
     sharding: Sharding | None = None
     common: Seconds | None = None
+    gradients: str = "reduced"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class CompileRequest:
     training: whether gradients are taken and the parameters updated.
     optimizer: describes the update; None where the caller is handed the gradients.
     keep_captured: whether the graph as captured is kept, to replay the passes from.
+    form: "step", or "module" where the caller gets the outputs and starts the backward.
     """
 
     model: nn.Module
@@ -77,6 +80,7 @@ class CompileRequest:
     optimizer: OptimizerInfo | None
     passes: PassRequest
     keep_captured: bool = False
+    form: str = "step"
 
 
 class OtherBatch(Exception):

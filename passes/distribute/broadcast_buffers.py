@@ -1,4 +1,7 @@
-"""Let every training step begin with rank 0's buffers, as DistributedDataParallel does with broadcast_buffers=True."""
+"""Let every training step begin with rank 0's buffers, as DistributedDataParallel does with broadcast_buffers=True.
+
+Where the caller starts the backward, they are sent in the backward, for the next forward.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,27 @@ class BroadcastBuffers(Pass):
             return False
         buffers = [node for node, source in program.sources.items() if source.kind == "buffer"]
         buffers = [node for node in buffers if tensor_spec(node).numel and _can_be_written(program, node)]
+        if program.has_two_halves:
+            return self._send_behind(program, buffers)
         places = _Places(program.graph)
         build = Builder(program)
         sent = [_Sent(build, buffer, self.group, number) for number, buffer in enumerate(buffers)]
         arrived = [each.rewrite(places) for each in sent]
         for each, value in zip(sent, arrived, strict=True):
-            each.write_back(value, places)
+            each.write_back(value, places.end)
+        return bool(buffers)
+
+    def _send_behind(self, program: Program, buffers: list[fx.Node]) -> bool:
+        """All buffers leave with the first gradients, before which ranks have no reason to wait for each other, and are
+        written at the end of the backward."""
+        place = {node: i for i, node in enumerate(program.graph.nodes)}
+        begin = min(program.grads.values(), key=place.__getitem__).next if program.grads else program.output
+        end = program.output
+        build = Builder(program)
+        sent = [_Sent(build, buffer, str(self.group), number) for number, buffer in enumerate(buffers)]
+        starts = [each.start(begin) for each in sent]
+        for each, start in zip(sent, starts, strict=True):
+            each.write(each.arrive(start, end), end)
         return bool(buffers)
 
 
@@ -86,15 +104,16 @@ class _Sent:
         self.number = number
         self.name = build.program.sources[buffer].name
         self.spec = _unexpanded(tensor_spec(buffer))
-        self.like = NodeInfo("forward", module=self.name.rpartition(".")[0])
+        phase = "backward" if build.program.has_two_halves else "forward"
+        self.like = NodeInfo(phase, module=self.name.rpartition(".")[0])
 
     def rewrite(self, places: _Places) -> fx.Node:
         """Put the collective into the graph, and let everybody read what arrives. Returns that."""
         users = list(self.buffer.users)
-        with self.build.before(places.top):
-            start = self._start()
-        with self.build.before(places.first_reader(users)):
-            value = self._arrived(self.build.wait(start, f"buffers/{self.name}/wait"))
+        start = self.start(places.top)
+        reader = places.first_reader(users)
+        value = self.arrive(start, reader)
+        with self.build.before(reader):
             read = self._expanded(value)
         for user in users:
             args = fx.node.map_arg(user.args, lambda node: read if node is self.buffer else node)
@@ -102,15 +121,29 @@ class _Sent:
             user.kwargs = fx.node.map_arg(user.kwargs, lambda node: read if node is self.buffer else node)
         return value
 
-    def write_back(self, value: fx.Node, places: _Places) -> None:
+    def start(self, place: fx.Node) -> fx.Node:
+        """Start the collective in front of a node."""
+        with self.build.before(place):
+            return self._start()
+
+    def arrive(self, start: fx.Node, place: fx.Node) -> fx.Node:
+        """Wait for it in front of a node. Returns what arrives."""
+        with self.build.before(place):
+            return self._arrived(self.build.wait(start, f"buffers/{self.name}/wait"))
+
+    def write_back(self, value: fx.Node, place: fx.Node) -> None:
         """Let the buffer itself take rank 0's value, where the model does not write it anyway.
 
         Before whatever the model writes: another buffer may be a view of this one.
         """
         if any(_writes_back(user, self.buffer) for user in self.buffer.users):
             return
+        self.write(value, place)
+
+    def write(self, value: fx.Node, place: fx.Node) -> None:
+        """Let the buffer take this value, in front of a node."""
         program = self.build.program
-        with self.build.before(places.end):
+        with self.build.before(place):
             target = self._memory("memory")
             node = program.graph.call_function(aten.copy_.default, (target, value))
         set_info(node, info(value).derive(self.spec, phase="update"))

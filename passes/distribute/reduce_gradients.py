@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.collectives import c10d, collective_of
+from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
 from commfuse_fx.ir.meta import CollectiveInfo, dtype_name, info, tensor_spec
+from commfuse_fx.ir.order import stable_sort
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.reshaped import dense_like
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -23,7 +26,8 @@ class ReduceGradients(Pass):
     """`mean`: average instead of sum. `fp32`: low-precision gradients are reduced in fp32 and cast back.
 
     `honour_layerwise`: leave out parameters marked layerwise_parallel. A group of None or of one rank
-    reduces nothing; gradients that share memory are separated all the same.
+    reduces nothing; gradients that share memory are separated all the same. `in_order`: starts stand in the order of
+    the parameters, the last one first, each behind its gradient.
     """
 
     name = "reduce_gradients"
@@ -35,6 +39,7 @@ class ReduceGradients(Pass):
     mean: bool = True
     fp32: bool = True
     honour_layerwise: bool = False
+    in_order: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> ReduceGradients | None:
@@ -46,6 +51,7 @@ class ReduceGradients(Pass):
             mean=config.gradients_mean,
             fp32=config.gradient_fp32_sync,
             honour_layerwise=config.parallel_mode == "hybrid_parallel",
+            in_order=situation.in_order,
         )
 
     def __call__(self, program: Program) -> bool:
@@ -53,17 +59,25 @@ class ReduceGradients(Pass):
             return False
         build = Builder(program)
         modified = False
-        shared = _names_by_gradient(program)
-        position = {node: i for i, node in enumerate(program.graph.nodes)}
-        for grad in sorted(shared, key=position.__getitem__):
-            names = [name for name in shared[grad] if self._wants_reduction(program, name)]
-            if names and tensor_spec(grad).numel:
-                reduced = self._reduce(build, grad, names)
-                program.grads.update(dict.fromkeys(names, reduced))
+        for grad, names in self._groups(program):
+            wanted = [name for name in names if self._wants_reduction(program, name)]
+            if wanted and tensor_spec(grad).numel:
+                reduced = self._reduce(build, grad, wanted)
+                program.grads.update(dict.fromkeys(wanted, reduced))
                 modified = True
         modified = separate_gradients(build) or modified
         program.set_output()
+        if self.in_order:
+            _chain_starts(program)
         return modified
+
+    def _groups(self, program: Program) -> list[tuple[fx.Node, list[str]]]:
+        """The gradients to reduce, in this order, and the parameters that each belongs to."""
+        if self.in_order:
+            return [(grad, [name]) for name, grad in reversed(program.grads.items())]
+        shared = _names_by_gradient(program)
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        return [(grad, shared[grad]) for grad in sorted(shared, key=position.__getitem__)]
 
     def _wants_reduction(self, program: Program, name: str) -> bool:
         if self.group is None or program.mesh.size(self.group) == 1:
@@ -112,6 +126,19 @@ class ReduceGradients(Pass):
             if wire != spec.dtype:
                 result = build.cast(result, spec.dtype, f"reduce/{name}/{dtype_name(spec.dtype)}")
         return result
+
+
+def _chain_starts(program: Program) -> None:
+    """What is sent stands in one order, whatever the order of compute: first what is no gradient."""
+    starts = [node for node in program.collectives() if info(node).phase == "backward"]
+    gradients = [node for node in starts if collective_of(node).role == "gradient"]
+    numbers = {name: i for i, name in enumerate(program.params)}
+    gradients.sort(key=lambda node: -numbers[collective_of(node).members[0]])
+    chain = [*(node for node in starts if collective_of(node).role != "gradient"), *gradients]
+    before = {node: list(others) for node, others in Dependence(program.graph, program.aliases()).direct.items()}
+    for first, second in pairwise(chain):
+        before[second].append(first)
+    stable_sort(program.graph, {node: i for i, node in enumerate(program.graph.nodes)}, before)
 
 
 def _names_by_gradient(program: Program) -> dict[fx.Node, list[str]]:

@@ -32,6 +32,9 @@ FIXED_MIB = (AUTO_THRESHOLD_MIB, 25, 1)
 """Sizes of buckets that mode "optimal" is compared with, besides no fusion and all in one: what users get without
 asking. That is the threshold of mode "auto", and DistributedDataParallel's 25 MiB, of which the first bucket has 1."""
 
+OF_DDP_MIB = 25
+"""The size of DistributedDataParallel's buckets."""
+
 ONE_BUCKET_MIB = 1 << 20
 """A size that no model reaches."""
 
@@ -59,7 +62,10 @@ class FuseCollectives(PricedPass):
     @classmethod
     def when(cls, situation: Situation) -> FuseCollectives | None:
         is_cut_within = situation.variant.get("cut_within", False)
-        return cls(situation.variant.get("fused_mib", None), situation.across_steps and not is_cut_within)
+        mib = situation.variant.get("fused_mib", None)
+        if situation.in_order and situation.config.comm_fusion.is_optimal:
+            mib = OF_DDP_MIB  # prices would follow from what this rank computes
+        return cls(mib, situation.across_steps and not is_cut_within)
 
     @classmethod
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:

@@ -13,6 +13,7 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
 from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.halves import lasting
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.masks import bernoulli, bernoulli_
@@ -63,6 +64,8 @@ def reinplace(program: Program, roots: Roots) -> bool:
             last_use[roots[sent]] = i
         if node.op == "call_function" and node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
             candidates.append((i, node))
+    for value in lasting(program):
+        last_use[roots[value]] = len(program.graph.nodes)
     modified = False
     # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
     merged: dict[fx.Node, fx.Node] = {}

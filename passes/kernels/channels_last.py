@@ -180,7 +180,8 @@ class _Plan:
                     node.replace_input_with(value, self._as_broadcast(build, value, expansion))
                 erase_upwards(program, value)
         kept = self._taken.get(program.output, {})
-        program.grads = {name: made[grad, kept[grad]] if grad in kept else grad for name, grad in program.grads.items()}
+        for returned in (program.grads, program.aux):
+            returned.update({name: made[node, kept[node]] for name, node in returned.items() if node in kept})
         for node, changed in self._specs.items():
             info(node).spec = changed
 

@@ -30,7 +30,7 @@ class DrawMasks(Pass):
     @classmethod
     def when(cls, situation: Situation) -> DrawMasks | None:
         # A rank that is alone draws what eager execution draws.
-        is_alone = situation.reduced_group is None or situation.mesh.world == 1
+        is_alone = situation.config.parallel_mode == "stand_alone" or situation.mesh.world == 1
         return cls() if situation.rewrites_kernels and not is_alone else None
 
     def __call__(self, program: Program) -> bool:

@@ -54,7 +54,7 @@ def assert_trains_as_eager(
     same = {"rtol": tolerance, "atol": tolerance}
     eager, compiled = model, copy.deepcopy(model)
     eager_optimizer, optimizer = _optimizer(eager), _optimizer(compiled)
-    step = cf.compile(compiled, loss_fn=loss_fn, optimizer=optimizer if whole_step else None)
+    step = cf.compile(compiled, loss_fn=loss_fn, optimizer=optimizer if whole_step else None, form="step")
     for number in range(3):
         args, kwargs = _own(*batches[number % len(batches)])
         own_args, own_kwargs = _own(args, kwargs)
@@ -109,7 +109,7 @@ def assert_gradients_as_eager(
     want.backward()
     wanted_state = torch.get_rng_state()
     torch.manual_seed(0)
-    loss = cf.compile(compiled, loss_fn=loss_fn)(*own[0], **own[1])
+    loss = cf.compile(compiled, loss_fn=loss_fn, form="step")(*own[0], **own[1])
     torch.testing.assert_close(loss, want.detach(), **same)
     assert torch.equal(torch.get_rng_state(), wanted_state), "random state"
     for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):

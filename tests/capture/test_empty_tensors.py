@@ -58,7 +58,7 @@ def test_losses_of_no_rows(parallel_mode: str) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        step = cf.compile(model, loss_fn=loss_fn, parallel_mode=parallel_mode)
+        step = cf.compile(model, loss_fn=loss_fn, parallel_mode=parallel_mode, form="step")
         assert _outcome(lambda: step(x, y), model) == _outcome(run, eager), name  # noqa: B023
 
 

@@ -35,7 +35,7 @@ def square(output: torch.Tensor, target: Any) -> torch.Tensor:
 
 def error_of(model: nn.Module, *args: Any, loss_fn: Any = square) -> str:
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
-    step = cf.compile(model, loss_fn=loss_fn, device_num=2, global_rank=0)
+    step = cf.compile(model, loss_fn=loss_fn, device_num=2, global_rank=0, form="step")
     with pytest.raises(cf.CommFuseError) as raised:
         step.lower(*args)
     assert isinstance(raised.value, cf.CaptureError)

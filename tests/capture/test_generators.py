@@ -115,7 +115,7 @@ def test_what_would_be_another_number_in_later_steps_is_refused(name: str) -> No
     model = nn.Sequential(nn.Identity(), inner)
     states = [each.get_state() for each in (generator, OF_THIS_FILE, torch.default_generator)]
     with pytest.raises(cf.CaptureError) as raised:
-        cf.compile(model)(torch.ones(8))
+        cf.compile(model, form="step")(torch.ones(8))
     assert re.search(r"cannot trace 1 at .*test_generators\.py:\d+: the model (seeds|draws from a torch\.Generator)",
                      str(raised.value)), raised.value  # fmt: skip
     if name not in ("seed", "default_generator.seed"):
@@ -143,7 +143,7 @@ LIVING: dict[str, Callable[[torch.Generator], Fn]] = {
 @pytest.mark.parametrize("where", LIVING)
 def test_a_generator_that_lives_on_goes_on(where: str) -> None:
     compiled, eager = (LIVING[where](torch.Generator().manual_seed(3)) for _ in range(2))
-    step = cf.compile(compiled)
+    step = cf.compile(compiled, form="step")
     for number in range(3):
         torch.manual_seed(number)
         got = step(torch.ones(8))
@@ -155,7 +155,7 @@ def test_a_generator_that_lives_on_goes_on(where: str) -> None:
 
 
 def test_a_global_generator_goes_on() -> None:
-    step = cf.compile(Fn(lambda m, x: x * torch.rand(8, generator=OF_THIS_FILE)))
+    step = cf.compile(Fn(lambda m, x: x * torch.rand(8, generator=OF_THIS_FILE)), form="step")
     OF_THIS_FILE.manual_seed(2)
     got = [step(torch.ones(8)) for _ in range(3)]
     OF_THIS_FILE.manual_seed(2)
@@ -164,7 +164,7 @@ def test_a_global_generator_goes_on() -> None:
 
 def test_seeding_between_steps_works() -> None:
     model = Fn(lambda m, x: x * _noise(m.g), g=torch.Generator())
-    step = cf.compile(model)
+    step = cf.compile(model, form="step")
     losses = []
     for _ in range(3):
         model.g.manual_seed(1)
@@ -174,7 +174,7 @@ def test_seeding_between_steps_works() -> None:
 
 def test_a_divided_step_refuses_a_generator_of_its_own() -> None:
     model = Fn(lambda m, x: x * _noise(m.g), g=torch.Generator())
-    step = cf.compile(model, parallel_mode="semi_auto", mesh=(2,), device_num=2)
+    step = cf.compile(model, parallel_mode="semi_auto", mesh=(2,), device_num=2, form="step")
     with pytest.raises(cf.CaptureError, match=r"generator of its own \(Fn\.g\).*leave generator= out"):
         step.lower(torch.ones(8))
 
@@ -182,7 +182,7 @@ def test_a_divided_step_refuses_a_generator_of_its_own() -> None:
 def test_the_initial_seed_is_the_users() -> None:
     torch.manual_seed(11)
     model = Fn(lambda m, x: x * (torch.initial_seed() % 7))
-    torch.testing.assert_close(cf.compile(model)(torch.ones(8)).item(), 8.0 * (11 % 7))
+    torch.testing.assert_close(cf.compile(model, form="step")(torch.ones(8)).item(), 8.0 * (11 % 7))
     assert torch.initial_seed() == 11 < _FIRST_SEED
 
 
@@ -203,7 +203,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_numbers_of_python_and_numpy_are_told_of_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     run, place = NUMBERS[name]
     inner = Fn(run, rng=np.random.default_rng(0), python=random.Random(0))
-    step = cf.compile(nn.Sequential(nn.Identity(), inner))
+    step = cf.compile(nn.Sequential(nn.Identity(), inner), form="step")
     for rows in (8, 8):
         step(torch.ones(rows))
     step.retrace()

@@ -237,7 +237,7 @@ def test_mixture_of_experts() -> None:
     for implementation in ("grouped_mm", "batched_mm"):
         model = _model("mixtral", _experts_implementation=implementation).float()
         assert_trains_as_eager(model, [((), _inputs("mixtral"))], tolerance=1e-4)
-    step = cf.compile(_model("mixtral", _experts_implementation="eager"))
+    step = cf.compile(_model("mixtral", _experts_implementation="eager"), form="step")
     with pytest.raises(
         cf.CaptureError, match=r"cannot trace model\.layers\.0\.mlp\.experts at .*modeling_mixtral\.py:\d+"
     ):

@@ -68,7 +68,9 @@ def lowered(**options: Any) -> cf.Lowered:
     namespace: dict[str, Any] = {}
     exec(TARGET, namespace)
     model, loss_fn, optimizer, inputs = namespace["make"]()
-    return cf.compile(model, loss_fn=loss_fn, optimizer=optimizer, **{"device_num": 2, **options}).lower(*inputs)
+    return cf.compile(model, loss_fn=loss_fn, optimizer=optimizer, **{"device_num": 2, **options}, form="step").lower(
+        *inputs
+    )
 
 
 # lower

@@ -67,7 +67,7 @@ def match_ddp(kind: str, fusion: str) -> str:
 
     own = _build(kind, fusion)
     optimizer = make(own)
-    step = cf.compile(own, FUSIONS[fusion], loss_fn=loss_fn_of(kind))
+    step = cf.compile(own, FUSIONS[fusion], loss_fn=loss_fn_of(kind), form="step")
     for number in range(3):
         args, kwargs = batch(kind, number)
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def test_training_matches_ddp(ranks: Ranks, kind: str, fusion: str) -> None:
 def gradients(kind: str, fusion: str) -> dict[str, torch.Tensor]:
     model = _build(kind, fusion)
     args, kwargs = batch(kind, 0)
-    cf.compile(model, FUSIONS[fusion], loss_fn=loss_fn_of(kind))(*args, **kwargs)
+    cf.compile(model, FUSIONS[fusion], loss_fn=loss_fn_of(kind), form="step")(*args, **kwargs)
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 

@@ -115,7 +115,7 @@ def refusals() -> dict[str, str]:
         for name, (run, _) in REFUSED.items():
             model = nn.Sequential(Model(run))
             try:
-                cf.compile(model).lower(x)
+                cf.compile(model, form="step").lower(x)
                 said[name] = "nothing"
             except cf.CaptureError as error:
                 said[name] = str(error)
@@ -127,7 +127,7 @@ def refusals() -> dict[str, str]:
 
 def _semi_auto(x: torch.Tensor) -> str:
     try:
-        cf.compile(Model(TAKEN["all_reduce"]), parallel_mode="semi_auto").lower(x)
+        cf.compile(Model(TAKEN["all_reduce"]), parallel_mode="semi_auto", form="step").lower(x)
     except cf.CaptureError as error:
         return str(error)
     return "nothing"
@@ -173,7 +173,7 @@ def differences() -> dict[str, float]:
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank())).double()
         want = eager(x)
         want.backward()
-        loss = cf.compile(model)(x)
+        loss = cf.compile(model, form="step")(x)
         found[name] = abs(loss.item() - want.item())
         for param, other in zip(model.parameters(), eager.parameters(), strict=True):
             assert param.grad is not None and other.grad is not None
@@ -195,7 +195,7 @@ def test_a_world_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [(torch.randn(6, 8).double(),) for _ in range(2)]
 
     def losses(run: Function) -> list[torch.Tensor]:
-        world = LockstepWorld(cf.compile(Model(run), device_num=2, global_rank=0))
+        world = LockstepWorld(cf.compile(Model(run), device_num=2, global_rank=0, form="step"))
         return [result.loss for result in world(batches)]
 
     want = losses(lambda x: cf.ops.all_reduce(x))

@@ -50,7 +50,7 @@ def masks() -> tuple[list[torch.Tensor], torch.Tensor]:
     import commfuse_fx as cf
 
     model = Masked()
-    step = cf.compile(model, parallel_mode="hybrid_parallel")
+    step = cf.compile(model, parallel_mode="hybrid_parallel", form="step")
     torch.manual_seed(7)
     found = []
     for _ in range(3):

@@ -94,7 +94,7 @@ def exchange(axis: str | None, own_mesh: bool) -> float:
     peers = next(group for group in AXES[axis] if rank in group)
     weights = torch.arange(100.0) + rank
     model = Exchange(axis)
-    loss = cf.compile(model, mesh=mesh, gradients_mean=False)(values_of(rank), weights)
+    loss = cf.compile(model, mesh=mesh, gradients_mean=False, form="step")(values_of(rank), weights)
     torch.testing.assert_close(loss, expected_loss(peers, rank, weights))
     assert model.scale.grad is not None
     # The loss is linear in scale: its derivative is the loss itself, summed over all ranks.
@@ -113,7 +113,7 @@ def test_collectives_over_the_axes_of_a_mesh(ranks: Ranks, axis: str | None, own
 def timeouts() -> list[float]:
     """Of the votes, and of the groups made for mesh axes."""
     model = Exchange("tp")
-    step = cf.compile(model, mesh=(2, 2))
+    step = cf.compile(model, mesh=(2, 2), form="step")
     step(values_of(cf.get_rank()), torch.ones(100))
     assert step.session.runners.groups is not None
     groups = [ballot_box().group, step.session.runners.groups["tp"], step.session.runners.groups["dp"]]
@@ -125,7 +125,7 @@ def test_every_group_has_the_time_out_of_the_world(ranks: Ranks) -> None:
 
 
 def wrong_mesh() -> None:
-    cf.compile(mlp(), mesh=(3, 2))
+    cf.compile(mlp(), mesh=(3, 2), form="step")
 
 
 def test_a_mesh_that_does_not_fit_the_world(ranks: Ranks) -> None:

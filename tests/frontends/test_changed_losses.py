@@ -90,7 +90,7 @@ LOSSES: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
 def test_a_change_of_the_loss_is_noticed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loss_fn, change, cause = LOSSES[name]
     net = nn.Linear(8, 4)
-    step = cf.compile(net, loss_fn=loss_fn)
+    step = cf.compile(net, loss_fn=loss_fn, form="step")
     ((x, y),) = values()
     first = step(x, y)
     change(loss_fn)

@@ -118,7 +118,7 @@ def test_arguments_of_compile(name: str) -> None:
 def test_a_wrapper_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Net)  # the real one needs a process group
     with pytest.raises(cf.ConfigTypeError, match=r"wrapped by DistributedDataParallel: use model\.module"):
-        cf.compile(Net())
+        cf.compile(Net(), form="step")
 
 
 X, Y = torch.randn(3, 8), torch.randn(3, 4)
@@ -143,9 +143,12 @@ AT_A_CALL: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (lambda: cf.compile(Net(), loss_fn=lambda o, t: None).lower(X, Y), r"None of type NoneType.*`return`"),
     "integers": (lambda: cf.compile(Net(), loss_fn=lambda o, t: o.argmax()).lower(X, Y), "dtype torch.int64"),
     "detached": (lambda: cf.compile(Net(), loss_fn=lambda o, t: o.detach().sum()).lower(X, Y), r"without detach\(\)"),
-    "keys": (lambda: cf.compile(Net(lambda y: {"logits": y})).lower(X), 'keys logits, which is neither.*"loss"'),
+    "keys": (
+        lambda: cf.compile(Net(lambda y: {"logits": y}), form="step").lower(X),
+        'keys logits, which is neither.*"loss"',
+    ),
     "compiled function": (
-        lambda: cf.compile(Net(compiled_function)).lower(X),
+        lambda: cf.compile(Net(compiled_function), form="step").lower(X),
         r"cannot trace .* at .*test_compile_arguments\.py:\d+: a function .* torch\.compile",
     ),
 }

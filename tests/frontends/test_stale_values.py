@@ -110,7 +110,7 @@ LOSSES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 def test_functions_and_containers_with_attributes_are_noticed(name: str) -> None:
     loss_fn, change = LOSSES[name]
     net = nn.Linear(4, 2)
-    step = cf.compile(net, loss_fn=loss_fn)
+    step = cf.compile(net, loss_fn=loss_fn, form="step")
     x, y = batch()
     first = step(x, y)
     change(loss_fn)
@@ -176,7 +176,7 @@ class Weighted(nn.Module):
 def test_gradients_of_a_loss_are_not_computed_and_said_so(grad: float | None, caplog: pytest.LogCaptureFixture) -> None:
     net, loss_fn = nn.Linear(4, 2), Weighted()
     kept = loss_fn.weight.grad = None if grad is None else torch.full((2,), grad)
-    step = cf.compile(net, loss_fn=loss_fn)
+    step = cf.compile(net, loss_fn=loss_fn, form="step")
     x, y = batch()
     for scale in (1.0, 2.0):
         loss_fn.scale = scale

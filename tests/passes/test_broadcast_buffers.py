@@ -208,7 +208,7 @@ def test_steps_are_those_of_rank_0s_buffers(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["default", "unfused"])
 def test_buffers_of_all_kinds(plan: str) -> None:
     model = Odd()
-    step = cf.compile(model, device_num=2, broadcast_buffers=True, **PLANS[plan])
+    step = cf.compile(model, device_num=2, broadcast_buffers=True, **PLANS[plan], form="step")
     world = LockstepWorld(step)
     disturb(world.models)
     before = copy.deepcopy(dict(world.models[0].named_buffers()))

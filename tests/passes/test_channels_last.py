@@ -178,7 +178,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_net(model: nn.Module, **options: Any) -> cf.CompiledStep:
-    return cf.compile(model, **{"loss_fn": F.cross_entropy, **options})
+    return cf.compile(model, **{"loss_fn": F.cross_entropy, **options}, form="step")
 
 
 def lowered(model: nn.Module, rows: int = 8, dtype: torch.dtype = torch.float32, **options: Any) -> cf.Lowered:

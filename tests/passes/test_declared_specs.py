@@ -66,7 +66,7 @@ def test_gathered_vectors_as_long_as_the_group(name: str, update: str) -> None:
     cf.shard(model.b, weight=(None, "dp"))
     optimizer = None if make is None else make(model)
     options: dict[str, Any] = {"parallel_mode": "semi_auto", "device_num": 4, "global_rank": 0, "full_batch": True}
-    world = LockstepWorld(cf.compile(model, optimizer=optimizer, **options))
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, **options, form="step"))
     eager = None if make is None else make(reference)
     for _ in range(1 if make is None else 2):
         x = torch.randn(8, 6)
@@ -89,7 +89,7 @@ def test_a_wrong_record_is_found(verified: bool, monkeypatch: pytest.MonkeyPatch
     model = Heads()
     cf.shard(model.b, weight=(None, "dp"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = cf.compile(model, optimizer=optimizer, parallel_mode="semi_auto", device_num=4, full_batch=True)
+    step = cf.compile(model, optimizer=optimizer, parallel_mode="semi_auto", device_num=4, full_batch=True, form="step")
     where = "after pass fuse_collectives: node bucket" if verified else "node bucket"
     with pytest.raises(VerificationError, match=rf"{where}.*is recorded as f32\[4\] of strides \(1,\), but makes"):
         LockstepWorld(step)([(torch.randn(8, 6),)] * 4)
@@ -151,7 +151,7 @@ def test_users_collectives_on_strided_tensors(size: int) -> None:
     model = Reduced()
     reference = copy.deepcopy(model)
     optimizer, eager = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, reference))
-    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=size, global_rank=0))
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=size, global_rank=0, form="step"))
     x = torch.randn(3, 6)
     loss = reference(x)
     loss.backward()
@@ -170,7 +170,7 @@ def test_strided_batches_of_a_divided_graph() -> None:
     reference = copy.deepcopy(model)
     options: dict[str, Any] = {"loss_fn": squares, "parallel_mode": "semi_auto"}
     optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=2, global_rank=0, **options))
+    world = LockstepWorld(cf.compile(model, optimizer=optimizer, device_num=2, global_rank=0, **options, form="step"))
     parts = [(torch.randn(8, 4).t(), torch.randn(8, 4).t()) for _ in range(2)]
     for _ in range(2):
         world(parts)
@@ -205,7 +205,7 @@ def test_memory_lives_until_the_wait_of_what_sends_it() -> None:
     options: dict[str, Any] = {"parallel_mode": "semi_auto", "mesh": (2, 2), "device_num": 4, "full_batch": True}
     fusion = {"reducescatter": {"mode": "size", "config": 1}}
     optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    step = cf.compile(model, fusion, optimizer=optimizer, **options)
+    step = cf.compile(model, fusion, optimizer=optimizer, **options, form="step")
     x = torch.randn(16, 520)
     lowered = step.lower(x)
     kinds = [each.kind for each in lowered.collectives]

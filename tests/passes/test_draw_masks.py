@@ -114,7 +114,7 @@ LARGE, SMALL = 20000, 16383
 
 
 def compiled(size: int, world: int, mode: str = "data_parallel") -> CompiledStep:
-    return cf.compile(Masked(size), device_num=world, global_rank=0, parallel_mode=mode)
+    return cf.compile(Masked(size), device_num=world, global_rank=0, parallel_mode=mode, form="step")
 
 
 def test_large_masks_of_several_ranks_are_drawn_so() -> None:

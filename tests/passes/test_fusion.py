@@ -34,7 +34,7 @@ def f32(*mib: float) -> list[tuple[int, torch.dtype]]:
 
 def lower(model: nn.Module, comm_fusion: Any = None, **options: Any) -> cf.Lowered:
     options.setdefault("device_num", 2)
-    return cf.compile(model, comm_fusion, **options).lower(torch.ones(3))
+    return cf.compile(model, comm_fusion, **options, form="step").lower(torch.ones(3))
 
 
 def buckets(model: nn.Module, comm_fusion: Any = None, **options: Any) -> list[list[str]]:
@@ -177,7 +177,7 @@ class Chains(nn.Module):
 
 
 def test_dependent_chains_give_two_nodes_and_the_reason() -> None:
-    lowered = cf.compile(Chains().eval(), device_num=2).lower(torch.ones(3))
+    lowered = cf.compile(Chains().eval(), device_num=2, form="step").lower(torch.ones(3))
     assert [len(each.members) for each in lowered.collectives] == [2, 2]
     assert "depends on the first" in lowered.explain().text()
 
@@ -192,7 +192,7 @@ def test_gathers_and_scatters_follow_their_mode(kind: str, config: Any, count: i
 
     if isinstance(config, int):
         config = {kind.replace("_", ""): {"mode": "size", "config": config}}
-    lowered = cf.compile(Model().eval(), config, device_num=2).lower(torch.ones(4, 3), torch.ones(2, 5))
+    lowered = cf.compile(Model().eval(), config, device_num=2, form="step").lower(torch.ones(4, 3), torch.ones(2, 5))
     found = lowered.collectives
     assert [each.kind for each in found] == [kind] * count
     # The full buffer: what an all_gather yields, what a reduce_scatter takes.
@@ -207,7 +207,7 @@ def test_fusion_zero_on_an_op_is_never_fused() -> None:
             second = cf.ops.all_reduce(x * 3, fusion=7) + cf.ops.all_reduce(x * 4, fusion=7)
             return (first + second).sum()
 
-    found = cf.compile(Model().eval(), device_num=2).lower(torch.ones(3)).collectives
+    found = cf.compile(Model().eval(), device_num=2, form="step").lower(torch.ones(3)).collectives
     assert sorted((each.fusion_id, len(each.members)) for each in found) == [(0, 1), (0, 1), (7, 2)]
 
 
@@ -262,7 +262,7 @@ def test_the_cluster_of_the_mode_goes_before_that_of_the_call() -> None:
 
 
 def test_optimal_leaves_what_depends_on_each_other_apart() -> None:
-    step = cf.compile(Chains().eval(), OPTIMAL, device_num=2, cluster=network(1.0, 1e12))
+    step = cf.compile(Chains().eval(), OPTIMAL, device_num=2, cluster=network(1.0, 1e12), form="step")
     lowered = step.lower(torch.ones(3))
     sizes = [len(each.members) for each in lowered.collectives]
     assert sum(sizes) == 4
@@ -285,6 +285,6 @@ def test_optimal_gathers_and_scatters(kind: str, alpha: float, count: int) -> No
             return z + second.sum()
 
     fusion = {kind.replace("_", ""): {"mode": "optimal", "config": None}}
-    step = cf.compile(Model().eval(), fusion, device_num=2, cluster=network(alpha, 1e6))
+    step = cf.compile(Model().eval(), fusion, device_num=2, cluster=network(alpha, 1e6), form="step")
     found = step.lower(torch.ones(64, 3), torch.ones(64, 5)).collectives
     assert [each.kind for each in found] == [kind] * count

@@ -45,7 +45,7 @@ class Words(nn.Module):
 def planned(model: nn.Module, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"loss_fn": F.cross_entropy, "optimizer": optimizer, "device_num": 2, **options}
-    return cf.compile(model, **given).lower(x, y).program
+    return cf.compile(model, **given, form="step").lower(x, y).program
 
 
 def words(rows: int = 64, **changes: Any) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

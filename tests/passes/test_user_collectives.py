@@ -84,7 +84,7 @@ def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lockstep(model: nn.Module, world: int, comm_fusion: Any = None) -> LockstepWorld:
-    return LockstepWorld(cf.compile(model, comm_fusion, device_num=world, global_rank=0))
+    return LockstepWorld(cf.compile(model, comm_fusion, device_num=world, global_rank=0, form="step"))
 
 
 def assert_one_device(model: Talking, batches: Sequence[tuple[torch.Tensor, ...]], comm_fusion: Any = None) -> None:

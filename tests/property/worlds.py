@@ -137,6 +137,7 @@ class Compiled:
             loss_fn=trainee.loss_fn,
             optimizer=None if case.accumulate else trainee.optimizer,
             **options,
+            form="step",
         )
         self.trainees = [trainee]
         self.world: LockstepWorld | None = None

@@ -99,6 +99,7 @@ def divided(
         global_rank=0,
         full_batch=not ways,
         **options,
+        form="step",
     )
     return Divided(case, LockstepWorld(step), ways)
 

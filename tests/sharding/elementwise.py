@@ -77,7 +77,7 @@ def make_step(
     model = Elementwise()
     made = OPTIMIZERS[optimizer](model.parameters())
     world = {"device_num": torch.Size(mesh).numel(), "global_rank": 0} if virtual else {}
-    step = cf.compile(model, optimizer=made, mesh=mesh, **world, **options)
+    step = cf.compile(model, optimizer=made, mesh=mesh, **world, **options, form="step")
     divide(step, layouts)
     return step
 

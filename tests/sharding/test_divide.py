@@ -18,7 +18,7 @@ def lower(model: nn.Module, *args: torch.Tensor, mesh: tuple[int, ...] = (4,), *
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # gradients lie as their parameters do
     settings: dict[str, Any] = {"comm_fusion": OFF, "full_batch": True, "optimizer": optimizer, "mesh": mesh, **options}
     size = torch.Size(mesh).numel()
-    return cf.compile(model, parallel_mode="semi_auto", device_num=size, **settings).lower(*args)
+    return cf.compile(model, parallel_mode="semi_auto", device_num=size, **settings, form="step").lower(*args)
 
 
 def collectives(lowered: cf.Lowered) -> list[tuple[str, str]]:

@@ -116,7 +116,7 @@ def check(model: nn.Module, *batch: Tensor, mesh: tuple[int, ...] = (2,), tolera
     want = reference(*batch)
     want.backward()
     size = torch.Size(mesh).numel()
-    step = cf.compile(model, OFF, parallel_mode="semi_auto", mesh=mesh, device_num=size, full_batch=True)
+    step = cf.compile(model, OFF, parallel_mode="semi_auto", mesh=mesh, device_num=size, full_batch=True, form="step")
     found = cf.lockstep(step.lower(*batch))
     result = found(*batch)
     assert result.disagreement is None and result.compared > 10
@@ -246,7 +246,7 @@ def test_a_collective_that_is_left_out_is_noticed(name: str) -> None:
     torch.manual_seed(0)
     model = marked(Layer(AFTER[name]).double(), 0)
     batch = torch.randn(8, 8).double()
-    step = cf.compile(model, OFF, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True)
+    step = cf.compile(model, OFF, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True, form="step")
     lowered = step.lower(batch)
     right = cf.lockstep(lowered)(batch)
     names = [node.meta["commfuse"].name for node in lowered.program.collectives()]
@@ -267,7 +267,9 @@ def test_a_reduction_inside_of_an_operation_is_compared() -> None:
     torch.manual_seed(0)
     model = marked(Layer(AFTER["extremes"]).double(), 0)
     batch = torch.randn(8, 8).double()
-    step = cf.compile(copy.deepcopy(model), OFF, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True)
+    step = cf.compile(
+        copy.deepcopy(model), OFF, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True, form="step"
+    )
     lowered = step.lower(batch)
     inside = [node for node in lowered.program.collectives() if "/step." in node.meta["commfuse"].name]
     assert {node.args[1] for node in inside} >= {"max"}

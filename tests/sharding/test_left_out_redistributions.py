@@ -108,8 +108,7 @@ def test_every_collective_matters(
     mark(model)
     step = cf.compile(
         model, {"openstate": openstate}, loss_fn=loss_fn, parallel_mode="semi_auto", mesh=mesh,
-        device_num=4, full_batch=True,
-    )  # fmt: skip
+        device_num=4, full_batch=True, form="step")  # fmt: skip
     world = LockstepWorld(step)
 
     def agrees(*drop: str) -> bool:

@@ -15,7 +15,7 @@ import commfuse_fx as cf
 
 def lower(model: nn.Module, *args: torch.Tensor, mesh: tuple[int, ...] = (8,), **options: Any) -> cf.Lowered:
     settings = {"parallel_mode": "semi_auto", "full_batch": True, "device_num": 8, "mesh": mesh, **options}
-    return cf.compile(model, **settings).lower(*args)
+    return cf.compile(model, **settings, form="step").lower(*args)
 
 
 class TwoLayouts(nn.Module):

@@ -62,7 +62,7 @@ class Scaled(nn.Module):
 
 def lower() -> tuple[cf.CompiledStep, cf.Lowered, tuple[torch.Tensor, ...], nn.Module]:
     model = Scaled().double()
-    step = cf.compile(model, parallel_mode="semi_auto", device_num=4, full_batch=True)
+    step = cf.compile(model, parallel_mode="semi_auto", device_num=4, full_batch=True, form="step")
     arguments = (torch.randn(8, 4).double(), torch.randn(8).double())
     return step, step.lower(*arguments), arguments, copy.deepcopy(model)
 

@@ -146,7 +146,7 @@ def test_which_calls_draw() -> None:
 def test_a_step_that_draws_nothing_leaves_the_generator_alone() -> None:
     case = case_of("attention", attention)
     model, (batch,) = case.model(), case.batches(1)
-    step = cf.compile(model, loss_fn=case.loss_fn, device_num=2)
+    step = cf.compile(model, loss_fn=case.loss_fn, device_num=2, form="step")
     world = LockstepWorld(step)
     torch.manual_seed(3)
     state = torch.get_rng_state()

@@ -43,7 +43,9 @@ def train(
         cf.shard(model.get_parameter(name), strategy)
     size = torch.Size(mesh).numel()
     settings: dict[str, Any] = {"parallel_mode": "semi_auto", "full_batch": True, "mesh": mesh, **options}
-    step = cf.compile(model, optimizer=optimizer(model) if optimizer else None, device_num=size, **settings)
+    step = cf.compile(
+        model, optimizer=optimizer(model) if optimizer else None, device_num=size, **settings, form="step"
+    )
     mine = optimizer(reference) if optimizer else None
     batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3)]
     found = cf.lockstep(step.lower(batches[0]))

@@ -56,7 +56,7 @@ def test_an_unknown_word_is_an_error_of_compile(words: Words) -> None:
     words("nonsense")
     for _ in range(2):
         with pytest.raises(cf.ConfigKeyError, match="COMMFUSE_LOGS='nonsense'.*all_ranks, separated by commas"):
-            cf.compile(Net())
+            cf.compile(Net(), form="step")
 
 
 def test_nothing_is_printed_or_changed_without_the_variable(
@@ -141,7 +141,7 @@ def test_layouts_of_a_divided_step(words: Words, capsys: pytest.CaptureFixture[s
     model = nn.Linear(8, 8)
     cf.shard(model.weight, ("tp", None))
     options = {"loss_fn": nn.functional.mse_loss, "parallel_mode": "semi_auto", "mesh": (1, 2), "device_num": 2}
-    cf.compile(model, **options).lower(torch.ones(4, 8), torch.ones(4, 8))
+    cf.compile(model, **options, form="step").lower(torch.ones(4, 8), torch.ones(4, 8))
     printed = capsys.readouterr().err
     assert printed.startswith("[commfuse sharding] layouts; ") and "\n  weight: " in printed
 

@@ -107,7 +107,7 @@ def test_full_shows_all(monkeypatch: pytest.MonkeyPatch):
 
 def test_options_that_are_wrong():
     for function in (
-        lambda: cf.compile(nn.Linear(2, 2), comm_fusion=3),
+        lambda: cf.compile(nn.Linear(2, 2), comm_fusion=3, form="step"),
         lambda: cf.set_auto_parallel_context(nothing=1),
         lambda: cf.set_comm_fusion(nn.Linear(2, 2), -1),
         lambda: cf.load("/nowhere"),

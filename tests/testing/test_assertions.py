@@ -36,7 +36,9 @@ def divided() -> cf.Lowered:
     cf.shard(model[2], weight=(None, "tp"))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": sgd, "device_num": 4, "mesh": (2, 2)}
-    return cf.compile(model, parallel_mode="semi_auto", **options).lower(torch.ones(4, 8), torch.ones(4, 8))
+    return cf.compile(model, parallel_mode="semi_auto", **options, form="step").lower(
+        torch.ones(4, 8), torch.ones(4, 8)
+    )
 
 
 def said(check: Any, *arguments: Any, **options: Any) -> list[str]:
@@ -87,12 +89,12 @@ def test_long_lists_are_cut() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": sgd, "device_num": 2}
-    alone = cf.compile(model, {"openstate": False}, **options).lower(torch.ones(2, 2), torch.ones(2, 2))
+    alone = cf.compile(model, {"openstate": False}, **options, form="step").lower(torch.ones(2, 2), torch.ones(2, 2))
     lines = said(assert_collectives, alone, total=0)
     assert lines[:2] == ["collectives in total: 24 found, 0 expected", "24 collective(s) found:"]
     assert len(lines) == 2 + 20 + 1
     assert lines[-1] == "  ... and 4 more"
-    together = cf.compile(model, **options).lower(torch.ones(2, 2), torch.ones(2, 2))
+    together = cf.compile(model, **options, form="step").lower(torch.ones(2, 2), torch.ones(2, 2))
     assert said(assert_collectives, together, total=0)[-1].endswith(", ... 24")
 
 

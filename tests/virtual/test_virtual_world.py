@@ -74,7 +74,7 @@ def test_ranks_and_steps_draw_their_own_random_numbers() -> None:
 
     def losses() -> list[float]:
         torch.manual_seed(0)
-        world = LockstepWorld(cf.compile(Dropping(), device_num=2, global_rank=0))
+        world = LockstepWorld(cf.compile(Dropping(), device_num=2, global_rank=0, form="step"))
         return [float(result.loss) for _ in range(2) for result in world([(x,), (x,)])]
 
     first = losses()

@@ -95,6 +95,10 @@ class _Reader(ArgumentReader):
                 name: self.reference(value, f"program.gradients.{name[:80]}")
                 for name, value in self.get(body, "gradients", dict, "program").items()
             },
+            aux={
+                name: self.reference(value, f"program.aux.{name[:80]}")
+                for name, value in self.get(body, "aux", dict, "program", {}).items()
+            },
             optimizer=None if optimizer is None else self.facts.optimizer(optimizer, "program.optimizer"),
             updates=self.updates(self.items(body, "updates", dict, "program")),
             notes=[Note(*texts) for texts in self.rows(body, "notes", (str, str, str))],

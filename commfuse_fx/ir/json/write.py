@@ -139,6 +139,7 @@ def _program(program: Program) -> dict[str, Any]:
         "constants": {name: _plain(TensorSpec.of(value)) for name, value in program.constants.items()},
         "loss": write_value(program.loss),
         "gradients": {name: write_value(node) for name, node in program.grads.items()},
+        **({"aux": {name: write_value(node) for name, node in program.aux.items()}} if program.aux else {}),
         "optimizer": None if program.optimizer is None else _optimizer(program.optimizer),
         "updates": [_update(update) for update in program.updates],
         "notes": [[note.topic, note.subject, note.reason] for note in program.notes],

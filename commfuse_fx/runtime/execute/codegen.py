@@ -20,6 +20,7 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.halves import crossing, outputs_of, split
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
@@ -56,11 +57,7 @@ class Generated:
 
     def without(self, nodes: Iterable[fx.Node]) -> Generated:
         """The same code, but the results of these nodes are handed to nobody. The tail stays as it is."""
-        lines = self.source.splitlines(keepends=True)
-        remaining = dict(self.handed_on)
-        for node in nodes:
-            lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
-        source = "".join(lines)
+        source, remaining = _without(self.source, self.handed_on, nodes)
         made = _execute(source, self.filename, dict(self.namespace))
         return replace(self, produce=made["produce"], commit=made["commit"], source=source, handed_on=remaining)
 
@@ -79,6 +76,51 @@ def generate(
     `results[node]` gets what the node has computed, and gives the value that the graph goes on with.
     """
     return _Generator(program, bind, hooks or {}, sends or {}, results or {}).run()
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The code of a program of two halves.
+
+    forward: takes the values of the inputs, and returns the outputs and what is saved for the backward.
+    backward: takes a list of what is saved, of the gradients that parameters hold and, last, of those of the outputs;
+        it empties the list. Returns the gradients of parameters and inputs.
+    saved: the names of what is saved.
+    """
+
+    forward: Callable[[list[Any]], tuple[list[Any], tuple[Any, ...]]]
+    backward: Callable[[list[Any]], tuple[Any, ...]]
+    saved: tuple[str, ...]
+    source: str
+    filename: str
+    node_of_line: Mapping[int, fx.Node]
+    handed_on: Mapping[fx.Node, int]
+    namespace: dict[str, Any]
+
+    def without(self, nodes: Iterable[fx.Node]) -> Halves:
+        """The same code, but the results of these nodes are handed to nobody."""
+        source, remaining = _without(self.source, self.handed_on, nodes)
+        made = _execute(source, self.filename, dict(self.namespace))
+        return replace(self, forward=made["forward"], backward=made["backward"], source=source, handed_on=remaining)
+
+
+def generate_halves(
+    program: Program,
+    bind: Callable[[fx.Node], Any],
+    hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
+    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
+    results: Mapping[fx.Node, Callable[[Any], Any]],
+) -> Halves:
+    """Compile a program of two halves to Python; the arguments are those of `generate`."""
+    return _Generator(program, bind, hooks, sends, results).run_halves()
+
+
+def _without(source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.Node]) -> tuple[str, dict[fx.Node, int]]:
+    lines = source.splitlines(keepends=True)
+    remaining = dict(handed_on)
+    for node in nodes:
+        lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
+    return "".join(lines), remaining
 
 
 def _execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +184,37 @@ class _Generator:
             made["produce"], made["commit"], parts, source, filename, self.node_of_line, self.handed_on, made
         )
 
+    def run_halves(self) -> Halves:
+        program = self.program
+        early, late = split(program)
+        saved = [node for node in crossing(program) if not self._is_held(node)]
+        inputs = [node for node in program.sources if not self._is_held(node)]
+        outputs = program.loss.args[0]
+        returned = f"({self._literal(outputs)}, {self._tuple([self.variable[node] for node in saved])})"
+        self._function("forward", inputs, early, returned, keep=dict.fromkeys([*saved, *outputs_of(program)]))
+        held = [node for node in program.sources if self._is_held(node)]
+        output = self.nodes[-1]
+        results: Sequence[Any] = output.args[0][1:]
+        self._function(
+            "backward",
+            [*saved, *held, program.loss],
+            late,
+            self._tuple([self._literal(value) for value in results]),
+            keep=dict.fromkeys(output.all_input_nodes),
+            empties=True,
+        )
+        source = "\n".join(self.lines) + "\n"
+        filename = f"<commfuse module {next(_serial)}>"
+        made = _execute(source, filename, self.namespace)
+        names = tuple(info(node).name for node in saved)
+        return Halves(
+            made["forward"], made["backward"], names, source, filename, self.node_of_line, self.handed_on, made
+        )
+
+    def _is_held(self, node: fx.Node) -> bool:
+        source = self.program.sources.get(node)
+        return source is not None and source.kind == "gradient"
+
     def _tail_part(self, number: int, nodes: Sequence[fx.Node], tail: _Tail) -> None:
         """A function that reads values of the tail from a list, and leaves there what later parts need."""
         self.lines.append(f"def tail_{number}(values):")
@@ -166,11 +239,12 @@ class _Generator:
         body: Sequence[fx.Node],
         returned: str,
         keep: Mapping[fx.Node, None],
+        empties: bool = False,
     ) -> None:
         self.lines.append(f"def {name}(given):")
         if given:
             self.lines.append(f"    {self._tuple([self.variable[node] for node in given])} = given")
-        self.lines.append("    given = None")
+        self.lines.append("    given.clear()" if empties else "    given = None")
         for node in given:
             if node not in self.last_use:
                 self.lines.append(f"    {self.variable[node]} = None")

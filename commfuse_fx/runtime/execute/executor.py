@@ -17,7 +17,7 @@ from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.update_layout import check_blocks
-from commfuse_fx.runtime.execute.codegen import Generated, generate
+from commfuse_fx.runtime.execute.codegen import Generated, Halves, generate
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.modes import outside_modes
@@ -81,9 +81,16 @@ class Executor:
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
         """Generate the code. The hooks run when the backward begins (or at once, if collectives come earlier)
         and just before the first collective."""
+        self._check = LayoutCheck(self.program)
+        self._generate(self._hooks(on_backward, on_first_collective), self._check)
+
+    def _hooks(
+        self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]
+    ) -> dict[fx.Node, list[Callable[[], None]]]:
+        """What runs just before nodes."""
         hooks: dict[fx.Node, list[Callable[[], None]]] = {}
         if self.has_collectives:
-            body = [node for node in self.program.graph.nodes if node.op == "call_function"]
+            body = self._voted_for()
             first = next(node for node in body if info(node).sends or info(node).collective is not None)
             backward = next((node for node in body if info(node).phase == "backward"), first)
             before_first = body.index(backward) < body.index(first)
@@ -95,10 +102,21 @@ class Executor:
             for node in self.program.graph.nodes:
                 if info(node).gives_way:
                     hooks.setdefault(node, []).append(give_way)
-        self._check = LayoutCheck(self.program)
-        self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), self._check.functions)
+        return hooks
+
+    def _voted_for(self) -> list[fx.Node]:
+        """The calls that run between a vote and the next one."""
+        return [node for node in self.program.graph.nodes if node.op == "call_function"]
+
+    def _generate(self, hooks: Mapping[fx.Node, Sequence[Callable[[], None]]], check: LayoutCheck) -> None:
+        self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), check.functions)
         self.tail = Tail(self.generated.tail, self.guard)
         self._tail_hooks = self.tail.hooks()
+
+    @property
+    def _code(self) -> Generated | Halves:
+        assert self.generated is not None
+        return self.generated
 
     def _tail_before(self, node: fx.Node) -> Callable[[], None]:
         return lambda: self._tail_hooks[node]()
@@ -256,14 +274,14 @@ class Executor:
 
     def _locate(self, error: BaseException) -> None:
         """Add the module and source line of the node that failed to the exception."""
-        assert self.generated is not None
+        generated = self._code
         if isinstance(error, CommFuseError):
             return  # says where by itself
         traceback = error.__traceback__
         node = None
         while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == self.generated.filename:
-                node = self.generated.node_of_line.get(traceback.tb_lineno)
+            if traceback.tb_frame.f_code.co_filename == generated.filename:
+                node = generated.node_of_line.get(traceback.tb_lineno)
             traceback = traceback.tb_next
         if node is not None and sys.version_info >= (3, 11):
             details = info(node)

@@ -12,6 +12,7 @@ from torch import nn
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.shards import Shards, layouts_of
@@ -53,7 +54,8 @@ class RankExecutors:
         params: the same object for all programs, until a parameter is replaced.
         """
         shards = self._shards_of(program, params, optimizer)
-        return Executor(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
+        made = HalvesExecutor if program.has_two_halves else Executor
+        return made(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
 
     def hand_over(self, executor: Executor) -> None:
         """Parameters that the next program divides in another way, or not at all, have to be whole before it."""

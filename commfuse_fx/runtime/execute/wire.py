@@ -53,6 +53,8 @@ class Wire:
         self.rank = rank
         self.timeline: Timeline | None = None
         self.distress: Distress | None = None
+        self.buffers_from: int | None = None
+        """The rank that sends its buffers; None: the first one of their group."""
         # What is on the wire: start -> its pieces. A bucket that is not streamed is one piece.
         self._pending: dict[fx.Node, list[Flight]] = {}
 
@@ -117,8 +119,12 @@ class Wire:
         ranks = self.program.mesh.ranks(group_of(node), self.rank)
         name, description = info(node).name, self._describe(node)
         is_streamed = bool(info(node).rest)
+        details = info(node).collective
+        sends_buffers = details is not None and details.role == "buffer"
 
         def hand_over(*args: Any) -> torch.Tensor:
+            if sends_buffers and self.buffers_from is not None:
+                args = (args[0], ranks.index(self.buffers_from), *args[2:])
             since = perf_counter()
             try:
                 flight = issue(group, ranks, *args)

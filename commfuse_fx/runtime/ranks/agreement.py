@@ -56,7 +56,8 @@ class Ballot:
     the graph that was captured, as far as it must agree. full: the whole text to quote from, line by line as
     `captured`. plan: what `communication_text` says of the graph that was made of it. in_common: whether that was made
     with the prices that ranks have in common. others: whether other threads of the rank call steps too,
-    one of which may be about to call what another rank has called.
+    one of which may be about to call what another rank has called. is_module: whether it is a module, of which
+    `captured` names the parameters that have a gradient.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Ballot:
     plan: str
     in_common: bool = False
     others: bool = False
+    is_module: bool = False
 
     @cached_property
     def signature(self) -> int:
@@ -160,6 +162,10 @@ class Agreement:
         """What rank 0 has, on all ranks, which call this together, between a vote and the next one."""
         return self._exchange(mine if self.rank == 0 else None)[0]
 
+    def from_all(self, mine: Any) -> list[Any]:
+        """What every rank has, on all ranks, which call this together, when no vote is under way."""
+        return self._exchange(mine)
+
     def _fail(self, error: BaseException) -> None:
         """Vote that this rank cannot go on with this step."""
         self._settled = True
@@ -230,6 +236,8 @@ class Agreement:
                     "Compile the same steps in the same order on every rank, and call them in the same order."
                 )
             if (ballot.captured, ballot.plan) != (first.captured, first.plan):
+                if first.is_module and ballot.captured != first.captured:
+                    return _other_parameters(first, ballot, other)
                 line, one, two = _first_difference(first, ballot)
                 advice = "the same model, configuration and optimizer, and batches of the same structure"
                 if ballot.captured == first.captured:
@@ -255,3 +263,16 @@ def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
         if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
             return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]
     return 0, "", ""
+
+
+def _other_parameters(first: Ballot, ballot: Ballot, other: int) -> str:
+    """For a module whose backward has reached other parameters than on rank 0."""
+    one, two = first.captured.splitlines(), ballot.captured.splitlines()
+    missing = [(other, line) for line in one if line not in two] + [(0, line) for line in two if line not in one]
+    texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]
+    more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
+    listed = "\n  ".join(texts) or "the parameters stand in another order"
+    return (
+        f"ranks 0 and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters, or "
+        "pass find_unused_parameters=True to cf.compile."
+    )

@@ -350,7 +350,8 @@ class Division:
         program.loss = self._get(program.loss, R, output)
         program.grads = {name: grads[name] for name in program.grads}
         self.written.emit()
-        self.local.graph.output((program.loss, *program.grads.values()))
+        program.aux = {name: self._get(node, R, output) for name, node in program.aux.items()}
+        self.local.graph.output(program.returned)
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)

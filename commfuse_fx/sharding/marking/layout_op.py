@@ -89,6 +89,7 @@ def erase_marks(program: Program, nodes: Iterable[fx.Node] | None = None) -> Non
     instead = strip_marks(program.graph, nodes)
     program.loss = instead.get(program.loss, program.loss)
     program.grads = {name: instead.get(grad, grad) for name, grad in program.grads.items()}
+    program.aux = {name: instead.get(node, node) for name, node in program.aux.items()}
 
 
 def _fake(

@@ -1,6 +1,7 @@
 """What `reinplace` makes of a few lines of text, and what it leaves."""
 
 from commfuse_fx.passes.fuse.reinplace import Reinplace
+from commfuse_fx.testing import assert_pass
 from tests.passes.cases import check
 
 
@@ -48,4 +49,34 @@ def test_inputs_expanded_memory_and_what_somebody_still_reads_stay() -> None:
         """,
         Reinplace(),
         None,
+    )
+
+
+def test_what_the_caller_holds_or_may_need_again_is_not_overwritten() -> None:
+    assert_pass(
+        """
+        in  %w: f32[2,2] = parameter
+        fwd %/mul.0: f32[2,2] = aten.mul.Tensor(%w, %w)
+        fwd %/exp.0: f32[2,2] = aten.exp(%/mul.0)
+        fwd %/tanh.0: f32[2,2] = aten.tanh(%/exp.0)
+        fwd %outputs: (f32[2,2]) = hand_over([%/tanh.0])
+        bwd %output.grad: f32[2,2] = getitem(%outputs, 0)
+        bwd %/grad.neg.0: f32[2,2] = aten.neg(%output.grad)
+        bwd %/grad.mul.0: f32[2,2] = aten.mul.Tensor(%/mul.0, %/grad.neg.0)
+        bwd %/grad.mul.1: f32[2,2] = aten.mul.Tensor(%/grad.mul.0, %/tanh.0)
+        return [%outputs, %/grad.mul.1]
+        """,
+        Reinplace(),
+        """
+        in  %w: f32[2,2] = parameter
+        fwd %/mul.0: f32[2,2] = aten.mul.Tensor(%w, %w)
+        fwd %/exp.0: f32[2,2] = aten.exp(%/mul.0)
+        fwd %/tanh.0: f32[2,2] = aten.tanh_(%/exp.0)
+        fwd %outputs: (f32[2,2]) = hand_over([%/tanh.0])
+        bwd %output.grad: f32[2,2] = getitem(%outputs, 0)
+        bwd %/grad.neg.0: f32[2,2] = aten.neg(%output.grad)
+        bwd %/grad.mul.0: f32[2,2] = aten.mul.Tensor(%/mul.0, %/grad.neg.0)
+        bwd %/grad.mul.1: f32[2,2] = aten.mul_.Tensor(%/grad.mul.0, %/tanh.0)
+        return [%outputs, %/grad.mul.1]
+        """,
     )

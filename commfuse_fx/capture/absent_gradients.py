@@ -1,0 +1,60 @@
+"""The backward of a module of which the caller's loss uses only some outputs.
+
+A backward is linear in the gradients of all outputs together. So a value that only comes from gradients that are zero
+is zero: in a sum it is left out, as autograd does, and where nothing else is left the result is zero, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.edit import remove_dead_nodes
+from commfuse_fx.ir.halves import split
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.program import Program
+
+
+def leave_out(program: Program, outputs: Collection[int]) -> None:
+    """Take what comes from the gradients of these outputs (by their numbers) out of a captured program, in place."""
+    build = Builder(program)
+    depends: dict[fx.Node, None] = {program.loss: None}
+    absent: dict[fx.Node, None] = {}
+    kept: dict[fx.Node, fx.Node] = {}  # a sum -> what is left of it
+    for node in split(program)[1]:
+        if node.args and node.args[0] is program.loss:
+            (absent if node.args[1] in outputs else depends)[node] = None
+            continue
+        there = [value for value in node.all_input_nodes if value in depends]
+        missing = [value for value in node.all_input_nodes if value in absent]
+        if missing and not there:
+            absent[node] = None
+        elif missing and _is_sum_with(node, there[0]):
+            kept[node] = there[0]
+            node.replace_all_uses_with(there[0])
+        elif there:
+            depends[node] = None
+            for value in missing:
+                node.replace_input_with(value, _zeros(build, value, node))
+    for returned in (program.grads, program.aux):
+        for name, value in list(returned.items()):
+            if value in absent:
+                del returned[name]
+            while returned.get(name) in kept:
+                returned[name] = kept[returned[name]]
+    program.set_output()
+    remove_dead_nodes(program)
+
+
+def _is_sum_with(node: fx.Node, other: fx.Node) -> bool:
+    """Whether the node adds to `other`, and nothing else happens to it."""
+    return node.target is aten.add.Tensor and not node.kwargs and info(node).spec == info(other).spec
+
+
+def _zeros(build: Builder, value: fx.Node, user: fx.Node) -> fx.Node:
+    spec = info(value).spec
+    assert isinstance(spec, TensorSpec), "a part of several results is taken out before it is used"
+    with build.before(user):
+        return build.zeros(spec, info(value), f"{info(value).name}/zero")

@@ -1,0 +1,139 @@
+"""Build the `Program` of a model whose backward the caller starts: forward and backward in one graph, with the place
+between them at which the outputs are handed over and their gradients come in."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from commfuse_fx.capture.build import check_parameters, describe, write_back
+from commfuse_fx.capture.provenance import OriginRecorder
+from commfuse_fx.capture.reads import Reads
+from commfuse_fx.capture.trace import Traced, aten, trace_step
+from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.functions import hand_over
+from commfuse_fx.ir.halves import crossing, gradient_specs
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import NodeInfo, info, set_info, tensor_spec
+from commfuse_fx.ir.order import reorder
+from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.ir.reshaped import dense_like
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model returns.
+
+    nest: how its tensors nest.
+    differentiable: whether each of them has a gradient.
+    read_late: parameters, buffers and inputs whose memory the backward reads. outputs_read_late: the numbers of such
+        outputs. Nobody may change them in between.
+    """
+
+    nest: Structure
+    differentiable: tuple[bool, ...]
+    read_late: tuple[Source, ...]
+    outputs_read_late: tuple[int, ...]
+
+
+def capture_joint(
+    model: nn.Module,
+    structure: Structure,
+    leaves: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    config: CompileConfig,
+    reads: Reads | None = None,
+) -> tuple[Program, Outputs]:
+    """Trace one call of the model, and the backward from its outputs. Says of the outputs what the caller is given.
+
+    leaves, structure: the call's tensors with their paths, and how they nest.
+    reads: takes notes of the Python values that the trace reads.
+
+    Raises CaptureError when the call cannot be one graph; errors of the model itself pass unchanged.
+    """
+    check_parameters(model)
+    found: list[tuple[list[str], Structure]] = []
+
+    def outputs_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> list[torch.Tensor]:
+        call = unflatten(structure, iter(tensors))["input"]
+        outputs, nest = flatten_output(model(*call["args"], **call["kwargs"]), "output")
+        found.append(([path for path, _ in outputs], nest))
+        return [tensor for _, tensor in outputs]
+
+    traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, True, reads=reads, seeded=True)
+    [(paths, nest)] = found
+    program = describe(traced, model, leaves, mesh, config, True, None)
+    _hand_over(program, traced, paths)
+    program.aux = {
+        f"{path}.grad": grad for (path, _), grad in zip(leaves, traced.input_grads, strict=True) if grad is not None
+    }
+    program.set_output()
+    roots = Roots(program.graph, program.aliases())
+    read = dict.fromkeys(roots[node] for node in crossing(program))
+    return program, Outputs(
+        nest,
+        tuple(seed is not None for seed in traced.seeds),
+        tuple(source for node, source in program.sources.items() if node in read),
+        tuple(i for i, node in enumerate(traced.results) if roots[node] in read),
+    )
+
+
+def _hand_over(program: Program, traced: Traced, paths: Sequence[str]) -> None:
+    """Put everything of the forward before the place where outputs leave, and the rest behind it."""
+    graph = program.graph
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    seeds = dict.fromkeys(seed for seed in traced.seeds if seed is not None)
+    late = dict.fromkeys(node for node in nodes if node.op == "call_function" and info(node).phase == "backward")
+    early = [node for node in nodes if node not in late and node not in seeds]
+    with graph.inserting_before(program.output):
+        _keep_old_values(program, traced, late)
+        early += [node for node in graph.nodes if node.op == "call_function" and node not in {*nodes}]
+        write_back(program, traced.mutations, before=program.output)
+        copies = [node for node in graph.nodes if node.op == "call_function" and node not in {*nodes, *early}]
+        leave = graph.call_function(hand_over, (list(traced.results),))
+        set_info(leave, NodeInfo("forward", gradient_specs(traced.results), name=program.names.reserve("outputs")))
+        gradients = [
+            _gradient(program, leave, place, path, seed)
+            for place, (path, seed) in enumerate(zip(paths, traced.seeds, strict=True))
+            if seed is not None
+        ]
+    for seed in seeds:
+        program.names.release(info(seed).name)
+        graph.erase_node(seed)
+    program.loss = leave
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    reorder(graph, [*inputs, *early, *copies, leave, *gradients, *late, program.output])
+
+
+def _gradient(program: Program, leave: fx.Node, place: int, path: str, seed: fx.Node) -> fx.Node:
+    """The gradient of one output, in place of what stood for it in the trace."""
+    spec = info(leave).spec
+    assert isinstance(spec, tuple)
+    node = program.graph.call_function(operator.getitem, (leave, place))
+    set_info(node, NodeInfo("backward", spec[place], name=program.names.reserve(f"{path}.grad")))
+    assert tensor_spec(seed) == spec[place], "a seed lies as the gradient is handed in"
+    seed.replace_all_uses_with(node)
+    return node
+
+
+def _keep_old_values(program: Program, traced: Traced, late: dict[fx.Node, None]) -> None:
+    """A buffer is copied before the forward changes it, or rank 0's values arrive, where the backward needs what it
+    was."""
+    written = dict.fromkeys(target for target, _ in traced.mutations)
+    if program.config.broadcast_buffers:
+        written |= {node: None for node, source in program.sources.items() if source.kind == "buffer"}
+    for target in written:
+        users = [user for user in target.users if user in late]
+        if not users:
+            continue
+        kept = program.graph.call_function(aten.clone.default, (target,))
+        spec = dense_like(tensor_spec(target))
+        set_info(kept, NodeInfo("forward", spec, name=program.names.reserve(f"{info(target).name}/before")))
+        for user in users:
+            user.replace_input_with(target, kept)

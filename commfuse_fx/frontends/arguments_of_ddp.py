@@ -1,0 +1,57 @@
+"""What DistributedDataParallel's constructor takes and `compile` does not: each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.config.options import DEFAULTS
+from commfuse_fx.errors import ConfigKeyError, ConfigValueError
+from commfuse_fx.support.checks import show
+
+INSTEAD: Mapping[str, str] = {
+    "module": "it is the first argument, model",
+    "device_ids": "move the model to its device first (model.to(device)); leave it out",
+    "output_device": "the output is where the model computes it; leave it out",
+    "dim": "batches are not scattered over devices of one process; leave it out",
+    "init_sync": "use parameter_broadcast",
+    "process_group": "gradients are reduced over all ranks; pass mesh= for another grid of all of them",
+    "bucket_cap_mb": 'use comm_fusion={"allreduce": {"mode": "size", "config": MIB}}',
+    "check_reduction": "it does nothing in DistributedDataParallel either; leave it out",
+    "gradient_as_bucket_view": "gradients are parts of buckets where that is safe; leave it out",
+    "static_graph": "the backward is compiled, and compiled again when the model changes; leave it out",
+    "delay_all_reduce_named_params": "what is sent last follows from comm_fusion and schedule; leave it out",
+    "param_to_hook_all_reduce": "what is sent last follows from comm_fusion and schedule; leave it out",
+    "mixed_precision": "run the model under torch.autocast; gradient_fp32_sync is about the sums of gradients",
+    "device_mesh": "use mesh",
+    "skip_all_reduce_unused_params": "use find_unused_parameters",
+}
+"""Argument -> what to do with it."""
+
+
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Raise ConfigKeyError for keyword arguments that `compile` does not have."""
+    for name in given:
+        if name in INSTEAD:
+            raise ConfigKeyError(f"{name} is an argument of DistributedDataParallel, not of compile(): {INSTEAD[name]}")
+        raise ConfigKeyError(f"{show(name)} is not an option of compile(); use one of {', '.join(DEFAULTS)}")
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise where DistributedDataParallel or FSDP has been put around a compiled module: gradients would be reduced
+    twice."""
+    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+        raise ConfigValueError(
+            "a compiled module runs inside of DistributedDataParallel, which would reduce its gradients a second time: "
+            "use what cf.compile() returned as it is. Accelerate, Trainer and Fabric wrap the model that they prepare: "
+            "docs/coming-from-ddp.md shows how to hand them one that is compiled"
+        )
+    for name, param in model.named_parameters():
+        if getattr(param, "_is_flat_param", False) or type(param.data) is not torch.Tensor:
+            raise ConfigValueError(
+                f"parameter {name} of a compiled module is a {type(param.data).__name__} of FSDP, which divides and "
+                "reduces it itself: use the compiled module without FSDP"
+            )

@@ -1,0 +1,91 @@
+"""What a compiled step and a compiled module have in common: model, ranks and plans, and how to look at them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.priced import priced_for
+from commfuse_fx.frontends.session import Session
+from commfuse_fx.inspect.lowered import Lowered, LoweredCall
+from commfuse_fx.inspect.on_compile import Publisher
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.runtime.execute.modes import outside_inference_mode
+from commfuse_fx.runtime.ranks.callers import lock_of
+from commfuse_fx.support.logs import configure_logs
+from commfuse_fx.support.ranks import get_group_size, get_rank
+from commfuse_fx.support.tracebacks import user_frames_only
+from commfuse_fx.support.warned import warn_once_per_step
+
+
+class CompiledCall:
+    """A compiled call knows the model, the ranks and the plans of what users call.
+
+    form: "step" or "module".
+    """
+
+    form = "step"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: torch.optim.Optimizer | None,
+        config: CompileConfig,
+    ) -> None:
+        configure_logs()
+        warn_once_per_step()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.virtual = config.device_num is not None
+        self.rank = config.global_rank if config.global_rank is not None else get_rank()
+        self.mesh = _mesh_of(config)
+        self.config = _priced(config, model, self.mesh)
+        self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank), self.form)
+        self.session = self._make_session()
+
+    def _make_session(self) -> Session:
+        return Session(self.planner, self.rank)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete."""
+        self.session.synchronize()
+
+    @user_frames_only
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace and compile a call without running it.
+
+        The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual
+        world. Raises what compiling raises.
+        """
+        self.synchronize()
+        with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
+            compiled = self.planner.read(self.planner.take_apart(args, kwargs))
+        call = LoweredCall(self, args, kwargs)
+        return Lowered(
+            compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline
+        )
+
+
+def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfig:
+    """The configuration with the cluster that its plans need, and that the cluster was checked against."""
+    if not config.plans_by_cost:
+        return config
+    params = dict(model.named_parameters())
+    device = next((param.device.type for param in params.values()), "cpu")
+    return replace(config, cluster=priced_for(config.cluster, device, mesh, params))
+
+
+def _mesh_of(config: CompileConfig) -> Mesh:
+    if config.mesh is not None:
+        if isinstance(config.mesh, tuple):
+            return Mesh.of_sizes(config.mesh)
+        return Mesh.of_device_mesh(config.mesh)
+    return Mesh.of_sizes((config.device_num or get_group_size(),))

@@ -1,0 +1,189 @@
+"""The compiled module that users call in place of their model, as they would call DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils._pytree import tree_leaves
+
+from commfuse_fx.capture.tree import unflatten
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.errors import NotAvailableError, VirtualWorldError
+from commfuse_fx.frontends.arguments_of_ddp import refuse_wrappers
+from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
+from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.uneven_batches import ModuleJoinHook
+from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.support.tracebacks import user_frames_only
+
+
+class _Compiled(CompiledCall):
+    form = "module"
+
+    def _make_session(self) -> ModuleSession:
+        return ModuleSession(self.planner, self.rank)
+
+
+class CompiledModule(nn.Module, Joinable):
+    """A compiled module behaves as DistributedDataParallel does. `compile` makes it.
+
+    `out = model(*inputs)` runs the compiled forward, and the backward that the caller starts runs the compiled one:
+    afterwards `.grad` of every parameter holds the mean over the ranks. With gradients disabled the model runs as it
+    is.
+
+    module: the model that was compiled. Attributes, methods and `state_dict()` are the model's own.
+    require_backward_grad_sync: whether backwards of the forwards that follow reduce gradients.
+    """
+
+    module: nn.Module
+    require_backward_grad_sync: bool
+
+    def __init__(self, model: nn.Module, config: CompileConfig) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        self.module = model
+        self.require_backward_grad_sync = True
+        self.training = model.training
+        self._compiled = _Compiled(model, None, None, config)
+        self._calls = Calls()
+        self._ran = False
+        if not self._compiled.virtual:
+            self._session.send_start_values()
+
+    @property
+    def _session(self) -> ModuleSession:
+        session = self._compiled.session
+        assert isinstance(session, ModuleSession)
+        return session
+
+    @user_frames_only
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank. The result is what the model returns.
+
+        Raises CaptureError where the model cannot be traced, and VirtualWorldError in a virtual world.
+        """
+        if self._compiled.virtual:
+            raise VirtualWorldError(
+                f"this module was compiled for a virtual world (device_num={self._compiled.config.device_num}), which "
+                "has no devices to run on: leave device_num out and start the program under torchrun; lower() works"
+            )
+        if not torch.is_grad_enabled() or not learns(self.module, tree_leaves((args, kwargs))):
+            return self.module(*args, **kwargs)
+        if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+            refuse_wrappers(self.module)
+            self._ran = True
+        session = self._session
+        forward = session.forward(args, kwargs)
+        if self._join_config.enable and session.agreement is not None:
+            Join.notify_join_context(self)
+            session.take_roll(self.require_backward_grad_sync)
+        outputs = ModuleCall(session, forward, self._calls, self.require_backward_grad_sync).apply()
+        return unflatten(forward.described.nest, iter(outputs))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside the `with` block leave gradients as they are on this rank; the backward of a later one
+        reduces the sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @user_frames_only
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace and compile a call without running it: forward and backward in one graph.
+
+        The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual world.
+        Raises what compiling raises.
+        """
+        with torch.enable_grad():
+            return self._compiled.lower(*args, **kwargs)
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """A context for ranks that have different numbers of batches, as that of DistributedDataParallel.
+
+        A rank that has no more batches answers the others with zeros until all have none. At the end all ranks get the
+        parameters and buffers of one that was among the last.
+
+        divide_by_initial_world_size: whether means divide by all ranks, rather than by those that still have batches.
+        throw_on_early_termination: whether all ranks raise once one has no more batches.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank does for the others when it has no more batches."""
+        self._session.mean_of_active = not kwargs.get("divide_by_initial_world_size", True)
+        return ModuleJoinHook(self._session)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the communication of `Join` takes place."""
+        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> Any:
+        """All ranks."""
+        return dist.group.WORLD
+
+    def retrace(self) -> None:
+        """Forget all graphs, so that the next call traces the model again."""
+        self._compiled.planner.retrace()
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Raises NotAvailableError: what is sent is part of the compiled graph."""
+        raise NotAvailableError(
+            "register_comm_hook() is not available for a compiled module: what is sent is part of its graph. For "
+            "the precision on the wire use gradient_fp32_sync; for a collective of your own cf.ops.all_reduce"
+        )
+
+    # What is the model's own
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, with its own keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what `state_dict` has returned, here or of the model."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the model, with its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the model, with its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """A part of the model, by its own name."""
+        return self.module.get_submodule(target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._compiled.virtual and self._session.agreement is not None:
+            raise NotAvailableError(
+                "a compiled module of several ranks cannot be copied or pickled, as it holds their process groups: "
+                "copy or save its model (model.module, model.state_dict()), and compile the copy on all ranks"
+            )
+        return self.__dict__

@@ -1,0 +1,150 @@
+"""The backward of a compiled module, as autograd runs it: which calls of one backward send, and where gradients go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.errors import CaptureError, NotAvailableError
+from commfuse_fx.frontends.module_session import Forward, ModuleSession, write_gradients
+from commfuse_fx.support.tracebacks import user_frames_only
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class Calls:
+    """The calls of one module whose backward may still come, and the backward that runs now.
+
+    sizes: of what a backward that reduces has to do with: whether several ranks are there.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._task = -1
+        self._syncs = False
+
+    def add(self, node: Any) -> None:
+        """A forward has been run; `node` is what autograd runs for its backward."""
+        self._waiting.add(node)
+
+    def sends(self, node: Any, task: int) -> bool:
+        """Whether this call is the one that reduces in this backward: the last one of those that it reaches."""
+        if task != self._task:
+            self._task, self._syncs = task, False
+        self._syncs = self._syncs or node.call.syncs
+        node.call.done_in = task
+        others = (other for other in self._waiting if other is not node and other.call.done_in != task)
+        return self._syncs and not any(torch._C._will_engine_execute_node(other) for other in others)
+
+
+class ModuleCall:
+    """One call of a module.
+
+    syncs: whether its backward is to reduce gradients.
+    params: those that require a gradient, by name. edges: the names of those that autograd leads to.
+
+    A hook of a parameter (`register_hook`) is part of the graph. Autograd would call it once more, with None, so it
+    does not lead to such a parameter.
+    """
+
+    def __init__(self, session: ModuleSession, forward: Forward, calls: Calls, syncs: bool) -> None:
+        self.session = session
+        self.forward = forward
+        self.calls = calls
+        self.syncs = syncs
+        self.done_in = -1
+        params = session.planner.watch.params
+        self.params = {name: param for name, param in params.items() if param.requires_grad}
+        self.edges = [name for name, param in self.params.items() if not param._backward_hooks]
+
+    def apply(self) -> Sequence[torch.Tensor]:
+        """The outputs, which autograd knows to come from the parameters and inputs."""
+        if not any(self.forward.described.differentiable):
+            return self.forward.outputs
+        leaves = [self.params[name] for name in self.edges]
+        # Without an edge to anything, autograd would not come here.
+        leaves.append(torch.zeros((), requires_grad=True))  # type: ignore[arg-type]
+        outputs: tuple[torch.Tensor, ...] = _Backward.apply(self, *leaves, *self.forward.inputs.values())  # type: ignore[no-untyped-call]
+        self.forward.outputs = []  # they lead to this call, and it may not hold them
+        self.calls.add(next(output.grad_fn for output in outputs if output.grad_fn is not None))
+        return outputs
+
+    def backward(self, node: Any, gradients: Gradients) -> Gradients:
+        """Gradients for autograd: of the inputs, and of parameters that it has been asked for itself. Those that
+        `.grad` is to hold are written here."""
+        if torch.is_grad_enabled():
+            raise NotAvailableError(
+                "backward(create_graph=True) through a compiled module is not available yet: call the model itself "
+                "(model.module) where gradients of gradients are needed"
+            )
+        self._check_hooks()
+        asked = {name: _asked_for(edge) for name, (edge, _) in zip(self.edges, node.next_functions, strict=False)}
+        accumulates = _is_backward(node.next_functions[len(self.edges)][0])
+        written = [name for name in self.params if asked.get(name, accumulates) is True]
+        mode = self._mode(node, bool(written))
+        keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+        grads, of_inputs = self.session.backward(self.forward, gradients, mode, keep)
+        write_gradients(self.params, {name: grads[name] for name in written if name in grads}, mode)
+        for name in written:
+            if name not in asked:  # of the others autograd calls them
+                for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
+                    hook(self.params[name])
+        returned = [grads.get(name) if asked[name] is None else None for name in self.edges]
+        return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))
+
+    def _mode(self, node: Any, writes: bool) -> str:
+        task = torch._C._current_graph_task_id()
+        if not self.calls.sends(node, task) or not writes or self.session.agreement is None:
+            return "local"
+        has_some = any(param.grad is not None for param in self.params.values())
+        return "accumulated" if has_some else "reduced"
+
+    def _check_hooks(self) -> None:
+        late = next((name for name in self.edges if self.params[name]._backward_hooks), None)
+        if late is not None:
+            raise CaptureError(
+                f"parameter {late} got a hook between the forward and the backward of a compiled module: call "
+                "register_hook before the forward"
+            )
+
+
+class _Backward(torch.autograd.Function):
+    """The edge between the caller's graph and the compiled one."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModuleCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        described = zip(call.forward.outputs, call.forward.described.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in described if not differentiable))
+        return tuple(call.forward.outputs)
+
+    @staticmethod
+    @user_frames_only
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
+        return (None, *ctx.call.backward(ctx, gradients))
+
+
+def _asked_for(edge: Any) -> bool | None:
+    """Whether this backward writes the gradient of a parameter to `.grad`; None: its caller gets it."""
+    if edge is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:  # torch.autograd.grad hands it to its caller
+        return None
+
+
+def _is_backward(anchor: Any) -> bool:
+    """Whether `backward()` runs, for all leaves, rather than `torch.autograd.grad`."""
+    return _asked_for(anchor) is True
+
+
+def learns(model: nn.Module, tensors: Sequence[Any]) -> bool:
+    """Whether anything that a call reads requires a gradient."""
+    given = (tensor.requires_grad for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return any(param.requires_grad for param in model.parameters()) or any(given)

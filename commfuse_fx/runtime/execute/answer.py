@@ -1,0 +1,44 @@
+"""Take part in what the other ranks send, with zeros: for a rank that has nothing to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.wire import Wire
+
+
+def answer(
+    program: Program, wire: Wire, device: torch.device, cast: Callable[[], None], settle: Callable[[], None]
+) -> None:
+    """Vote, and run the program's collectives on zeros.
+
+    program: what the other ranks run. wire: of this program. cast, settle: start the vote on it, and read it.
+    Raises what `settle` raises, and CollectiveError.
+    """
+    cast()
+    settle()
+    sends = wire.sends()
+    memory: dict[fx.Node, torch.Tensor] = {}
+
+    def zeros(value: fx.Node) -> torch.Tensor:
+        if value not in memory:
+            spec = info(value).spec
+            assert isinstance(spec, TensorSpec), "a collective sends one tensor"
+            memory[value] = spec.empty(device).zero_()
+        return memory[value]
+
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            run = wire.bind(node) if is_start(node) or is_wait(node) else None
+            if run is not None:
+                given = node.args[0]
+                assert isinstance(given, fx.Node)
+                memory[node] = run(memory[given] if is_wait(node) else zeros(given), *node.args[1:])
+            for send, storage in sends.get(node, ()):
+                send(zeros(storage))

@@ -1,0 +1,47 @@
+"""What the ranks of a module begin with: the same parameters and buffers, with rank 0's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from commfuse_fx.errors import PlanMismatchError
+from commfuse_fx.runtime.ranks.agreement import Agreement
+from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
+
+
+def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> None:
+    """Compare names, shapes and dtypes among the ranks; then rank 0 sends its values, if that is asked for.
+
+    All ranks call this together. Raises PlanMismatchError on all of them, before anything is sent.
+    """
+    held = [*model.named_parameters(), *model.named_buffers()]
+    mine = [f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for name, tensor in held]
+    listed: list[list[str]] = agreement.from_all(mine)
+    for rank, other in enumerate(listed):
+        if other != listed[0]:
+            raise PlanMismatchError(_difference(listed[0], other, rank))
+    tensors = [tensor.detach() for _, tensor in held if tensor.numel()]
+    if sends and tensors:
+        broadcast_parameters(_apart(tensors))
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those that are the same tensor as an earlier one: copying into it once is enough."""
+    found: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor)
+    return list(found.values())
+
+
+def _difference(first: list[str], other: list[str], rank: int) -> str:
+    missing = [line for line in first if line not in other]
+    added = [line for line in other if line not in first]
+    said = [f"rank {rank} has no {line}" for line in missing[:3]] + [f"rank 0 has no {line}" for line in added[:3]]
+    what = "\n  ".join(said) or "their order differs"
+    return (
+        f"ranks 0 and {rank} have different parameters or buffers\n  {what}\nBuild the same model on every rank before "
+        "cf.compile."
+    )

@@ -1,0 +1,286 @@
+"""What a compiled module is to its user, on one device: a module like any other, and errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import commfuse_fx as cf
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.scale = 1.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.norm(self.first(x)))) * self.scale
+        return out
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) * 2
+
+
+def pair() -> tuple[Any, Net, Net]:
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    return cf.compile(model, cpu_kernels=False), model, twin
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0, msg=name)
+
+
+def test_the_arguments_decide_the_form() -> None:
+    model = Net()
+    adam = torch.optim.Adam(model.parameters())
+    assert isinstance(cf.compile(model), cf.CompiledModule)
+    assert isinstance(cf.compile(model, form="module"), cf.CompiledModule)
+    assert isinstance(cf.compile(model, loss_fn=F.mse_loss), cf.CompiledStep)
+    assert isinstance(cf.compile(model, optimizer=adam), cf.CompiledStep)
+    assert isinstance(cf.compile(model, form="step"), cf.CompiledStep)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"form": "model"}, cf.ConfigValueError, "form is 'model'"),
+        ({"form": "module", "loss_fn": F.mse_loss}, cf.ConfigValueError, 'form="module" with loss_fn=mse_loss'),
+        ({"parallel_mode": "semi_auto"}, cf.NotAvailableError, "not available yet for the module form"),
+        ({"parallel_mode": "auto"}, cf.NotAvailableError, "not available yet"),
+        ({"pipeline_stages": 2}, cf.NotAvailableError, "not available yet"),
+        ({"full_batch": True}, cf.ConfigValueError, "full_batch=True with the module form"),
+        ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps=True with the module"),
+        ({"find_unused_parameters": True, "form": "step"}, cf.ConfigValueError, "an option of the module form"),
+        ({"device_ids": [0]}, cf.ConfigKeyError, "device_ids is an argument of DistributedDataParallel"),
+        ({"bucket_cap_mb": 25}, cf.ConfigKeyError, "comm_fusion="),
+        ({"buckets": 25}, cf.ConfigKeyError, "'buckets' is not an option|\"buckets\" is not an option"),
+    ],
+)
+def test_options_that_a_form_does_not_have(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        cf.compile(Net(), **options)
+
+
+def test_it_is_the_model_to_its_user(tmp_path: Any) -> None:
+    compiled, model, twin = pair()
+    assert compiled.module is model and compiled.scale == 1.5 and compiled.first is model.first
+    assert [*compiled.state_dict()] == [*model.state_dict()]
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in compiled.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert (
+        compiled.get_submodule("first") is model.first and compiled.get_parameter("first.weight") is model.first.weight
+    )
+    compiled.load_state_dict({name: torch.zeros_like(value) for name, value in compiled.state_dict().items()})
+    assert not any(param.any() for param in model.parameters())
+    torch.testing.assert_close(compiled.twice(batch()), model.twice(batch()))
+    assert not compiled.eval().training and not model.norm.training
+    compiled.train().requires_grad_(False)
+    assert not any(param.requires_grad for param in model.parameters())
+    torch.save(compiled.state_dict(), tmp_path / "state")
+    twin.load_state_dict(torch.load(tmp_path / "state"))
+
+
+def test_copies_and_files_of_one_process() -> None:
+    compiled, model, twin = pair()
+    compiled(batch()).sum().backward()
+    copied = copy.deepcopy(compiled)
+    copied.zero_grad()
+    copied(batch()).sum().backward()
+    twin(batch()).sum().backward()
+    assert copied.module is not model
+    assert_same_gradients(copied.module, twin)
+
+
+def test_values_modes_and_attributes_are_those_of_the_call() -> None:
+    compiled, model, twin = pair()
+    for change in (
+        lambda net: None,
+        lambda net: net.eval(),
+        lambda net: net.train(),
+        lambda net: setattr(net, "scale", 0.5),
+        lambda net: net.first.requires_grad_(False),
+        lambda net: net.norm.register_forward_hook(lambda module, args, out: out + 1),
+    ):
+        for net, call in ((model, compiled), (twin, twin)):
+            change(net)
+            net.zero_grad()
+            call(batch()).square().sum().backward()
+        assert_same_gradients(model, twin)
+        torch.testing.assert_close([*model.buffers()], [*twin.buffers()])
+
+
+def test_no_gradients_no_graph() -> None:
+    compiled, _, twin = pair()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch()), twin(batch()))
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(batch()), twin(batch()))
+    compiled.requires_grad_(False)
+    assert not compiled(batch()).requires_grad
+    x = batch().requires_grad_()
+    compiled(x).sum().backward()
+    other = batch().requires_grad_()
+    twin(other).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+
+
+def test_a_second_backward_needs_retain_graph() -> None:
+    compiled, _, _ = pair()
+    loss = compiled(batch()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    compiled, _, _ = pair()
+    with pytest.raises(cf.NotAvailableError, match="create_graph=True"), pytest.warns(UserWarning, match="cycle"):
+        compiled(batch()).sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("what", ["parameter", "output"])
+def test_what_the_backward_needs_may_not_be_changed_before(what: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    compiled = cf.compile(model)
+    out = compiled(torch.randn(2, 4).requires_grad_())
+    with torch.no_grad():
+        (model[0].weight if what == "parameter" else out).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_graph_that_nobody_needs_any_more_is_let_go() -> None:
+    compiled, _, _ = pair()
+    out = compiled(batch())
+    held = weakref.ref(out.grad_fn.call)
+    gc.collect()
+    gc.disable()
+    try:
+        del out
+        assert held() is None, "by reference counts alone"
+    finally:
+        gc.enable()
+    out = compiled(batch())
+    out.sum().backward()
+    assert out.grad_fn.call.forward.values is None
+
+
+class Outputs(nn.Module):
+    """Several outputs in a dict, one of them an input, one no tensor, one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        a = self.one(x)
+        return {"a": a, "b": (self.two(a), y), "count": 3, "best": a.argmax(1), "view": a[:, :2]}
+
+
+@pytest.mark.parametrize(
+    "used", [("a",), ("b",), ("view",), ("a", "b"), ("a", "view"), ("a", "b", "view")], ids="+".join
+)
+def test_losses_that_use_some_outputs(used: tuple[str, ...]) -> None:
+    model = Outputs().double()
+    twin = copy.deepcopy(model)
+    compiled = cf.compile(model, cpu_kernels=False)
+    for _ in range(2):
+        for net, call in ((model, compiled), (twin, twin)):
+            net.zero_grad()
+            y = batch(1)
+            out = call(batch(), y)
+            assert out["b"][1] is y or torch.equal(out["b"][1], y)
+            assert out["count"] == 3 and out["best"].dtype == torch.int64
+            parts = {"a": out["a"], "b": out["b"][0], "view": out["view"]}
+            sum(parts[name].square().sum() for name in used).backward()
+        assert_same_gradients(model, twin)
+
+
+def test_activation_checkpointing_and_autocast() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(lambda x, layer=layer: F.dropout(torch.tanh(layer(x)), 0.3), x, use_reentrant=False)
+            return x
+
+    model = Deep()
+    twin = copy.deepcopy(model)
+    compiled = cf.compile(model, cpu_kernels=False)
+    x = torch.randn(4, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        for net, call in ((model, compiled), (twin, twin)):
+            net.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = call(x).square().mean()
+            loss.backward()
+        assert_same_gradients(model, twin)
+
+
+def test_a_loss_scale_that_overflows_is_skipped() -> None:
+    model = nn.Linear(4, 1)
+    compiled = cf.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    before = model.weight.detach().clone()
+    scaler.scale(compiled(torch.full((2, 4), 1e30)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before) and scaler.get_scale() < 2.0**120
+
+
+def test_it_is_lowered_and_described(tmp_path: Any) -> None:
+    lowered = cf.compile(Net(), device_num=4).lower(torch.randn(6, 4))
+    text = lowered.text()
+    forward, backward = text.split("hand_over(")
+    assert "# form: module" in forward and "bwd " not in forward and "fwd " not in backward
+    assert [collective.phase for collective in lowered.collectives] == ["backward"] * len(lowered.collectives)
+    assert {collective.kind for collective in lowered.collectives} == {"all_reduce", "broadcast"}
+    assert "all_reduce" in lowered.explain().text() and lowered.simulate("gloo-1gbit").step_seconds > 0
+    assert cf.diff(lowered, lowered.dump(tmp_path)).kind == "identical"
+    assert io.StringIO(lowered.report("gloo-1gbit")).read().startswith("<!")
+
+
+def test_buckets_are_those_of_the_step() -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    for options in (
+        {},
+        {"comm_fusion": {"openstate": False}},
+        {"comm_fusion": {"allreduce": {"mode": "index", "config": [2, 4]}}},
+        {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}, "cluster": "gloo-1gbit"},
+    ):
+        step = cf.compile(Net(), loss_fn=F.mse_loss, device_num=4, **options).lower(x, y)  # type: ignore[call-overload]
+        module = cf.compile(Net(), device_num=4, **options).lower(x)  # type: ignore[call-overload]
+        assert [each.members for each in module.collectives if each.kind == "all_reduce"] == [
+            each.members for each in step.collectives
+        ]
+
+
+def test_a_virtual_world_runs_nothing() -> None:
+    with pytest.raises(cf.VirtualWorldError, match="has no devices to run on"):
+        cf.compile(Net(), device_num=2)(torch.randn(2, 4))
