@@ -22,12 +22,16 @@ step = cf.compile(model, loss_fn=torch.nn.functional.mse_loss, device_num=2, sch
 print(*step.lower(torch.ones(2, 4), torch.ones(2, 4)).stages)
 """
 
+CHECK = """
+from commfuse_fx.passes.schedule.wait_at_once import WaitAtOnce
+from tests.passes.cases import check as assert_pass
+"""
 
-def block(language: str) -> str:
-    """The first block of a language."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+
+def block(language: str, number: int = 0) -> str:
+    """One of the page's blocks of a language, by default the first."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return found[number]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(clone: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(clone), str(ROOT)])  # the tests are those of this repository
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     made = subprocess.run([sys.executable, *arguments], cwd=clone, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     return made.stdout
@@ -68,3 +73,10 @@ def test_the_pass_is_on_the_command_line(clone: Path) -> None:
 
 def test_the_pass_has_its_place_in_a_compile(clone: Path) -> None:
     assert "lower_average wait_at_once keep_gradients" in run(clone, "-c", COMPILE)
+
+
+def test_the_case_of_the_page_is_one_of_this_repository(clone: Path) -> None:
+    """Specs are what ops make, and all ranks compute what they computed before."""
+    case = block("python", 1)
+    assert "from commfuse_fx.testing import assert_pass\n" in case
+    run(clone, "-c", f"{CHECK}{case.replace('from commfuse_fx.testing import assert_pass', '')}")

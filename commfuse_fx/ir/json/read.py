@@ -1,4 +1,4 @@
-"""Reads a program from the JSON that `serialize` wrote. A file is data: nothing that it names is imported or run.
+"""Reads a program from the JSON that `ir.json.write` makes. A file is data: nothing that it names is imported or run.
 
 The program is whole: passes, simulation and explanation give what they gave before it was saved. Values are not in a
 file, so constants are meta tensors, and the program cannot be run.

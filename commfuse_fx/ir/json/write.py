@@ -1,4 +1,4 @@
-"""The program as versioned JSON: plain data, nothing to execute. `deserialize` reads it back.
+"""The program as versioned JSON: plain data, nothing to execute. `ir.json.read` reads it back.
 
 All that passes, simulation and explanation need is written, but no values: of a constant only its spec, of the source
 line of a node the name of the file without its folder, and of the session neither rank nor process groups. The text is
