@@ -18,17 +18,25 @@ from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning import compile_call
 
-_made_as: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-_captured: dict[Hashable, Program] = {}
+_made_as: WeakKeyDictionary[nn.Module, tuple[Hashable, bool]] = WeakKeyDictionary()
+_captured: dict[tuple[Hashable, ...], Program] = {}
 
 
-def share(model: nn.Module, made_as: Hashable) -> None:
+def share(model: nn.Module, made_as: Hashable, any_mesh: bool = False) -> None:
     """Models with the same `made_as` run the same code, apart from what `_state` tells of them.
+
+    any_mesh: that code asks nowhere how many ranks there are, so all meshes share one capture.
 
     Until the end of the test `compile` looks here first.
     """
-    _made_as[model] = made_as
+    _made_as[model] = made_as, any_mesh
     compile_call.capture = capture
+
+
+def forget(made_as: Hashable) -> None:
+    """Give back the memory of captures that nobody needs again."""
+    for key in [key for key in _captured if key[0] == made_as]:
+        del _captured[key]
 
 
 def capture(model: nn.Module, *arguments: Any) -> Program:
@@ -37,11 +45,14 @@ def capture(model: nn.Module, *arguments: Any) -> Program:
         return trace(model, *arguments)
     loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments
     inputs = tuple((path, *_spec(tensor)) for path, tensor in leaves)
-    key = (_made_as[model], _state(model), loss_fn, structure, inputs, mesh, config.divides_graphs, training)
+    made_as, any_mesh = _made_as[model]
+    of_mesh = None if any_mesh else mesh
+    key = (made_as, _state(model), loss_fn, structure, inputs, of_mesh, config.divides_graphs, training)
     if key not in _captured:
         _captured[key] = trace(model, *arguments)
     return replace(
         _captured[key].copy(),
+        mesh=mesh,
         config=config,
         params=describe_parameters(model),
         optimizer=optimizer if training else None,

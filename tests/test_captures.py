@@ -7,6 +7,7 @@ import pytest
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.planning import compile_call
+from tests import captures
 from tests.models import CONTRASTIVE, CONV, DIGITS, PARTLY, TIED, Case, shards
 from tests.oracle import collectives, make_world, sgd
 
@@ -23,6 +24,24 @@ def test_a_shared_capture_gives_the_same_plan(case: Case, monkeypatch: pytest.Mo
     first, second = text(case), text(case)
     monkeypatch.setattr(compile_call, "capture", trace)
     assert first == second == text(case)
+
+
+def test_a_capture_for_any_mesh_gives_the_plan_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts() -> list[str]:
+        found = []
+        for world in (1, 2, 4):
+            model, (batch,) = CONV.model(), CONV.batches(1)
+            captures.share(model, "any mesh", any_mesh=True)
+            step = cf.compile(model, loss_fn=CONV.loss_fn, device_num=world, global_rank=0)
+            found.append(step.lower(*shards(batch, 4)[0]).text())
+        return found
+
+    shared = texts()
+    assert len(set(shared)) == 3
+    monkeypatch.setattr(captures, "capture", trace)
+    assert shared == texts()
+    captures.forget("any mesh")
+    assert not [key for key in captures._captured if key[0] == "any mesh"]
 
 
 def test_modes_shapes_and_frozen_parameters_have_captures_of_their_own() -> None:

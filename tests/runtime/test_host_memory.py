@@ -11,9 +11,9 @@ PROGRAM = """
 import resource, torch, commfuse_fx as cf
 from torch import nn
 from torch.nn import functional as F
-model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
+model = nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 16))
 step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters()))
-x = torch.randn(1024, 256)  # activations of 16 MiB
+x = torch.randn(1024, 16)  # activations of 16 MiB
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(12):
     before = faults()
