@@ -17,6 +17,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation, Variant, Variants
 from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning import compile_call
+from tests import captures
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import OFF, assert_same
 from tests.oracle import ACROSS, OPTIMAL, SLOW
@@ -94,6 +95,7 @@ def train(kind: str, rows: Rows, options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
+    captures.share(model, kind)
     mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, reference))
     step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=mine, **options)
     torch.manual_seed(1 + dist.get_rank())
