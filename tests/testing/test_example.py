@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.testing.graphs import lowered
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "ci_graph_diff"
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != "CI"}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_commfuse", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, check=False, timeout=300)
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """pytester forgets what is imported while it is there, and parts of torch cannot be imported twice."""
+    lowered().text()
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
-    return shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("__pycache__"))
+def example(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """The project, in the folder in which pytester runs pytest."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(EXAMPLE, pytester.path, ignore=ignored, dirs_exist_ok=True)
+    return pytester
 
 
-def test_the_example_passes(example: Path) -> None:
-    done = run(example)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+def run(example: pytest.Pytester, **outcomes: int) -> str:
+    """What pytest prints, after a check of how the example's tests ended."""
+    result = example.runpytest_inprocess("-p", "pytest_commfuse", "-p", "no:cacheprovider")
+    result.assert_outcomes(**outcomes)
+    assert result.ret == (1 if "failed" in outcomes else 0)
+    return result.stdout.str()
 
 
-def test_a_change_of_its_model_is_found(example: Path) -> None:
-    model = example / "model.py"
+def test_the_example_passes(example: pytest.Pytester) -> None:
+    run(example, passed=3)
+
+
+def test_a_change_of_its_model_is_found(example: pytest.Pytester) -> None:
+    model = example.path / "model.py"
     model.write_text(model.read_text().replace("32, 64, 10, 16", "32, 128, 10, 16"))
-    done = run(example)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 2 passed" in done.stdout
-    assert re.search(
-        r"differs from its golden __graphs__/test_graph\.test_graph\.graph\ncompute changed: ", done.stdout
-    )
-    (command,) = re.findall(r"make the golden again: pytest (.*)", done.stdout)
+    text = run(example, failed=1, passed=2)
+    assert re.search(r"differs from its golden __graphs__/test_graph\.test_graph\.graph\ncompute changed: ", text)
+    (command,) = re.findall(r"make the golden again: pytest (.*)", text)
     assert f"pytest {command}\n" in (EXAMPLE / "README.md").read_text()
 
 
