@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx.proxy import _create_arg_bypass
 from torch.utils._pytree import tree_map_only
 
+from commfuse_fx.capture.cudnn_recurrent import recurrent_on_cuda
 from commfuse_fx.capture.generators import SEEDED, Generators
 from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
@@ -91,6 +92,7 @@ def traceable_torch() -> Iterator[None]:
         known_shapes(),
         patched_here(torch, "ctc_loss", _ctc_loss),
         patched_here(torch._VF, "_pack_padded_sequence", _refuse_packing),
+        recurrent_on_cuda(),
         # torch 2.13 lets a graph hold a generator, earlier versions lack this entry.
         patch.dict(_create_arg_bypass, {torch.Generator: lambda tracer, generator: generator}),
     ):

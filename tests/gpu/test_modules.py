@@ -30,20 +30,33 @@ def convnet() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 4, 4)), convolution, nn.Flatten(), nn.Linear(128, 8))
 
 
-def recurrent() -> nn.Module:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(4, 8, 2), nn.Linear(8, 8)
+class Recurrent(nn.Module):
+    """The last output of a recurrent module, and both of its states."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(self.lstm(x.view(4, -1, 4))[0][-1])
-            return out
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.LazyLinear(8)
 
-    return Net()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, states = self.layer(x.view(4, -1, 4))
+        last = states[0] if isinstance(states, tuple) else states
+        out: torch.Tensor = self.head(torch.cat([output[-1], last[-1]], -1))
+        return out
 
 
-MODELS: dict[str, Make] = {"mlp": mlp, "convnet": convnet, "lstm": recurrent}
+def recurrent(layer: nn.RNNBase) -> nn.Module:
+    model = Recurrent(layer)
+    model(torch.randn(2, 16))
+    return model
+
+
+MODELS: dict[str, Make] = {
+    "mlp": mlp,
+    "convnet": convnet,
+    "lstm": lambda: recurrent(nn.LSTM(4, 8, 2)),
+    "gru": lambda: recurrent(nn.GRU(4, 8, 2, bidirectional=True)),
+    "projected": lambda: recurrent(nn.LSTM(4, 8, bias=False, proj_size=3)),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

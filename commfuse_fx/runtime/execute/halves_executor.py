@@ -37,7 +37,8 @@ class HalvesExecutor(Executor):
         self.halves = generate_halves(self.program, self._bind, hooks, self.wire.sends(), check.functions)
         specs = info(self.program.loss).spec
         assert isinstance(specs, tuple)
-        self._gradient_specs = specs
+        used = [node.args[1] for node in self.program.loss.users if node.op == "call_function"]
+        self._gradient_specs = [spec if number in used else None for number, spec in enumerate(specs)]
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         """The outputs, and what the backward needs (named in `saved`)."""
