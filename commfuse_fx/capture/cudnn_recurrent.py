@@ -49,7 +49,7 @@ def _traceable(original: Callable[..., Any], mode: int) -> Callable[..., Any]:
             size, projected = cell.shape[2], size
         per_layer = (4 if has_bias else 2) + (projected > 0)
         states = (hidden.contiguous(), None if cell is None else cell.contiguous())
-        shape = (mode, size, projected, layers, batch_first, 0.0, train, bidirectional, [], None)
+        shape: tuple[Any, ...] = (mode, size, projected, layers, batch_first, 0.0, train, bidirectional, [], None)
         output, hy, cy, *_ = _cudnn_rnn(input, list(weights), per_layer, None, *states, *shape)
         return (output, hy) if cell is None else (output, hy, cy)
 
