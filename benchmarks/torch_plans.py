@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _runtime_estimation
 from torch.utils._pytree import tree_map
 
 from commfuse_fx.cost.model import CostModel, profile_key
@@ -315,13 +316,17 @@ def _module(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> fx.GraphModu
 def _device_figures(costs: CostModel) -> Iterator[None]:
     """The pass also works out a roofline of its own, only to log it, with figures that it asks Triton for."""
     device = costs.cluster.device
+    flops = device.flops.get("f32", next(iter(device.flops.values())))
+    bandwidth = device.memory_bandwidth / 1e9
     figures = {
-        "get_gpu_dram_gbps": lambda: device.memory_bandwidth / 1e9,
-        "get_device_tflops": lambda dtype: device.flops.get("f32", next(iter(device.flops.values()))) / 1e12,
+        "get_device_tflops": flops / 1e12,
+        "get_gpu_dram_gbps": bandwidth,  # up to torch 2.13
+        "get_device_dram_gbps": bandwidth,
     }
     with ExitStack() as stack:
         for name, figure in figures.items():
-            stack.enter_context(mock.patch(f"torch.utils._runtime_estimation.{name}", figure))
+            if hasattr(_runtime_estimation, name):
+                stack.enter_context(mock.patch.object(_runtime_estimation, name, return_value=figure))
         yield
 
 

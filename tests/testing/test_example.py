@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.testing.graphs import lowered
 
@@ -22,11 +23,14 @@ def _imported() -> None:
 
 @pytest.fixture
 def example(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """The project, in the folder in which pytester runs pytest."""
+    """The project, in the folder in which pytester runs pytest. Its golden is that of the torch that runs here."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(EXAMPLE, pytester.path, ignore=ignored, dirs_exist_ok=True)
+    (golden,) = pytester.path.glob("__graphs__/*.graph")
+    version = torch.__version__.partition("+")[0]
+    golden.write_text(re.sub(r"(?m)^# torch: .*$", f"# torch: {version}", golden.read_text(), count=1))
     return pytester
 
 
