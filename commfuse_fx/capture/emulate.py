@@ -13,8 +13,8 @@ from torch import nn
 from torch.fx.proxy import _create_arg_bypass
 from torch.utils._pytree import tree_map_only
 
-from commfuse_fx.capture.cudnn_recurrent import recurrent_on_cuda
 from commfuse_fx.capture.generators import SEEDED, Generators
+from commfuse_fx.capture.recurrent_on_cuda import recurrent_on_cuda
 from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.known_shapes import known_shapes

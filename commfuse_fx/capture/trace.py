@@ -47,6 +47,7 @@ from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.kernels.cudnn_recurrent import CUDNN
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
 from commfuse_fx.sharding.dividing.decompose import decompose, decomposed
 from commfuse_fx.sharding.marking.traced_marks import marks_traced
@@ -221,7 +222,7 @@ def _is_functional(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> bool:
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
     """What ops become when they are recorded, below autograd."""
-    return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **functional_collectives(mesh, marked)}
+    return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **CUDNN, **functional_collectives(mesh, marked)}
 
 
 def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool, seeded: bool) -> torch.Tensor:

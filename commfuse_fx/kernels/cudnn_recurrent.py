@@ -1,0 +1,65 @@
+"""Recurrent layers of cuDNN as two ops that a graph can hold.
+
+aten::_cudnn_rnn makes the buffer of all weights that its backward needs, where it is given none; a description of the
+op without data (torch 2.13) makes none. The backward op returns a list within a tuple, which becomes one list here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("commfuse", "FRAGMENT")
+_FORWARD = str(aten._cudnn_rnn.default._schema).removeprefix("aten::_cudnn_rnn")
+_BACKWARD = str(aten._cudnn_rnn_backward.default._schema).removeprefix("aten::_cudnn_rnn_backward")
+_library.define(f"cudnn_rnn{_FORWARD}")
+_library.define(f"cudnn_rnn_backward{_BACKWARD.partition(' -> ')[0]} -> Tensor[]")
+
+_Tensors = tuple[torch.Tensor, ...]
+
+
+def _forward(*args: Any) -> _Tensors:
+    made: _Tensors = aten._cudnn_rnn.default(*args)
+    return made
+
+
+def _forward_shapes(*args: Any) -> _Tensors:
+    output, hy, cy, reserve, _ = aten._cudnn_rnn.default(*args)
+    return output, hy, cy, reserve, args[0].new_empty(sum(weight.numel() for weight in args[1]))
+
+
+def _backward(*args: Any) -> list[torch.Tensor]:
+    """Gradients of the input, both states and the weights; what is not asked for has no elements."""
+    *others, weights = aten._cudnn_rnn_backward.default(*args)
+    empty = args[0].new_empty(0)
+    return [empty if grad is None else grad for grad in (*others, *weights)]
+
+
+def _backward_shapes(*args: Any) -> list[torch.Tensor]:
+    given, weights, hidden, cell = args[0], args[1], args[4], args[5]
+    like = (given, hidden, given.new_empty(0) if cell is None else cell, *weights)
+    return [each.new_empty(each.shape) for each in like]
+
+
+torch.library.impl("commfuse::cudnn_rnn", "CUDA", lib=_library)(_forward)
+torch.library.impl("commfuse::cudnn_rnn_backward", "CUDA", lib=_library)(_backward)
+torch.library.register_fake("commfuse::cudnn_rnn", _forward_shapes, lib=_library)
+torch.library.register_fake("commfuse::cudnn_rnn_backward", _backward_shapes, lib=_library)
+
+
+def _recorded_backward(*args: Any) -> tuple[Any, ...]:
+    *given, mask = args
+    everything = [True, True, given[5] is not None, True]
+    found = torch.ops.commfuse.cudnn_rnn_backward.default(*given, everything)
+    return (*(grad if wanted else None for grad, wanted in zip(found[:3], mask[:3], strict=True)), found[3:])
+
+
+CUDNN: Mapping[Any, Callable[..., Any]] = {
+    aten._cudnn_rnn.default: torch.ops.commfuse.cudnn_rnn.default,
+    aten._cudnn_rnn_backward.default: _recorded_backward,
+}
+"""Decompositions for a graph."""
