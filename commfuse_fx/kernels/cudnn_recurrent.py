@@ -21,6 +21,12 @@ _library.define(f"cudnn_rnn_backward{_BACKWARD.partition(' -> ')[0]} -> Tensor[]
 
 _Tensors = tuple[torch.Tensor, ...]
 
+_cudnn_rnn, _cudnn_rnn_backward = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
 
 def _forward(*args: Any) -> _Tensors:
     made: _Tensors = aten._cudnn_rnn.default(*args)
@@ -29,12 +35,24 @@ def _forward(*args: Any) -> _Tensors:
 
 def _forward_shapes(*args: Any) -> _Tensors:
     output, hy, cy, reserve, _ = aten._cudnn_rnn.default(*args)
+    if args[_names(_cudnn_rnn).index("batch_first")]:  # it lies in the order of time all the same
+        output = output.new_empty((output.shape[1], output.shape[0], output.shape[2])).transpose(0, 1)
     return output, hy, cy, reserve, args[0].new_empty(sum(weight.numel() for weight in args[1]))
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
-    """Gradients of the input, both states and the weights; what is not asked for has no elements."""
-    *others, weights = aten._cudnn_rnn_backward.default(*args)
+    """Gradients of the input, both states and the weights; what is not asked for has no elements.
+
+    cuDNN reads the memory of the output in the order of time, whatever its strides say.
+    """
+    names = _names(_cudnn_rnn_backward)
+    given = list(args)
+    place = names.index("output")
+    if given[names.index("batch_first")]:
+        given[place] = given[place].transpose(0, 1).contiguous().transpose(0, 1)
+    else:
+        given[place] = given[place].contiguous()
+    *others, weights = aten._cudnn_rnn_backward.default(*given)
     empty = args[0].new_empty(0)
     return [empty if grad is None else grad for grad in (*others, *weights)]
 

@@ -40,7 +40,7 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output, states = self.layer(x.view(4, -1, 4))
         last = states[0] if isinstance(states, tuple) else states
-        out: torch.Tensor = self.head(torch.cat([output[-1], last[-1]], -1))
+        out: torch.Tensor = self.head(torch.cat([output[-1].sum(0), last[-1].sum(0), output.std(0).mean(0)], -1))
         return out
 
 
@@ -54,6 +54,7 @@ MODELS: dict[str, Make] = {
     "mlp": mlp,
     "convnet": convnet,
     "lstm": lambda: recurrent(nn.LSTM(4, 8, 2)),
+    "batch first": lambda: recurrent(nn.LSTM(4, 8, 2, batch_first=True)),
     "gru": lambda: recurrent(nn.GRU(4, 8, 2, bidirectional=True)),
     "projected": lambda: recurrent(nn.LSTM(4, 8, bias=False, proj_size=3)),
 }
