@@ -102,8 +102,8 @@ def spread(sums: Sequence[GradientSum], run_of: Mapping[fx.Node, int]) -> None:
 
 
 def _take_origin(node: fx.Node, term: fx.Node) -> None:
-    """A sum belongs to what has completed it."""
-    if ORIGIN in term.meta:
+    """A sum belongs to what has completed it, if that is part of the backward: the gradient of an output is not."""
+    if ORIGIN in term.meta and term.meta[ORIGIN].phase == "backward":
         node.meta[ORIGIN] = term.meta[ORIGIN]
 
 

@@ -216,6 +216,29 @@ def test_losses_that_use_some_outputs(used: tuple[str, ...]) -> None:
         assert_same_gradients(model, twin)
 
 
+class Twice(nn.Module):
+    """Returns a tensor twice, and in an object what is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
+        a = self.one(x)
+        return a, torch.distributions.Categorical(logits=a), a, self.two(x)
+
+
+def test_a_tensor_that_is_several_outputs() -> None:
+    model = Twice().double()
+    twin = copy.deepcopy(model)
+    for call in (cf.compile(model, cpu_kernels=False), twin):
+        a, spread, again, b = call(batch())
+        chosen = spread.log_prob(torch.tensor([0, 1, 2, 0, 1, 2]))
+        (a.sum() + (chosen * b.detach()[:, 0]).mean() + again.exp().sum() + b.square().mean()).backward()
+    assert_same_gradients(model, twin)
+
+
 def test_activation_checkpointing_and_autocast() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
