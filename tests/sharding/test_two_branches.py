@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -55,7 +56,9 @@ def batch(rows: int) -> Batch:
     return torch.randn(rows, 3, 8), torch.randint(8, (rows,))
 
 
+@cache
 def case_of(name: str, op: Op) -> Case:
+    """The same one for the same op, so that all plans share its capture."""
     return Case(name, lambda: Towers(op), batch)
 
 
