@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """What is imported stays: looking through it in every full collection takes a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # graphs are many small objects: by default collecting takes another tenth
     # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
     # takes a stack for every tensor that is described: a third of the time of tracing.
     logging.getLogger("torch.__trace").propagate = True
