@@ -46,6 +46,7 @@ from commfuse_fx.capture.tensor_attributes import own_attributes
 from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.edit import ALIASES
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.kernels.cudnn_recurrent import CUDNN
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
@@ -295,6 +296,7 @@ def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
 
 def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: CallPaths) -> Traced:
     graph = module.graph
+    _drop_aliases(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutations: dict[fx.Node, fx.Node] = {}
     written: dict[fx.Node, fx.Node] = {}  # a copy_ into a placeholder -> that placeholder
@@ -317,6 +319,17 @@ def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: Call
     grads, input_grads = list(islice(returned, num_params)), list(returned)
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, list(mutations.items()), calls)
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Autograd and functionalization leave nodes that only stand for another one, each version of torch elsewhere.
+
+    Those of constants stay: a constant of the graph must not be handed out as a value that somebody may write to.
+    """
+    for node in list(graph.nodes):
+        if node.target in ALIASES and node.args[0].op != "get_attr":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 _SUMS: Mapping[Any, Callable[..., Any]] = {

@@ -119,14 +119,25 @@ class _Backward(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        described = zip(call.forward.outputs, call.forward.described.differentiable, strict=True)
+        outputs = _distinct(call.forward.outputs)
+        described = zip(outputs, call.forward.described.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, differentiable in described if not differentiable))
-        return tuple(call.forward.outputs)
+        return outputs
 
     @staticmethod
     @user_frames_only
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         return (None, *ctx.call.backward(ctx, gradients))
+
+
+def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same values, in a tensor each: autograd keeps what it knows of an output (`y`, `y.detach()`) by tensor."""
+    seen: dict[int, None] = {}
+    found = []
+    for output in outputs:
+        found.append(output.detach() if id(output) in seen else output)
+        seen[id(output)] = None
+    return tuple(found)
 
 
 def _asked_for(edge: Any) -> bool | None:

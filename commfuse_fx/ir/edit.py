@@ -14,7 +14,8 @@ from commfuse_fx.ir.random_draws import draws_random_numbers
 
 aten = torch.ops.aten
 
-IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+ALIASES = (aten.detach.default, aten.alias.default)
+IDENTITIES = (*ALIASES, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
 def replace(program: Program, node: fx.Node, replacement: fx.Node) -> None:

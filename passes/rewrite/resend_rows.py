@@ -16,7 +16,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import WAIT, c10d, collective_of, group_of, kind_of, wait_of
-from commfuse_fx.ir.edit import IDENTITIES, erase_upwards
+from commfuse_fx.ir.edit import erase_upwards
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name, info, tensor_spec
 from commfuse_fx.ir.naming import rows_of
 from commfuse_fx.ir.program import Program
@@ -87,14 +87,8 @@ class LookedUp:
 def may_resend(program: Program) -> bool:
     """Whether a gradient of this captured program is such a sum."""
     ranks = program.mesh.world
-    sums = (_sum(_uncopied(grad)) for grad in program.grads.values())
+    sums = (_sum(grad) for grad in program.grads.values())
     return ranks > 1 and any(found.rows(ranks) <= ResendRows.most for found in sums if found is not None)
-
-
-def _uncopied(grad: fx.Node) -> fx.Node:
-    while grad.target in IDENTITIES and isinstance(grad.args[0], fx.Node):
-        grad = grad.args[0]
-    return grad
 
 
 def _found(start: fx.Node) -> LookedUp | None:

@@ -239,6 +239,28 @@ def test_a_tensor_that_is_several_outputs() -> None:
     assert_same_gradients(model, twin)
 
 
+def test_outputs_that_share_their_memory() -> None:
+    """What is detached has no gradient, and takes none from the tensor that it shows."""
+
+    class Shows(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = super().forward(x)
+            return y.detach(), y, self.weight, self.weight.detach(), x.detach(), x
+
+    model = Shows(4, 2).double()
+    twin = copy.deepcopy(model)
+    gradients = []
+    for call in (cf.compile(model, cpu_kernels=False), twin):
+        x = batch().requires_grad_()
+        found = call(x)
+        assert [each.requires_grad for each in found] == [False, True, True, False, False, True]
+        assert [each.data_ptr() for each in found[::2]] == [each.data_ptr() for each in found[1::2]]
+        (found[1].square().sum() + found[2].exp().sum() + found[5].sum()).backward()
+        gradients.append(x.grad)
+    assert_same_gradients(model, twin)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def test_activation_checkpointing_and_autocast() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
