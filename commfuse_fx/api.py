@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     class Options(TypedDict, total=False):
         """The options of `compile` that do not decide what it returns."""
 
+        has_aux: Any
         parallel_mode: Any
         mesh: Any
         device_num: Any
@@ -118,6 +119,7 @@ def compile(
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     form: str | None = None,
+    has_aux: Any = Default(False),
     parallel_mode: Any = Default("data_parallel"),
     mesh: Any = Default(None),
     device_num: Any = Default(None),
@@ -159,6 +161,8 @@ def compile(
     optimizer: a torch.optim optimizer over the model's parameters; one call is then a whole step. None: a call
         adds the synchronised gradients to `param.grad`.
     form: "step" or "module". None: what `loss_fn` and `optimizer` say.
+    has_aux: whether `loss_fn`, or the model where there is none, returns a pair of the loss and anything else, such as
+        logits and metrics. The step then returns such a pair, with tensors that are detached.
     parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
         "semi_auto" (parameters and activations are divided as `shard` says) or "stand_alone" (no collectives).
     mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.

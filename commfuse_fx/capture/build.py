@@ -13,7 +13,7 @@ from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
 from commfuse_fx.capture.rank_writes import warn_of_rank_writes
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
-from commfuse_fx.capture.tree import Structure, unflatten
+from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
 from commfuse_fx.errors import CaptureError
@@ -39,13 +39,21 @@ def capture(
     Raises CaptureError when the step cannot be one graph; errors of the model itself pass unchanged.
     """
     check_parameters(model)
+    found: list[tuple[list[str], Structure]] = []
 
-    def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> tuple[torch.Tensor]:
-        return (compute_loss(model, unflatten(structure, iter(tensors)), loss_fn, recorder),)
+    def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> list[torch.Tensor]:
+        call = unflatten(structure, iter(tensors))
+        loss, aux = compute_loss(model, call, loss_fn, recorder, config.has_aux)
+        others, nest = flatten_output(aux, "aux")
+        found.append(([path for path, _ in others], nest))
+        return [loss, *(tensor.detach() for _, tensor in others)]
 
     inputs = [tensor for _, tensor in leaves]
     traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs, reads=reads)
+    [(paths, nest)] = found
     program = describe(traced, model, leaves, mesh, config, training, optimizer)
+    program.aux = dict(zip(paths, traced.results[1:], strict=True))
+    program.aux_nest = nest
     write_back(program, traced.mutations, before=program.output)
     program.set_output()
     warn_of_rank_writes(program, traced.mutations)

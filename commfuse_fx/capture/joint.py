@@ -28,7 +28,7 @@ from commfuse_fx.ir.reshaped import dense_like
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model returns.
+    """What a model returns, or what a step returns besides its loss.
 
     nest: how its tensors nest.
     differentiable: whether each of them has a gradient.
@@ -37,9 +37,9 @@ class Outputs:
     """
 
     nest: Structure
-    differentiable: tuple[bool, ...]
-    read_late: tuple[Source, ...]
-    outputs_read_late: tuple[int, ...]
+    differentiable: tuple[bool, ...] = ()
+    read_late: tuple[Source, ...] = ()
+    outputs_read_late: tuple[int, ...] = ()
 
 
 def capture_joint(

@@ -34,23 +34,41 @@ def argument_path(path: str) -> str:
 
 
 def compute_loss(
-    model: nn.Module, arguments: Mapping[str, Any], loss_fn: LossFn | None, recorder: OriginRecorder
-) -> torch.Tensor:
-    """Run the model and return its scalar loss. Raises CaptureError for anything that is not one."""
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    loss_fn: LossFn | None,
+    recorder: OriginRecorder,
+    has_aux: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """Run the model; return its scalar loss and, with has_aux, what comes with it. Raises CaptureError for anything
+    else."""
     call = arguments["input"]
     if loss_fn is None:
-        return _loss_in(model(*call["args"], **call["kwargs"]))
+        output = model(*call["args"], **call["kwargs"])
+        if not has_aux:
+            return _loss_in(output), None
+        loss, aux = _pair(output, "the model")
+        return _loss_in(loss), aux
     try:
         output = model(*call["args"], **call["kwargs"])
     except TypeError as error:
         if _fits(model, call["args"], call["kwargs"]):
             raise
         raise _without_target(model, call, arguments["target"]) from error
+    aux = None
     with recorder.scope("loss_fn"):
         loss = loss_fn(output, arguments["target"])
+        if has_aux:
+            loss, aux = _pair(loss, "loss_fn")
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"loss_fn returned {_described(loss)}, not a tensor: {_fix_for(loss)}")
-    return _check_scalar(loss, "loss_fn returned", "reduce it with .mean() or .sum(), or with reduction='mean'")
+    return _check_scalar(loss, "loss_fn returned", "reduce it with .mean() or .sum(), or with reduction='mean'"), aux
+
+
+def _pair(value: Any, who: str) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    raise CaptureError(f"{who} returned {_described(value)}: with has_aux=True it has to return (loss, anything)")
 
 
 def _fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -99,7 +117,7 @@ def _fix_for(loss: Any) -> str:
         return "return the scalar tensor itself, without .item() or float()"
     if loss is None:
         return "return the scalar tensor (is there a `return`?)"
-    return "return the loss alone, a scalar tensor"
+    return "return the loss alone, a scalar tensor, or pass has_aux=True and return (loss, anything)"
 
 
 def _loss_in(output: Any) -> torch.Tensor:

@@ -156,6 +156,7 @@ def trace_step(
                     seeds = [torch.empty_like(result) if result.requires_grad else None for result in results]
                 own = {id(value) for value in (*fresh, *held.values(), *leaves)}
                 begun = [(each, seed) for each, seed in zip(results, seeds, strict=True) if each.requires_grad]
+                begun = begun if seeded else [(results[0], None)]
                 with recorder.backward(), other_gradients_kept([each for each, _ in begun], own):
                     torch.autograd.backward([each for each, _ in begun], [seed for _, seed in begun])
         count = len(results)
@@ -266,7 +267,7 @@ def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: S
 
 
 def _check_differentiable(results: Sequence[torch.Tensor], seeded: bool) -> None:
-    if not any(result.requires_grad for result in results):
+    if not any(result.requires_grad for result in (results if seeded else results[:1])):
         what = "no output depends" if seeded else "the loss does not depend"
         raise CaptureError(
             f"{what} on any parameter that requires a gradient: unfreeze one (param.requires_grad_(True)), or check "

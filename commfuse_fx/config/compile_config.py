@@ -47,6 +47,8 @@ class CompileConfig:
     """Every option of `compile` but the model, loss function and optimizer; `resolve` makes a valid one."""
 
     comm_fusion: FusionConfig
+    has_aux: bool
+    """Whether a step returns more than its loss."""
     parallel_mode: str
     """One of "stand_alone", "data_parallel", "hybrid_parallel" and "semi_auto"; aliases are resolved."""
     mesh: Any

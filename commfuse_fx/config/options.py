@@ -29,6 +29,7 @@ EXCHANGE_FACTORS = ("never", "auto", "always")
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "comm_fusion": None,
+        "has_aux": False,
         "parallel_mode": "data_parallel",
         "mesh": None,
         "device_num": None,
@@ -172,6 +173,7 @@ def _accept(value: object, where: str) -> object:
 _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
     {
         "parallel_mode": partial(check_choice, choices=(*PARALLEL_MODES, *PARALLEL_MODE_ALIASES)),
+        "has_aux": check_bool,
         "mesh": _check_mesh,
         "device_num": _check_device_num,
         "global_rank": _check_global_rank,

@@ -52,6 +52,10 @@ def check_form_of_module(config: CompileConfig) -> None:
             "compile without loss_fn and optimizer): a loss over a rank's part of the output has no global meaning; "
             'pass loss_fn or form="step"'
         )
+    if config.has_aux:
+        raise ConfigValueError(
+            "has_aux=True with the module form: a module returns all that the model returns; leave it out"
+        )
     if config.full_batch:
         raise ConfigValueError(
             "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
@@ -65,7 +69,12 @@ def check_form_of_module(config: CompileConfig) -> None:
 
 
 def check_form_of_step(config: CompileConfig) -> None:
-    """Raise for options that only a module has."""
+    """Raise for options that only a module has, and for those that a divided step does not have yet."""
+    if config.has_aux and config.divides_graphs:
+        raise NotAvailableError(
+            f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '
+            "part of the outputs; leave it out, or use data_parallel"
+        )
     if config.find_unused_parameters:
         raise ConfigValueError(
             'find_unused_parameters=True is an option of the module form (form="module", or compile without loss_fn '

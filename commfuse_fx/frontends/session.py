@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError, PlanMismatchError
+from commfuse_fx.frontends.finished_loss import finished
 from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
@@ -73,8 +75,8 @@ class Session:
         _holders_of_groups.add(self)
         return groups
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """One call of the step."""
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One call of the step: its loss, or a pair of the loss and auxiliary outputs."""
         agreement = self.agreement
         if agreement is None:
             with lock_of(self.planner.model):
@@ -161,7 +163,7 @@ class Session:
                 for param, before in zip(whole, kept, strict=True):
                     param.copy_(before)
 
-    def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         agreement.begin_step()
         try:
             with lock_of(self.planner.model):
@@ -172,7 +174,7 @@ class Session:
             agreement.leave_step(error, expected=expected, lost=lost)
             raise
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = self.planner.take_apart(args, kwargs)
         if self.agreement is None or not self.planner.config.plans_by_cost:
             return self._run_call(call)
@@ -203,7 +205,7 @@ class Session:
         self.planner.plan_in_common(seconds)
         agreement.begin_step()
 
-    def _run_call(self, call: Call) -> torch.Tensor:
+    def _run_call(self, call: Call) -> Any:
         if self.running is not None:
             self.running.tail.check()
         plan = self._plan_that_runs(call)
@@ -218,12 +220,14 @@ class Session:
             self._voting.start(runner)
         if executor.needs_seed:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
-        loss, *grads = executor.run(dict(call.leaves))
+        loss, *others = executor.run(dict(call.leaves))
         if self.agreement is not None:
             self.agreement.end_step()
-        hand_out(executor, grads)
-        result: torch.Tensor = loss
-        return result
+        count = len(executor.program.grads)
+        hand_out(executor, others[:count])
+        described = plan.compiled.outputs
+        loss = finished(loss) if executor.program.training else loss
+        return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
 
     def _plan_that_runs(self, call: Call) -> Plan | None:
         """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""

@@ -31,8 +31,8 @@ class CompiledStep(CompiledCall):
     """
 
     @user_frames_only
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run one step on this rank and return its loss.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on this rank and return its loss; with `has_aux`, a pair of the loss and auxiliary outputs.
 
         The arguments are those of the model, with the target behind them where there is a `loss_fn`. Tensors of
         another shape or dtype trace the model again.

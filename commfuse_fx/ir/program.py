@@ -144,6 +144,7 @@ class Program:
     loss: the node of the loss. In a program of two halves, whose backward the caller starts, the call of `hand_over`
         that ends the forward half.
     aux: what the graph returns besides the loss and the gradients, by name.
+    aux_nest: how the auxiliary outputs of a step nest (`capture.tree.Structure`).
     constants: tensors that the trace has met, by name.
     batch_axes: the group of mesh axes over which inputs are divided; "": none.
     batch_inputs: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
@@ -164,6 +165,7 @@ class Program:
     names: Names = field(default_factory=Names)
     grads: dict[str, fx.Node] = field(default_factory=dict)
     aux: dict[str, fx.Node] = field(default_factory=dict)
+    aux_nest: Any = None
     optimizer: OptimizerInfo | None = None
     updates: list[Update] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)

@@ -57,6 +57,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
                     request.optimizer,
                     reads,
                 )
+                outputs = Outputs(program.aux_nest) if config.has_aux else None
         seconds = time.perf_counter() - start
         if asked.sharding is not None and asked.sliced_inputs and not config.full_batch:
             resolved = resolve_marks(asked.sharding.marks, program)

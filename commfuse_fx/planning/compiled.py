@@ -85,7 +85,7 @@ class Compiled:
     """The final program, the program as captured (to replay the passes from), and what it cost.
 
     voted: of a step that several ranks run, the text of what was captured, without and with what depends on the batch.
-    outputs: of a module, what it returns.
+    outputs: of a module, what it returns; of a step with auxiliary outputs, those.
     """
 
     program: Program

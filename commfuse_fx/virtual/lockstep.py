@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.mesh import Mesh
@@ -191,6 +191,11 @@ def lockstep(
         raise ConfigValueError(
             "lowered is one that cf.load read: values of constants, model and optimizer are not in its files; pass "
             "step.lower(*args) of the step itself"
+        )
+    if lowered.program.has_two_halves:
+        raise NotAvailableError(
+            "cf.lockstep() is not available yet for the module form: compile the step (loss_fn= or optimizer=), whose "
+            "buckets are the same"
         )
     size = lowered._call.step.mesh.world
     if world is not None and world != size:

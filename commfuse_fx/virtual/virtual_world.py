@@ -106,8 +106,9 @@ class LockstepWorld:
         results: list[RankResult] = []
         # Looks at guarded parameters, but not at their values.
         with torch._C.DisableTorchFunctionSubclass():
-            for executor, (loss, *grads) in zip(running.executors, outputs, strict=True):
+            for executor, (loss, *others) in zip(running.executors, outputs, strict=True):
                 executor.publish()
+                grads = others[: len(running.program.grads)]
                 hand_out(executor, grads)
                 results.append(RankResult(loss, dict(zip(running.program.grads, grads, strict=True))))
             if running.is_pending and not self._guard.is_closed:

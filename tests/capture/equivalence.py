@@ -23,7 +23,8 @@ class _NoScopes:
 
 
 def eager_loss(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return compute_loss(model, name_arguments(args, kwargs, loss_fn), loss_fn, _NoScopes())  # type: ignore[arg-type]
+    loss, _ = compute_loss(model, name_arguments(args, kwargs, loss_fn), loss_fn, _NoScopes())  # type: ignore[arg-type]
+    return loss
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

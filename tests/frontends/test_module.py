@@ -326,6 +326,11 @@ def test_buckets_are_those_of_the_step() -> None:
         ]
 
 
+def test_lockstep_is_for_steps() -> None:
+    with pytest.raises(cf.NotAvailableError, match="module form"):
+        cf.lockstep(cf.compile(Net(), device_num=2).lower(torch.randn(2, 4)))
+
+
 def test_a_virtual_world_runs_nothing() -> None:
     with pytest.raises(cf.VirtualWorldError, match="has no devices to run on"):
         cf.compile(Net(), device_num=2)(torch.randn(2, 4))
