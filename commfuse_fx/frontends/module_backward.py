@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import CaptureError, NotAvailableError
+from commfuse_fx.frontends.late_gradients import watch_gradients
 from commfuse_fx.frontends.module_session import Forward, ModuleSession, write_gradients
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -78,8 +79,8 @@ class ModuleCall:
         `.grad` is to hold are written here."""
         if torch.is_grad_enabled():
             raise NotAvailableError(
-                "backward(create_graph=True) through a compiled module is not available yet: call the model itself "
-                "(model.module) where gradients of gradients are needed"
+                "create_graph=True through a compiled module is not available yet: compute what needs gradients of "
+                "gradients inside of the model's forward, with torch.autograd.grad(..., create_graph=True) there"
             )
         self._check_hooks()
         asked = {name: _asked_for(edge) for name, (edge, _) in zip(self.edges, node.next_functions, strict=False)}
@@ -93,6 +94,8 @@ class ModuleCall:
             if name not in asked:  # of the others autograd calls them
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
+        if mode != "local":
+            watch_gradients({name: self.params[name] for name in written})
         returned = [grads.get(name) if asked[name] is None else None for name in self.edges]
         return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -426,6 +427,30 @@ def early_end() -> str:
 
 def test_all_ranks_raise_when_one_has_no_more_batches(ranks: Ranks) -> None:
     assert all("exhausted" in text for text in ranks.values(early_end))
+
+
+def late_gradients() -> list[str]:
+    """A penalty on parameters, and calls of the model itself beside those of the module."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commfuse_fx.runtime").addHandler(handler)
+    model, twin = (nn.Linear(6, 6).double() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    wrapped, other = cf.compile(model, cpu_kernels=False), nn.parallel.DistributedDataParallel(twin)
+    for step in range(3):
+        for each, call in ((model, wrapped), (twin, other)):
+            loss = call(batch(step)).square().mean()
+            (loss + 0.1 * each.weight.square().sum() if step else loss).backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=1e-12, atol=1e-12)
+        said.append("ready")
+    logging.getLogger("commfuse_fx.runtime").removeHandler(handler)
+    return said
+
+
+def test_gradients_that_do_not_come_from_the_module_are_named(ranks: Ranks) -> None:
+    for said in ranks.values(late_gradients):
+        assert [said[0], *said[2:]] == ["ready"] * 3 and "weight, or a parameter of its bucket, got a" in said[1]
 
 
 def wrapped_twice() -> str:
