@@ -80,7 +80,7 @@ class CompiledModule(nn.Module, Joinable):
             refuse_wrappers(self.module)
             self._ran = True
         session = self._session
-        forward = session.forward(args, kwargs)
+        forward = session.forward(args, kwargs, self.require_backward_grad_sync)
         if self._join_config.enable and session.agreement is not None:
             Join.notify_join_context(self)
             session.take_roll(self.require_backward_grad_sync)

@@ -129,8 +129,21 @@ class ModuleSession(Session):
         self.roll = Roll(active, bool(reducing), bool(needing))
         return self.roll
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
-        """Run the compiled forward. Raises what compiling raises."""
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], syncs: bool) -> Forward:
+        """Run the compiled forward. syncs: whether its backward is to reduce: other ranks will wait for this one.
+
+        Raises what compiling raises, and what the model does.
+        """
+        try:
+            return self._forward(args, kwargs)
+        except Exception as error:
+            if self.agreement is not None and syncs:
+                with self.agreement.callers.turn(self.agreement.number):
+                    self.agreement.begin_step()
+                    self.agreement.leave_step(error, expected=True)
+            raise
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         with lock_of(self.planner.model):
             call = self.planner.take_apart(args, kwargs)
             plan = self.planner.plan(call)

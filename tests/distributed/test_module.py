@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -489,3 +490,61 @@ def test_ranks_begin_with_rank_0s_values(ranks: Ranks) -> None:
     assert first == second
     first, second = ranks.values(start_values, {"parameter_broadcast": False})
     assert first != second
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(6, 6).double(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise KeyError("of the model")
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def fails_in_forward() -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = Failing()
+    wrapped = cf.compile(model)
+    wrapped(batch(0)).sum().backward()
+    model.zero_grad()
+    model.fails = dist.get_rank() == 1
+    began = time.monotonic()
+    with pytest.raises(KeyError if model.fails else cf.PeerFailedError) as error:
+        wrapped(batch(1)).sum().backward()
+    seconds = time.monotonic() - began
+    assert all(param.grad is None for param in model.parameters())
+    model.fails = False
+    wrapped(batch(2)).sum().backward()  # all go on
+    return str(error.value), seconds
+
+
+def test_a_rank_that_fails_in_its_forward_is_named_at_once(ranks: Ranks) -> None:
+    (told, waited), _ = ranks.values(fails_in_forward)
+    assert "rank 1: KeyError: 'of the model'" in told and waited < 30
+
+
+def fails_in_backward() -> str:
+    torch.manual_seed(0)
+    model = Failing()
+    wrapped = cf.compile(model)
+    out = wrapped(batch(0))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.layer.weight.add_(1)
+    x = batch(0).requires_grad_()
+    wrapped(x).sum().backward()
+    out = wrapped(x)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.layer.weight.add_(1)
+    with pytest.raises(RuntimeError if dist.get_rank() == 1 else cf.PeerFailedError) as error:
+        out.sum().backward()
+    return str(error.value)
+
+
+def test_a_rank_that_fails_in_its_backward_is_named_at_once(ranks: Ranks) -> None:
+    told, _ = ranks.values(fails_in_backward)
+    assert "rank 1: RuntimeError" in told and "modified by an inplace operation" in told
