@@ -1,4 +1,5 @@
-"""One training step each, the way PyTorch programs write it: what this project's steps are compared with.
+"""One training step each, the way PyTorch programs write it: what this project's steps are compared with. The module
+form of this project takes DistributedDataParallel's place in such a program.
 
 All of them use AdamW(fused=True) and set gradients to None before each backward pass.
 """
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commfuse_fx as cf
 from benchmarks.workloads import LEARNING_RATE, Workload, eager_loss
 
 Step = Callable[[], Any]
@@ -51,11 +53,16 @@ def fsdp2(workload: Workload, model: nn.Module) -> Step:
     return _step(workload, model)
 
 
+def module(workload: Workload, model: nn.Module) -> Step:
+    return _step(workload, cf.compile(model))
+
+
 PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
     "unfused after backward": unfused,
     "DDP": ddp,
     "DDP + torch.compile": compiled_ddp,
     "FSDP2": fsdp2,
+    "module form": module,
 }
 
 

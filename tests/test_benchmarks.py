@@ -42,7 +42,7 @@ class TestArguments:
         assert options.rounds == 6 and options.block == 10 and options.timeout == 300.0
         assert options.workloads == ["mlp", "gpt2", "bert", "convnet", "many_small"]
         assert tuple(options.variants) == VARIANTS
-        assert list(VARIANTS)[:5] == [*PEERS, "overlap"]
+        assert list(VARIANTS)[:6] == [*PEERS, "overlap"]
 
     def test_values(self) -> None:
         options = parser().parse_args(["--rates", "2.5", "unlimited", "--variants", "DDP + torch.compile", "--ranks=4"])

@@ -20,11 +20,11 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
-from commfuse_fx.ir.halves import crossing, outputs_of, split
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
-_serial = count()
+serial = count()
+"""Numbers the sources, which Python tells apart by their names."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Generated:
 
     def without(self, nodes: Iterable[fx.Node]) -> Generated:
         """The same code, but the results of these nodes are handed to nobody. The tail stays as it is."""
-        source, remaining = _without(self.source, self.handed_on, nodes)
-        made = _execute(source, self.filename, dict(self.namespace))
+        source, remaining = without_handing_on(self.source, self.handed_on, nodes)
+        made = execute(source, self.filename, dict(self.namespace))
         return replace(self, produce=made["produce"], commit=made["commit"], source=source, handed_on=remaining)
 
 
@@ -75,47 +75,12 @@ def generate(
     `sends[node]` are pairs of a function and the node whose value it gets, called just after it;
     `results[node]` gets what the node has computed, and gives the value that the graph goes on with.
     """
-    return _Generator(program, bind, hooks or {}, sends or {}, results or {}).run()
+    return Generator(program, bind, hooks or {}, sends or {}, results or {}).run()
 
 
-@dataclass(frozen=True)
-class Halves:
-    """The code of a program of two halves.
-
-    forward: takes the values of the inputs, and returns the outputs and what is saved for the backward.
-    backward: takes a list of what is saved, of the gradients that parameters hold and, last, of those of the outputs;
-        it empties the list. Returns the gradients of parameters and inputs.
-    saved: the names of what is saved.
-    """
-
-    forward: Callable[[list[Any]], tuple[list[Any], tuple[Any, ...]]]
-    backward: Callable[[list[Any]], tuple[Any, ...]]
-    saved: tuple[str, ...]
-    source: str
-    filename: str
-    node_of_line: Mapping[int, fx.Node]
-    handed_on: Mapping[fx.Node, int]
-    namespace: dict[str, Any]
-
-    def without(self, nodes: Iterable[fx.Node]) -> Halves:
-        """The same code, but the results of these nodes are handed to nobody."""
-        source, remaining = _without(self.source, self.handed_on, nodes)
-        made = _execute(source, self.filename, dict(self.namespace))
-        return replace(self, forward=made["forward"], backward=made["backward"], source=source, handed_on=remaining)
-
-
-def generate_halves(
-    program: Program,
-    bind: Callable[[fx.Node], Any],
-    hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
-    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
-    results: Mapping[fx.Node, Callable[[Any], Any]],
-) -> Halves:
-    """Compile a program of two halves to Python; the arguments are those of `generate`."""
-    return _Generator(program, bind, hooks, sends, results).run_halves()
-
-
-def _without(source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.Node]) -> tuple[str, dict[fx.Node, int]]:
+def without_handing_on(
+    source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
+) -> tuple[str, dict[fx.Node, int]]:
     lines = source.splitlines(keepends=True)
     remaining = dict(handed_on)
     for node in nodes:
@@ -123,13 +88,15 @@ def _without(source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.N
     return "".join(lines), remaining
 
 
-def _execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
+def execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return namespace
 
 
-class _Generator:
+class Generator:
+    """Writes the functions of one program. The arguments are those of `generate`."""
+
     def __init__(
         self,
         program: Program,
@@ -166,16 +133,16 @@ class _Generator:
         needed_later = dict.fromkeys(v for node in (*committed, output) for v in node.all_input_nodes)
         made_before = dict.fromkeys((*placeholders, *produced))
         live = [node for node in needed_later if node in made_before]
-        handed_on = f"({self._tuple([self.variable[n] for n in live])}, {tail.first_values(self.variable)})"
-        self._function("produce", placeholders, produced, handed_on, keep=needed_later | dict.fromkeys(tail.given))
+        handed_on = f"({self.tuple([self.variable[n] for n in live])}, {tail.first_values(self.variable)})"
+        self.function("produce", placeholders, produced, handed_on, keep=needed_later | dict.fromkeys(tail.given))
         results: Sequence[Any] = output.args[0]
-        returned = self._tuple([self._literal(value) for value in results])
-        self._function("commit", live, committed, returned, keep=dict.fromkeys(output.all_input_nodes))
+        returned = self.tuple([self.literal(value) for value in results])
+        self.function("commit", live, committed, returned, keep=dict.fromkeys(output.all_input_nodes))
         for number, nodes in enumerate(tail.parts):
             self._tail_part(number, nodes, tail)
         source = "\n".join(self.lines) + "\n"
-        filename = f"<commfuse step {next(_serial)}>"
-        made = _execute(source, filename, self.namespace)
+        filename = f"<commfuse step {next(serial)}>"
+        made = execute(source, filename, self.namespace)
         parts = tuple(
             TailPart(_anchor(nodes[0]), made[f"tail_{number}"], is_wait(nodes[0]), tuple(nodes))
             for number, nodes in enumerate(tail.parts)
@@ -183,37 +150,6 @@ class _Generator:
         return Generated(
             made["produce"], made["commit"], parts, source, filename, self.node_of_line, self.handed_on, made
         )
-
-    def run_halves(self) -> Halves:
-        program = self.program
-        early, late = split(program)
-        saved = [node for node in crossing(program) if not self._is_held(node)]
-        inputs = [node for node in program.sources if not self._is_held(node)]
-        outputs = program.loss.args[0]
-        returned = f"({self._literal(outputs)}, {self._tuple([self.variable[node] for node in saved])})"
-        self._function("forward", inputs, early, returned, keep=dict.fromkeys([*saved, *outputs_of(program)]))
-        held = [node for node in program.sources if self._is_held(node)]
-        output = self.nodes[-1]
-        results: Sequence[Any] = output.args[0][1:]
-        self._function(
-            "backward",
-            [*saved, *held, program.loss],
-            late,
-            self._tuple([self._literal(value) for value in results]),
-            keep=dict.fromkeys(output.all_input_nodes),
-            empties=True,
-        )
-        source = "\n".join(self.lines) + "\n"
-        filename = f"<commfuse module {next(_serial)}>"
-        made = _execute(source, filename, self.namespace)
-        names = tuple(info(node).name for node in saved)
-        return Halves(
-            made["forward"], made["backward"], names, source, filename, self.node_of_line, self.handed_on, made
-        )
-
-    def _is_held(self, node: fx.Node) -> bool:
-        source = self.program.sources.get(node)
-        return source is not None and source.kind == "gradient"
 
     def _tail_part(self, number: int, nodes: Sequence[fx.Node], tail: _Tail) -> None:
         """A function that reads values of the tail from a list, and leaves there what later parts need."""
@@ -232,7 +168,7 @@ class _Generator:
             if value in tail.place and self.last_use.get(value) in own:
                 self.lines.append(f"    values[{tail.place[value]}] = None")
 
-    def _function(
+    def function(
         self,
         name: str,
         given: Sequence[fx.Node],
@@ -243,7 +179,7 @@ class _Generator:
     ) -> None:
         self.lines.append(f"def {name}(given):")
         if given:
-            self.lines.append(f"    {self._tuple([self.variable[node] for node in given])} = given")
+            self.lines.append(f"    {self.tuple([self.variable[node] for node in given])} = given")
         self.lines.append("    given.clear()" if empties else "    given = None")
         for node in given:
             if node not in self.last_use:
@@ -270,10 +206,10 @@ class _Generator:
             self.lines.append(f"    {name} = c_{name}")
             return
         if node.target is operator.getitem:
-            self.lines.append(f"    {name} = {self._literal(node.args[0])}[{self._literal(node.args[1])}]")
+            self.lines.append(f"    {name} = {self.literal(node.args[0])}[{self.literal(node.args[1])}]")
             return
-        arguments = [self._literal(value) for value in node.args]
-        arguments.extend(f"{key}={self._literal(value)}" for key, value in node.kwargs.items())
+        arguments = [self.literal(value) for value in node.args]
+        arguments.extend(f"{key}={self.literal(value)}" for key, value in node.kwargs.items())
         self.lines.append(f"    {name} = {self._callee(node)}({', '.join(arguments)})")
         if node in self.results:
             self.lines.append(f"    {name} = {self._name(self.results[node])}({name})")
@@ -289,11 +225,11 @@ class _Generator:
             self.namespace[name] = function._op if isinstance(function, torch._ops.OpOverload) else function
         return self.functions[key]
 
-    def _literal(self, value: Any) -> str:
+    def literal(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             return self.variable[value]
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._literal(item) for item in value)}]"
+            return f"[{', '.join(self.literal(item) for item in value)}]"
         if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
         return self._name(value)
@@ -305,7 +241,7 @@ class _Generator:
         return name
 
     @staticmethod
-    def _tuple(items: Sequence[str]) -> str:
+    def tuple(items: Sequence[str]) -> str:
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 

@@ -17,7 +17,8 @@ from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.update_layout import check_blocks
-from commfuse_fx.runtime.execute.codegen import Generated, Halves, generate
+from commfuse_fx.runtime.execute.codegen import Generated, generate
+from commfuse_fx.runtime.execute.codegen_of_halves import Halves
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.modes import outside_modes

@@ -10,7 +10,7 @@ from torch import fx
 
 from commfuse_fx.ir.halves import USED, split
 from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.runtime.execute.codegen import Halves, generate_halves
+from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.memory.own_storage import separated

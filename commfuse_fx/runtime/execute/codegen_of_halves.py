@@ -1,0 +1,84 @@
+"""Generate Python for a program of two halves: a function for the forward, and one for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.ir.halves import crossing, outputs_of, split
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.codegen import Generator, execute, serial, without_handing_on
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The code of a program of two halves.
+
+    forward: takes the values of the inputs, and returns the outputs and what is saved for the backward.
+    backward: takes a list of what is saved, of the gradients that parameters hold and, last, of those of the outputs;
+        it empties the list. Returns the gradients of parameters and inputs.
+    saved: the names of what is saved.
+    """
+
+    forward: Callable[[list[Any]], tuple[list[Any], tuple[Any, ...]]]
+    backward: Callable[[list[Any]], tuple[Any, ...]]
+    saved: tuple[str, ...]
+    source: str
+    filename: str
+    node_of_line: Mapping[int, fx.Node]
+    handed_on: Mapping[fx.Node, int]
+    namespace: dict[str, Any]
+
+    def without(self, nodes: Iterable[fx.Node]) -> Halves:
+        """The same code, but the results of these nodes are handed to nobody."""
+        source, remaining = without_handing_on(self.source, self.handed_on, nodes)
+        made = execute(source, self.filename, dict(self.namespace))
+        return replace(self, forward=made["forward"], backward=made["backward"], source=source, handed_on=remaining)
+
+
+def generate_halves(
+    program: Program,
+    bind: Callable[[fx.Node], Any],
+    hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
+    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
+    results: Mapping[fx.Node, Callable[[Any], Any]],
+) -> Halves:
+    """Compile a program of two halves to Python; the arguments are those of `generate`."""
+    return _HalvesGenerator(program, bind, hooks, sends, results).halves()
+
+
+class _HalvesGenerator(Generator):
+    def halves(self) -> Halves:
+        program = self.program
+        early, late = split(program)
+        saved = [node for node in crossing(program) if not self._is_held(node)]
+        inputs = [node for node in program.sources if not self._is_held(node)]
+        outputs = program.loss.args[0]
+        returned = f"({self.literal(outputs)}, {self.tuple([self.variable[node] for node in saved])})"
+        self.function("forward", inputs, early, returned, keep=dict.fromkeys([*saved, *outputs_of(program)]))
+        held = [node for node in program.sources if self._is_held(node)]
+        output = self.nodes[-1]
+        results: Sequence[Any] = output.args[0][1:]
+        self.function(
+            "backward",
+            [*saved, *held, program.loss],
+            late,
+            self.tuple([self.literal(value) for value in results]),
+            keep=dict.fromkeys(output.all_input_nodes),
+            empties=True,
+        )
+        source = "\n".join(self.lines) + "\n"
+        filename = f"<commfuse module {next(serial)}>"
+        made = execute(source, filename, self.namespace)
+        names = tuple(info(node).name for node in saved)
+        return Halves(
+            made["forward"], made["backward"], names, source, filename, self.node_of_line, self.handed_on, made
+        )
+
+    def _is_held(self, node: fx.Node) -> bool:
+        source = self.program.sources.get(node)
+        return source is not None and source.kind == "gradient"
