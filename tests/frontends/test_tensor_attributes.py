@@ -131,7 +131,7 @@ def test_all_virtual_ranks_see_them() -> None:
         vars(twin.get_parameter(name)).update(vars(value))
     vars(twin.mean).update(vars(model.mean))
     cf.shard(model.layer.weight, ("dp", None))
-    step = cf.compile(model, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True)
+    step = cf.compile(model, parallel_mode="semi_auto", mesh=(2,), device_num=2, full_batch=True, form="step")
     x = torch.randn(4, 4)
     run = cf.lockstep(step.lower(x), world=2)(x)
     want = twin(x)
