@@ -40,7 +40,7 @@ def watch_gradients(params: Mapping[str, nn.Parameter]) -> None:
     task = torch._C._current_graph_task_id()
     if _written.task != task:
         _written.task, _written.versions = task, {}
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _check(task))  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _check(task))
     held = {name: param for name, (param, _, _) in _written.versions.items()} | dict(params)
     grads = {name: (param, param.grad) for name, param in held.items()}
     _written.versions = {
