@@ -93,9 +93,9 @@ def _hand_over(program: Program, traced: Traced, paths: Sequence[str]) -> None:
     early = [node for node in nodes if node not in late and node not in seeds]
     with graph.inserting_before(program.output):
         _keep_old_values(program, traced, late)
-        early += [node for node in graph.nodes if node.op == "call_function" and node not in {*nodes}]
         write_back(program, traced.mutations, before=program.output)
-        copies = [node for node in graph.nodes if node.op == "call_function" and node not in {*nodes, *early}]
+        traced_nodes = dict.fromkeys(nodes)
+        early += [node for node in graph.nodes if node.op == "call_function" and node not in traced_nodes]
         leave = graph.call_function(hand_over, (list(traced.results),))
         set_info(leave, NodeInfo("forward", gradient_specs(traced.results), name=program.names.reserve("outputs")))
         gradients = [
@@ -108,7 +108,7 @@ def _hand_over(program: Program, traced: Traced, paths: Sequence[str]) -> None:
         graph.erase_node(seed)
     program.loss = leave
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    reorder(graph, [*inputs, *early, *copies, leave, *gradients, *late, program.output])
+    reorder(graph, [*inputs, *early, leave, *gradients, *late, program.output])
 
 
 def _gradient(program: Program, leave: fx.Node, place: int, path: str, seed: fx.Node) -> fx.Node:

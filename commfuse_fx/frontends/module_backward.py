@@ -18,15 +18,13 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Calls:
-    """The calls of one module whose backward may still come, and the backward that runs now.
-
-    sizes: of what a backward that reduces has to do with: whether several ranks are there.
-    """
+    """The calls of one module whose backward may still come, and the backward that runs now."""
 
     def __init__(self) -> None:
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._task = -1
         self._syncs = False
+        self._backwards = 0
 
     def add(self, node: Any) -> None:
         """A forward has been run; `node` is what autograd runs for its backward."""
@@ -40,6 +38,14 @@ class Calls:
         node.call.done_in = task
         others = (other for other in self._waiting if other is not node and other.call.done_in != task)
         return self._syncs and not any(torch._C._will_engine_execute_node(other) for other in others)
+
+    def is_looked_at(self) -> bool:
+        """Whether this backward is one of the first, in which a mistake of the program shows: looking takes time."""
+        self._backwards += 1
+        return self._backwards <= _LOOKED_AT
+
+
+_LOOKED_AT = 16
 
 
 class ModuleCall:
@@ -94,7 +100,7 @@ class ModuleCall:
             if name not in asked:  # of the others autograd calls them
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
-        if mode != "local":
+        if mode != "local" and self.calls.is_looked_at():
             watch_gradients({name: self.params[name] for name in written})
         returned = [grads.get(name) if asked[name] is None else None for name in self.edges]
         return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))

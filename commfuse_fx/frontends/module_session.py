@@ -20,10 +20,13 @@ from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.request import Call
+from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.answer import answer
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
 
@@ -72,6 +75,7 @@ class ModuleSession(Session):
         super().__init__(planner, rank)
         self.roll: Roll | None = None
         self.mean_of_active = False
+        self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
         self._last: Plan | None = None  # the plan of the last forward
         self._given: Program | None = None  # what other ranks run, where this one has run nothing
 
@@ -146,6 +150,8 @@ class ModuleSession(Session):
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         with lock_of(self.planner.model):
             call = self.planner.take_apart(args, kwargs)
+            if self.agreement is not None and self.planner.config.plans_by_cost:
+                self._plan_by_prices_of_rank_0(self.agreement, call)
             plan = self.planner.plan(call)
             executor = self._executor_of(plan)
             outputs, saved = executor.forward(dict(call.leaves))
@@ -155,6 +161,22 @@ class ModuleSession(Session):
         versions = [(name, tensor, tensor._version) for name, tensor in watched]
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
+
+    def _plan_by_prices_of_rank_0(self, agreement: Agreement, call: Call) -> None:
+        """Batches of other sizes would lead to other plans. All ranks come here in their first forward; for a model
+        that has changed since, the prices are those of then."""
+        self.planner.signature(call)  # looks at the model
+        if self.planner.has_common_plan:
+            return
+        if self._prices is None:
+            mine = None
+            try:
+                if self.rank == 0:
+                    mine = self.planner.seconds_by_name(call)
+            finally:
+                self._prices = agreement.from_rank_0(mine)
+        if self._prices is not None:
+            self.planner.plan_in_common(self._prices)
 
     def backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool

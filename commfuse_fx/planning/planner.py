@@ -210,7 +210,8 @@ class Planner:
         if absent:
             leave_out(captured, absent)
         with progress("compiling the module's backward"):
-            planned = plan_step(captured, self.config, PassRequest(gradients=gradients))
+            asked = PassRequest(gradients=gradients, common=self._common.get(self._mode) if self._common else None)
+            planned = plan_step(captured, self.config, asked)
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
 
     def _compile_divided(self, request: CompileRequest) -> Compiled:

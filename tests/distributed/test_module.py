@@ -15,6 +15,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
+from tests.oracle import OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist
 
@@ -548,3 +549,24 @@ def fails_in_backward() -> str:
 def test_a_rank_that_fails_in_its_backward_is_named_at_once(ranks: Ranks) -> None:
     told, _ = ranks.values(fails_in_backward)
     assert "rank 1: RuntimeError" in told and "modified by an inplace operation" in told
+
+
+def plans_by_cost() -> list[str]:
+    """Batches of other sizes on every rank, in mode "optimal" on a slow network: gradients are those of DDP."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, cpu_kernels=False, comm_fusion=OPTIMAL, cluster=SLOW)
+    other = nn.parallel.DistributedDataParallel(twin)
+    for step in range(3):
+        x = batch(step, rows=2 + 50 * dist.get_rank() + step)
+        for each, call in ((model, wrapped), (twin, other)):
+            each.zero_grad()
+            call(x).square().mean().backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+    found = wrapped.lower(x).collectives
+    return [str(each.members) for each in found]
+
+
+def test_ranks_with_batches_of_other_sizes_plan_alike(ranks: Ranks) -> None:
+    first, second = ranks.values(plans_by_cost)
+    assert first == second and len(first) > 1
