@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import WAIT, memory_on_wire
@@ -25,6 +26,8 @@ _IN_FLIGHT_RNG = object()
 @cache
 def _alias_of_returns(target: Any) -> bool:
     """True for ops that return memory of their first argument: views, and in-place ops."""
+    if target is torch.ops.aten._unsafe_view.default:  # its schema hides it from autograd
+        return True
     schema = getattr(target, "_schema", None)
     return schema is not None and any(ret.alias_info is not None for ret in schema.returns)
 

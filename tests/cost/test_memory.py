@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,12 @@ def test_values_live_until_their_last_use() -> None:
     assert peak_memory(program) == 64
 
 
-def test_views_and_in_place_ops_share_memory() -> None:
+@pytest.mark.parametrize("op", [aten.view.default, aten._unsafe_view.default])
+def test_views_and_in_place_ops_share_memory(op: Any) -> None:
     g = Graph()
     x = g.input("x", f32(8))
     a = g.op("a", x, spec=f32(8))
-    view = g.op("view", a, [4, 2], target=aten.view.default, spec=f32(4, 2))
+    view = g.op("view", a, [4, 2], target=op, spec=f32(4, 2))
     changed = g.op("changed", view, view, target=aten.add_.Tensor, spec=f32(4, 2))
     small = g.op("small", changed, target=aten.sum.default, spec=f32())
     assert by_name(g.program(small)) == {"x": 32, "a": 64, "view": 64, "changed": 64, "small": 68, "output": 36}

@@ -129,6 +129,7 @@ def test_what_is_free() -> None:
         start,
         g.wait(start),
         g.op("view", a, [16], target=aten.view.default),
+        g.op("unsafe", a, [16], target=aten._unsafe_view.default),
         g.op("item", a, 0, target=operator.getitem),
         g.op("rank", "dp", target=axis_index),
         g.op("minus", 1, number, target=operator.sub),
