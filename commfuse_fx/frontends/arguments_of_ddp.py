@@ -28,6 +28,9 @@ INSTEAD: Mapping[str, str] = {
     "mixed_precision": "run the model under torch.autocast; gradient_fp32_sync is about the sums of gradients",
     "device_mesh": "use mesh",
     "skip_all_reduce_unused_params": "use find_unused_parameters",
+    "bucket_cap_mb_list": 'use comm_fusion={"allreduce": {"mode": "index", "config": [FIRST_OF_EACH_BUCKET]}}',
+    "batched_grad_copy": "gradients are computed in their buckets where that is safe; leave it out",
+    "forward_sync_buffers": "use broadcast_buffers; they are sent in the backward",
 }
 """Argument -> what to do with it."""
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.kernels.update_rules import check_optimizer
 from commfuse_fx.support.checks import check_choice, show
 
@@ -128,6 +129,8 @@ def _problem_of(module: nn.Module, place: str) -> str:
         return f"a {type(module).__name__} of TorchScript, which cannot be traced: use the module it was made from"
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return f"wrapped by DistributedDataParallel: use {place}.module, a compiled step reduces gradients itself"
+    if isinstance(module, CompiledModule):
+        return f"what compile() has returned before: use {place}.module, each gradient is reduced by one of them only"
     if isinstance(module, nn.DataParallel):
         return f"wrapped by DataParallel: use {place}.module, and start one process for each device, with torchrun"
     if any(each.__module__.startswith("torch.distributed.fsdp") for each in type(module).__mro__):

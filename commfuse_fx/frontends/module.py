@@ -76,6 +76,11 @@ class CompiledModule(nn.Module, Joinable):
             )
         if not torch.is_grad_enabled() or not learns(self.module, tree_leaves((args, kwargs))):
             return self.module(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotAvailableError(
+                "a compiled module runs inside of torch.func.grad, vmap or another of their kind, which have gradients "
+                "of their own: hand them the model itself (model.module)"
+            )
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
             refuse_wrappers(self.module)
             self._ran = True

@@ -80,6 +80,14 @@ def test_options_that_a_form_does_not_have(options: dict[str, Any], error: type[
         cf.compile(Net(), **options)
 
 
+def test_a_compiled_module_is_not_compiled_again() -> None:
+    compiled = cf.compile(Net())
+    with pytest.raises(cf.ConfigTypeError, match="model is what compile.* has returned before: use model.module"):
+        cf.compile(compiled)
+    with pytest.raises(cf.ConfigTypeError, match="model.0 is what compile.* has returned before: use model.0.module"):
+        cf.compile(nn.Sequential(compiled), loss_fn=F.mse_loss)
+
+
 def test_it_is_the_model_to_its_user(tmp_path: Any) -> None:
     compiled, model, twin = pair()
     assert compiled.module is model and compiled.scale == 1.5 and compiled.first is model.first
@@ -155,6 +163,16 @@ def test_gradients_of_gradients_are_refused() -> None:
     compiled, _, _ = pair()
     with pytest.raises(cf.NotAvailableError, match="create_graph=True"), pytest.warns(UserWarning, match="cycle"):
         compiled(batch()).sum().backward(create_graph=True)
+
+
+def test_functional_transforms_are_refused() -> None:
+    compiled, _, _ = pair()
+    doubled = {name: (param.detach() * 2).requires_grad_() for name, param in compiled.named_parameters()}
+    with pytest.raises(cf.NotAvailableError, match="hand them the model itself"):
+        torch.func.vmap(compiled)(batch())
+    with pytest.raises(cf.CaptureError, match="first.weight is a tensor in place of an nn.Parameter"):
+        torch.func.functional_call(compiled, doubled, (batch(),))
+    compiled(batch()).sum().backward()
 
 
 @pytest.mark.parametrize("what", ["parameter", "output"])
