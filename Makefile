@@ -1,11 +1,15 @@
 # Everything runs from .venv, which is made on first use and brought up to date when pyproject.toml or
 # constraints.txt changes. Options for the tool behind a target go in ARGS: make test ARGS="-k fusion -x"
+# TORCH names another PyTorch than that of constraints.txt, which gets an environment of its own: make test TORCH=2.15.0
 
 PYTHON ?= python3
 NPROC = 2
 ARGS =
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH = $(PINNED_TORCH)
 
-VENV := .venv
+VENV := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-torch-$(TORCH))
+CONSTRAINTS := $(VENV)/constraints.txt
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -14,7 +18,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .PHONY: help demo test lint docs bench clean
 
 help: ## show this list
-	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3]'
+	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH=$(PINNED_TORCH)]'
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-8s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## train the digits example on NPROC (2) processes and show the compiled graph
@@ -35,9 +39,9 @@ docs: $(DOCS_STAMP) ## build the site of README, docs/ and the API reference int
 bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
 
-clean: ## remove builds, caches and output; .venv stays
+clean: ## remove builds, caches and output; .venv and .venv-torch-* stay
 	rm -rf build dist site out dumps htmlcov *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -path ./.git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # An environment that is already there is reused. torch goes first and alone, so that the build pip is
 # configured to find (a local CPU wheel, say) is settled before anything that depends on it is resolved.
@@ -54,10 +58,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'error: $(VENV) does not hold a working Python 3.10 or later; remove it and run make again' >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	$(PY) -m pip install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(PY) -m pip install -c constraints.txt -e '.[dev,examples,cli]'
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	$(PY) -m pip install -c $(CONSTRAINTS) torch==$(TORCH)
+	$(PY) -m pip install -c $(CONSTRAINTS) -e '.[dev,examples,cli]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(PY) -m pip install -c constraints.txt -e '.[docs]'
+	$(PY) -m pip install -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
