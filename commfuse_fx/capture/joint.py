@@ -123,17 +123,17 @@ def _gradient(program: Program, leave: fx.Node, place: int, path: str, seed: fx.
 
 
 def _keep_old_values(program: Program, traced: Traced, late: dict[fx.Node, None]) -> None:
-    """A buffer is copied before the forward changes it, or rank 0's values arrive, where the backward needs what it
-    was."""
+    """What the backward reads of a buffer is copied before the forward changes it, or rank 0's values arrive."""
     written = dict.fromkeys(target for target, _ in traced.mutations)
     if program.config.broadcast_buffers:
         written |= {node: None for node, source in program.sources.items() if source.kind == "buffer"}
-    for target in written:
-        users = [user for user in target.users if user in late]
-        if not users:
+    roots = Roots(program.graph, program.aliases())
+    read = dict.fromkeys(value for node in late for value in node.all_input_nodes if value not in late)
+    for value in read:
+        if roots[value] not in written:
             continue
-        kept = program.graph.call_function(aten.clone.default, (target,))
-        spec = dense_like(tensor_spec(target))
-        set_info(kept, NodeInfo("forward", spec, name=program.names.reserve(f"{info(target).name}/before")))
-        for user in users:
-            user.replace_input_with(target, kept)
+        kept = program.graph.call_function(aten.clone.default, (value,))
+        spec = dense_like(tensor_spec(value))
+        set_info(kept, NodeInfo("forward", spec, name=program.names.reserve(f"{info(value).name}/before")))
+        for user in [user for user in value.users if user in late]:
+            user.replace_input_with(value, kept)

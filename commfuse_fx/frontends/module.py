@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.utils._pytree import tree_leaves
 
 from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
@@ -74,7 +73,7 @@ class CompiledModule(nn.Module, Joinable):
                 f"this module was compiled for a virtual world (device_num={self._compiled.config.device_num}), which "
                 "has no devices to run on: leave device_num out and start the program under torchrun; lower() works"
             )
-        if not torch.is_grad_enabled() or not learns(self.module, tree_leaves((args, kwargs))):
+        if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
             return self.module(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotAvailableError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from commfuse_fx.errors import CaptureError, NotAvailableError
 from commfuse_fx.frontends.late_gradients import watch_gradients
@@ -164,7 +165,8 @@ def _is_backward(anchor: Any) -> bool:
     return _asked_for(anchor) is True
 
 
-def learns(model: nn.Module, tensors: Sequence[Any]) -> bool:
+def learns(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether anything that a call reads requires a gradient."""
-    given = (tensor.requires_grad for tensor in tensors if isinstance(tensor, torch.Tensor))
-    return any(param.requires_grad for param in model.parameters()) or any(given)
+    if any(param.requires_grad for param in model.parameters()):
+        return True
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))

@@ -155,6 +155,8 @@ class ModuleSession(Session):
             plan = self.planner.plan(call)
             executor = self._executor_of(plan)
             outputs, saved = executor.forward(dict(call.leaves))
+            # Autograd lets nobody change a view in place that a function of its own returns.
+            outputs = [output.data if output._is_view() else output for output in outputs]
             self._last = plan
         assert plan.compiled.outputs is not None
         watched = _read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)

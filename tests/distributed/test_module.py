@@ -15,6 +15,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
+from tests.distributed.models_of_modules import MODELS
 from tests.oracle import OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist
@@ -285,9 +286,14 @@ LOOPS: list[Loop] = [
 ]  # fmt: skip
 
 
-def compare(number: int, options: dict[str, Any]) -> int:
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Net() if name == "net" else MODELS[name]().double()
+
+
+def compare(number: int, options: dict[str, Any], name: str = "net") -> int:
     loop = LOOPS[number]
-    model = Net()
+    model = made(name)
     twin = copy.deepcopy(model)
     wrapped = cf.compile(model, **options)
     other = nn.parallel.DistributedDataParallel(twin)
@@ -309,6 +315,15 @@ def compare(number: int, options: dict[str, Any]) -> int:
 @pytest.mark.parametrize("number", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
 def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, size: int) -> None:
     assert min(ranks.values(compare, number, {"cpu_kernels": False}, size=size))
+
+
+SOME = [LOOPS.index(loop) for loop in (accumulation, siamese)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("number", SOME, ids=[LOOPS[number].__name__ for number in SOME])
+def test_models_of_other_kinds(ranks: Ranks, number: int, name: str) -> None:
+    assert min(ranks.values(compare, number, {"cpu_kernels": False}, name))
 
 
 class Branches(nn.Module):

@@ -186,6 +186,24 @@ def test_what_the_backward_needs_may_not_be_changed_before(what: str) -> None:
         out.sum().backward()
 
 
+def test_an_output_that_is_a_view_may_be_changed_unless_the_backward_reads_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)))
+    twin = copy.deepcopy(model)
+    compiled = cf.compile(model, cpu_kernels=False)
+    x = torch.randn(5, 4)
+    for call in (compiled, twin):
+        out = call(x)
+        out += 1
+        out.mul_(2)
+        out.square().sum().backward()
+    assert_same_gradients(model, twin)
+    compiled = cf.compile(nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Unflatten(1, (2, 3))))
+    out = compiled(x)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: output 0"):
+        out.sum().backward()
+
+
 def test_a_graph_that_nobody_needs_any_more_is_let_go() -> None:
     compiled, _, _ = pair()
     out = compiled(batch())
