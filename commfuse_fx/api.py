@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         parameter_broadcast: Any
         broadcast_buffers: Any
         find_unused_parameters: Any
+        capture: Any
         pipeline_stages: Any
         schedule: Any
         backend: Any
@@ -135,6 +136,7 @@ def compile(
     parameter_broadcast: Any = Default(False),
     broadcast_buffers: Any = Default(False),
     find_unused_parameters: Any = Default(False),
+    capture: Any = Default("trace"),
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),

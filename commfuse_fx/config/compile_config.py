@@ -35,6 +35,7 @@ _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
         "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
         "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
         "pipeline_stages": "every rank runs the whole model",
+        "capture": "the model is traced as a whole, so Python decides by no value of a tensor",
         "backend": "the compute between collectives runs op by op",
         "exchange_factors": "gradients are reduced as they are",
         "gradient_compression": "gradients are sent as they are",
@@ -69,6 +70,7 @@ class CompileConfig:
     broadcast_buffers: bool
     find_unused_parameters: bool
     """Whether the parameters that a backward does not reach take part with zeros; for the module form."""
+    capture: str
     pipeline_stages: int
     schedule: str | ScheduleConfig
     """One of "overlap" and "none", or a ScheduleConfig."""

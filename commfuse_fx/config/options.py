@@ -23,6 +23,7 @@ PARALLEL_MODE_ALIASES: Mapping[str, str] = MappingProxyType(
 )
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 SCHEDULES = ("overlap", "none")
+CAPTURES = ("trace", "dynamo")
 BACKENDS = ("eager", "inductor")
 EXCHANGE_FACTORS = ("never", "auto", "always")
 
@@ -45,6 +46,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "parameter_broadcast": False,
         "broadcast_buffers": False,
         "find_unused_parameters": False,
+        "capture": "trace",
         "pipeline_stages": 1,
         "schedule": "overlap",
         "backend": "eager",
@@ -188,6 +190,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "parameter_broadcast": check_bool,
         "broadcast_buffers": _check_bool_or_default,
         "find_unused_parameters": check_bool,
+        "capture": partial(check_choice, choices=CAPTURES),
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),
