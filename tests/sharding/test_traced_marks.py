@@ -19,7 +19,7 @@ from tests.sharding.tracing import activation_layouts, mark_nodes, parameter_lay
 
 def test_without_marked_nothing_is_recorded():
     net = cf.shard(Net(), "h.*", in_strategy=((8, 1),))
-    found = trace_step(net, lambda module, inputs, _: module(*inputs).sum(), [x8()], EIGHT, True)
+    found = trace_step(net, lambda module, inputs, _: [module(*inputs).sum()], [x8()], EIGHT, True)
     assert all(node.target is not LAYOUT for node in found.graph.nodes)
 
 

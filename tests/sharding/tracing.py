@@ -18,12 +18,12 @@ def traced(model, mesh, *inputs, training=True):
     def loss_of(module, tensors, recorder):
         out = module(*tensors)
         out = out.logits if hasattr(out, "logits") else out
-        return (out[0] if isinstance(out, tuple) else out).sum()
+        return [(out[0] if isinstance(out, tuple) else out).sum()]
 
     found = trace_step(model, loss_of, list(inputs), mesh, training, marked=True)
     for node in found.graph.nodes:
         put(node, NodeInfo("forward", spec_of(node.meta.get("val")), name=node.name))
-    program = Program(found.graph, mesh, CompileConfig.resolve({}), {}, {}, training, found.loss)
+    program = Program(found.graph, mesh, CompileConfig.resolve({}), {}, {}, training, found.results[0])
     names = [Source("parameter", name) for name, _ in model.named_parameters()]
     names += [Source("buffer", name) for name, _ in model.named_buffers()]
     names += [Source("input", str(i)) for i in range(len(inputs))]
