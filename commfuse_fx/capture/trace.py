@@ -35,6 +35,7 @@ from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
+from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
 from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
@@ -201,6 +202,7 @@ def trace_step(
             if reads is not None:
                 reads.python_numbers = recorder.numbers.found
             replaced = recorder.attributes.restore()
+        refuse_kept_tensors(model)
         _check_constants(traced, recorder.attributes, replaced)
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         if _is_functional(traced.graph, decompositions):
