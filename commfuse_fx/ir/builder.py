@@ -82,7 +82,7 @@ class Builder:
         args = (list(spec.shape), list(spec.stride))
         kwargs = {"dtype": spec.dtype, "device": torch.device(spec.device)}
         memory = self.call(aten.empty_strided.default, args, kwargs, spec=spec, like=like, name=f"{name}/memory")
-        return self.call(aten.zero.default, (memory,), spec=spec, like=like, name=name)
+        return self.call(aten.zero_.default, (memory,), spec=spec, like=like, name=name)
 
     def reshape(self, value: fx.Node, shape: Sequence[int], name: str) -> fx.Node:
         """Make `value` in another shape: a view where its strides allow it, else a copy."""

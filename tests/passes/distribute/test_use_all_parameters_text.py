@@ -31,7 +31,7 @@ def test_an_unused_parameter_gets_zeros_and_ranks_count_who_has_used_it() -> Non
         bwd %used parameters/all_reduce: i32[2] = _c10d_functional.all_reduce(%constant.0, sum, dp)  {group=dp(2) op=sum dtype=i32 bytes=8 members=[used parameters]}
         bwd %used parameters/wait: i32[2] = _c10d_functional.wait_tensor(%used parameters/all_reduce)
         bwd %reduce/unused/unused/memory: f32[2,3](1,2) = aten.empty_strided([2, 3], [1, 2], dtype=f32, device=cpu)
-        bwd %reduce/unused/unused: f32[2,3](1,2) = aten.zero(%reduce/unused/unused/memory)
+        bwd %reduce/unused/unused: f32[2,3](1,2) = aten.zero_(%reduce/unused/unused/memory)
         return [%outputs, %/grad.mm.0, %reduce/unused/unused, %used parameters/wait]
         """,
     )
