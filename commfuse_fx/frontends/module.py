@@ -62,6 +62,7 @@ class CompiledModule(nn.Module, Joinable):
         assert isinstance(session, ModuleSession)
         return session
 
+    @torch._disable_dynamo  # torch.compile of what holds this module leaves it as it is
     @user_frames_only
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank. The result is what the model returns.

@@ -165,6 +165,14 @@ def test_gradients_of_gradients_are_refused() -> None:
         compiled(batch()).sum().backward(create_graph=True)
 
 
+def test_torch_compile_leaves_a_compiled_module_as_it_is() -> None:
+    compiled, model, twin = pair()
+    around = torch.compile(lambda x: compiled(x).square().sum(), backend="eager")
+    around(batch()).backward()
+    twin(batch()).square().sum().backward()
+    assert_same_gradients(model, twin)
+
+
 def test_functional_transforms_are_refused() -> None:
     compiled, _, _ = pair()
     doubled = {name: (param.detach() * 2).requires_grad_() for name, param in compiled.named_parameters()}
