@@ -164,7 +164,7 @@ def _is_replaced(own: Any, cls: type) -> bool:
     """Whether an optimizer's own `step` is another one than its class has. Schedulers of torch wrap that one."""
     if own is None:
         return False
-    return not getattr(own, "_wrapped_by_lr_sched", False) or own.__wrapped__ is not vars(cls).get("step")
+    return not getattr(own, "_wrapped_by_lr_sched", False) or own.__wrapped__ is not getattr(cls, "step", None)
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Any:

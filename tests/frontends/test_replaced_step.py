@@ -76,3 +76,15 @@ def test_a_replaced_step_is_called(name: str, mode: str, late: bool) -> None:
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
     program = step.lower(x, y).program
     assert program.optimizer is not None and (program.optimizer.rule == "sgd") == is_fused
+
+
+def test_a_scheduled_step_may_be_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW has the method of Adam, as it is once an Adam has been made."""
+    model = nn.Linear(4, 2)
+    torch.optim.Adam(model.parameters())
+    if "step" in vars(torch.optim.AdamW):
+        monkeypatch.delattr(torch.optim.AdamW, "step")
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule(optimizer)
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    assert "# optimizer: AdamW (adamw)" in step.lower(torch.ones(6, 4), torch.ones(6, 2)).text()
