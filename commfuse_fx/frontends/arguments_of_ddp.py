@@ -31,6 +31,7 @@ INSTEAD: Mapping[str, str] = {
     "bucket_cap_mb_list": 'use comm_fusion={"allreduce": {"mode": "index", "config": [FIRST_OF_EACH_BUCKET]}}',
     "batched_grad_copy": "gradients are computed in their buckets where that is safe; leave it out",
     "forward_sync_buffers": "use broadcast_buffers; they are sent in the backward",
+    "lazy_bucket_allocation": "the compiler plans the memory of buckets; leave it out",
 }
 """Argument -> what to do with it."""
 
