@@ -1,6 +1,5 @@
 """Hugging Face Accelerate's training loop, with a compiled module in place of DistributedDataParallel.
 
-    accelerate launch --cpu --num_processes 2 examples/with_accelerate.py
     torchrun --standalone --nproc-per-node 2 examples/with_accelerate.py
 
 Three lines differ from Accelerate's own example; they are marked.
