@@ -85,6 +85,15 @@ def test_lower_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "lower", "target.py:make", "--stage", "reduce_gradients") == (0, stage, "")
 
 
+def test_a_target_of_a_model_and_inputs_is_a_module(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    (place / "alone.py").write_text("from target import make as parts\ndef make():\n    model, *_, inputs = parts()\n"
+                                    "    return {'model': model, 'inputs': inputs[:1]}\n")  # fmt: skip
+    code, text, _ = run(capsys, "lower", "alone:make")
+    assert code == 0 and "# form: module\n" in text and " = hand_over([" in text
+    code, explained, _ = run(capsys, "explain", "alone:make", "--devices", "4")
+    assert code == 0 and "all_reduce" in explained
+
+
 def test_lower_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--mesh", "2x4", "--rank", "3", "--fusion", "index=1", "--gradients-sum", "--parallel-mode")
     code, text, _ = run(
