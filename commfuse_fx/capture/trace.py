@@ -215,7 +215,7 @@ def trace_step(
                     tracing_mode="fake",
                     _allow_non_fake_inputs=True,
                     _disable_torch_fn_metadata_mode=True,
-                )(*flat)
+                )(*(value.detach() for value in flat))  # those that stood for parameters require gradients
     return _read(functional, count, len(params), recorder.calls)
 
 

@@ -40,7 +40,7 @@ class UseAllParameters(Pass):
         if not program.has_two_halves or program.mesh.size(self.group) == 1:
             return False
         build = Builder(program)
-        names = [name for name, param in program.params.items() if param.trainable and param.spec.numel]
+        names = [name for name, param in program.params.items() if param.trainable]
         self._count(build, [name in program.grads for name in names])
         grads = dict(program.grads)
         for name in names:

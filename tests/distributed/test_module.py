@@ -333,6 +333,7 @@ class Branches(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]).double()
+        self.empty = nn.Parameter(torch.ones(0, 3, dtype=torch.float64))
         self.branch = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -212,6 +212,36 @@ def test_an_output_that_is_a_view_may_be_changed_unless_the_backward_reads_it() 
         out.sum().backward()
 
 
+class Clipped(nn.Module):
+    """Writes to a parameter in its forward, and counts its calls in a buffer that its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+        self.register_buffer("factor", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+        out = (x @ self.weight) * self.factor.clone()
+        self.get_buffer("factor").add_(0.5)
+        return out
+
+
+def test_a_forward_that_writes_to_parameters_and_buffers() -> None:
+    model = Clipped()
+    twin = copy.deepcopy(model)
+    compiled = cf.compile(model, cpu_kernels=False)
+    for number in range(3):
+        for net, call in ((model, compiled), (twin, twin)):
+            call(batch(number)).square().sum().backward()
+            with torch.no_grad():
+                net.weight -= 0.1 * net.weight.grad
+        assert_same_gradients(model, twin)
+        torch.testing.assert_close([model.weight, model.factor], [twin.weight, twin.factor], rtol=0, atol=0)
+
+
 def test_a_graph_that_nobody_needs_any_more_is_let_go() -> None:
     compiled, _, _ = pair()
     out = compiled(batch())

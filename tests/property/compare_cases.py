@@ -19,7 +19,9 @@ from tests.property.random_cases import OF_THE_STEP, Act, Case, Step
 from tests.property.random_models import make_batch
 from tests.property.trainee import Named, make_trainee
 from tests.property.user_actions import ACTIONS
-from tests.property.worlds import Batch, Compiled, Distributed, Eager
+from tests.property.worlds import Batch, Compiled, Distributed, Eager, Module
+
+BESIDE_DDP = ("ranks", "module_ranks")
 
 SECONDS = 60.0
 """After which a case counts as hung."""
@@ -77,8 +79,8 @@ class _Comparison:
         self.is_real = case.kind.endswith("ranks")
         trainees = 1 if case.marks or self.is_real else self.ranks
         made = [make_trainee(case.model, case.optimizer, case.groups, "") for _ in range(trainees)]
-        self.eager = Distributed(made[0]) if case.kind == "ranks" else Eager(made)
-        self.compiled = Compiled(case)
+        self.eager = Distributed(made[0]) if case.kind in BESIDE_DDP else Eager(made)
+        self.compiled = Module(case) if case.kind.startswith("module") else Compiled(case)
         loose = case.model.dtype == torch.float32 or any(part.kind == "odd_dtypes" for part in case.model.parts)
         self.tolerance = 0.1 if case.model.dtype == torch.bfloat16 else 2e-4 if loose else 1e-8
         self.first = ""
@@ -97,7 +99,8 @@ class _Comparison:
         for trainee in self.compiled.trainees:
             for copied, values in trainee.copies:
                 self._compare(copied.state_dict(), values, "a deep copy of the model, after later steps", 0.0)
-        self.compiled.step.synchronize()
+        if isinstance(self.compiled, Compiled):
+            self.compiled.step.synchronize()
         return Result(self.case.seed, "failed" if self.first else "same", self.first)
 
     def _step(self, number: int, step: Step) -> None:
@@ -137,7 +140,7 @@ class _Comparison:
     def _batches(self, number: int, step: Step) -> list[Batch]:
         """One per eager trainee; that of a model to be divided is the whole batch."""
         rows = step.rows * (self.ranks if self.case.marks else 1)
-        first = 100 * number + (dist.get_rank() if self.case.kind == "ranks" else 0)
+        first = 100 * number + (dist.get_rank() if self.case.kind in BESIDE_DDP else 0)
         dtype = self.eager.trainees[0].dtype
         return [make_batch(self.case.model, rows, first + rank, dtype) for rank in range(len(self.eager.trainees))]
 

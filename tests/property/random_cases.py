@@ -17,14 +17,17 @@ STEPS = 10
 WAITING: tuple[str, ...] = ()
 """Names of parts, actions and calls that are not drawn yet, or not for steps that divide parameters."""
 
-KINDS = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1}
+KINDS = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1}
 """Kind -> how often it is drawn, of all that are asked for.
 
 One device; ranks in this process, data parallel or with a divided model; real ranks beside DistributedDataParallel,
-or with a divided model."""
+or with a divided model; the module form, on one device and on real ranks beside DistributedDataParallel."""
 
 LOCAL = ("one", "lockstep", "divided")
 """Kinds that run in one process."""
+
+OF_RANKS = ("ranks", "divided_ranks")
+"""Kinds of steps that need real ranks."""
 
 OF_THE_STEP = ("retrace", "lower")
 """Actions on the compiled step itself."""
@@ -97,9 +100,9 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
     # torch's own fused kernels go wrong where memory has gaps or strides differ: the step may be asked for them, a
     # user's own update may not.
     flags = rng.choice(("", "foreach", "fused"))
-    if flags == "fused" and (accumulate or optimizer in ("rmsprop", "nadam")):
+    if flags == "fused" and (accumulate or kind.startswith("module") or optimizer in ("rmsprop", "nadam")):
         flags = ""
-    mesh = (1,) if kind == "one" else (2,)
+    mesh = (1,) if kind in ("one", "module") else (2,)
     if kind == "lockstep":
         mesh = rng.choice(((2,), (3,)))
     elif kind == "divided":

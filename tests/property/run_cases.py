@@ -14,13 +14,12 @@ import torch
 
 from tests.distributed.harness import Ranks
 from tests.property.compare_cases import Result, run_case
-from tests.property.random_cases import KINDS, LOCAL, draw
+from tests.property.random_cases import KINDS, LOCAL, OF_RANKS, draw
 from tests.property.shrink_cases import shrink
 
 Job = tuple[int, tuple[str, ...], bool]
 """Arguments of `draw`."""
 
-OF_RANKS = tuple(kind for kind in KINDS if kind not in LOCAL)
 TOGETHER = 20
 """Cases that real ranks run one after the other in one world."""
 
@@ -102,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     began, used = time.monotonic(), 0.0
-    real = any(kind in OF_RANKS for kind in kinds)
+    real = any(kind.endswith("ranks") for kind in kinds)
     for number, (result, seconds) in enumerate(_on_ranks(jobs) if real else _in_processes(jobs, given.jobs), 1):
         kind = draw(result.seed, kinds, given.small).kind
         counts[f"{kind} {result.outcome}"] += 1
@@ -130,7 +129,7 @@ def _show(job: Job, smaller: bool) -> int:
     else:
         result = run_case(case)
     print(f"{result.outcome} {result.text}")
-    if result.outcome == "failed" and smaller and case.kind in LOCAL:
+    if result.outcome == "failed" and smaller and not case.kind.endswith("ranks"):
         case, result = shrink(case, result)
         print(f"\nsmallest found:\n{case}\n{result.outcome} {result.text}")
     return 1 if result.outcome == "failed" else 0

@@ -10,11 +10,12 @@ import torch
 
 from tests.distributed.harness import Ranks
 from tests.property.compare_cases import Result
-from tests.property.random_cases import LOCAL, draw
-from tests.property.run_cases import OF_RANKS, run_on_ranks, run_seed
+from tests.property.random_cases import LOCAL, OF_RANKS, draw
+from tests.property.run_cases import run_on_ranks, run_seed
 
 LOCAL_CASES, CHUNKS = 460, 10
 RANKS_CASES, RUNS = 40, 2
+MODULE_CASES, MODULE_RANKS_CASES = 60, 20
 """Seeds from 0; those of real ranks are cases of their own kinds."""
 
 
@@ -45,3 +46,15 @@ def test_local_cases(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_on_real_ranks(ranks: Ranks, run: int) -> None:
     seeds = range(run, RANKS_CASES, RUNS)
     check([result for result, _ in run_on_ranks(ranks, seeds, small=True)], OF_RANKS)
+
+
+def test_cases_of_modules() -> None:
+    kinds = ("module",)
+    check([run_seed(seed, kinds, small=True) for seed in range(MODULE_CASES)], kinds)
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("dist")
+def test_cases_of_modules_on_real_ranks(ranks: Ranks) -> None:
+    kinds = ("module_ranks",)
+    check([result for result, _ in run_on_ranks(ranks, range(MODULE_RANKS_CASES), kinds, small=True)], kinds)

@@ -172,6 +172,43 @@ class Compiled:
             return self.train(batches)
 
 
+class Module:
+    """The compiled module of this process or rank, in a loop of the user's own."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        trainee = make_trainee(case.model, case.optimizer, case.groups, case.flags)
+        options = {} if "across" in case.fusion else dict(OPTIONS[case.fusion])
+        if case.kind == "module_ranks":  # as the DistributedDataParallel beside it
+            options.update(broadcast_buffers=False, parameter_broadcast=False, find_unused_parameters=True)
+        self.step = cf.compile(trainee.model, form="module", **options)
+        self.trainees = [trainee]
+        self._loop = _Loop(trainee, self.step)
+
+    def train(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        return self._loop.train(batches, not self.case.accumulate)
+
+    def evaluate(self, batches: Sequence[Batch], training: bool) -> list[torch.Tensor]:
+        return self._loop.evaluate(batches, training)
+
+    def act(self, kind: str, seed: int) -> None:
+        """Change nothing that anybody can see."""
+        if kind == "retrace":
+            self.step.retrace()
+        else:
+            batch = make_batch(self.case.model, 4, seed, self.trainees[0].dtype)
+            assert self.step.lower(*(batch if self.trainees[0].loss_fn is None else batch[:-1])).text()
+
+
+class _Loop(Eager):
+    def __init__(self, trainee: Trainee, module: nn.Module) -> None:
+        super().__init__([trainee])
+        self._module = module
+
+    def _loss(self, trainee: Trainee, batch: Batch) -> torch.Tensor:
+        return eager_loss(self._module, trainee.loss_fn, batch)
+
+
 def mark_parameters(model: nn.Module, case: Case) -> None:
     """Divide some of the matrices over the mesh's last axis."""
     axis = ("dp", "tp")[len(case.mesh) - 1]
