@@ -50,7 +50,7 @@ def test_a_sum_loses_a_term_and_other_ops_get_zeros() -> None:
         bwd %output.0.grad: f32[2,2] = getitem(%outputs, 0)
         bwd %/grad.mul.0: f32[2,2] = aten.mul.Tensor(%output.0.grad, %w)
         bwd %/grad.mul.1/zero/memory: f32[2,2] = aten.empty_strided([2, 2], [2, 1], dtype=f32, device=cpu)
-        bwd %/grad.mul.1/zero: f32[2,2] = aten.zero(%/grad.mul.1/zero/memory)
+        bwd %/grad.mul.1/zero: f32[2,2] = aten.zero_(%/grad.mul.1/zero/memory)
         bwd %/grad.cat.0: f32[4,2] = aten.cat([%/grad.mul.0, %/grad.mul.1/zero])
         bwd %/grad.sum.0: f32[2] = aten.sum.dim_IntList(%/grad.cat.0, [0])
         bwd %/grad.add.1: f32[2,2] = aten.add.Tensor(%/grad.mul.0, %/grad.sum.0)
