@@ -14,6 +14,7 @@ NAMES = (
     "compile_cost",
     "guards",
     "cpu_kernels",
+    "gpu",
     "step_time",
     "plan_quality",
 )
