@@ -1,7 +1,7 @@
 """Two Gloo ranks on loopback: a compiled step against DistributedDataParallel, steps interleaved in one run.
 
 One core per rank. AdamW with default settings and with fused=True for DDP; the compiled step is the
-same for both, because it always runs the fused kernel.
+same for both, because it always runs the fused kernel. The module form has DDP's loop, with fused=True.
 """
 
 from __future__ import annotations
@@ -26,15 +26,25 @@ import commfuse_fx as cf
 from benchmarks.measure import interleave, ratios, save
 from benchmarks.workloads import WORKLOADS, Workload, eager_loss
 
-FUSIONS: dict[str, Any] = {
-    "auto": None,
-    "size 25": {"allreduce": {"mode": "size", "config": 25}},
-    "off": {"openstate": False},
+OPTIONS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "size 25": {"comm_fusion": {"allreduce": {"mode": "size", "config": 25}}},
+    "off": {"comm_fusion": {"openstate": False}},
+    "plain kernels": {"cpu_kernels": False},
 }
+"""Name of a compiled variant -> options of `compile`. In a model without convolutions, the one pass that "auto" has and
+"plain kernels" has not is draw_masks."""
 
 
 def ddp_step(workload: Workload, model: torch.nn.Module, fused: bool) -> Callable[[], Any]:
-    wrapped = DistributedDataParallel(model)
+    return loop(workload, model, DistributedDataParallel(model), fused)
+
+
+def module_step(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:
+    return loop(workload, model, cf.compile(model), fused=True)
+
+
+def loop(workload: Workload, model: torch.nn.Module, wrapped: torch.nn.Module, fused: bool) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     args, kwargs = workload.batch(dist.get_rank())
 
@@ -46,9 +56,9 @@ def ddp_step(workload: Workload, model: torch.nn.Module, fused: bool) -> Callabl
     return step
 
 
-def compiled_step(workload: Workload, model: torch.nn.Module, fusion: Any) -> Callable[[], Any]:
+def compiled_step(workload: Workload, model: torch.nn.Module, options: dict[str, Any]) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(model.parameters())
-    step = cf.compile(model, fusion, loss_fn=workload.loss_fn, optimizer=optimizer)
+    step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer, **options)
     args, kwargs = workload.batch(dist.get_rank())
     return lambda: step(*args, **kwargs)
 
@@ -60,8 +70,9 @@ def worker(workload: Workload, rounds: int, out: Path) -> None:
     steps: dict[str, Callable[[], Any]] = {}
     for name, fused in (("ddp", False), ("ddp fused", True)):
         steps[name] = ddp_step(workload, copy.deepcopy(model), fused)
-    for name, fusion in FUSIONS.items():
-        steps[f"compiled {name}"] = compiled_step(workload, copy.deepcopy(model), fusion)
+    steps["module form"] = module_step(workload, copy.deepcopy(model))
+    for name, options in OPTIONS.items():
+        steps[f"compiled {name}"] = compiled_step(workload, copy.deepcopy(model), options)
 
     def together(step: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
