@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.kernels.update_rules import check_optimizer
-from commfuse_fx.support.checks import check_choice, show
+from commfuse_fx.support.checks import check_choice, is_int, show
 
 
 def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimizer: object) -> None:
@@ -85,6 +86,12 @@ def check_form_of_step(config: CompileConfig) -> None:
 
 def _check_position(comm_fusion: object) -> None:
     """The second positional argument is comm_fusion, which nobody who passes something else there knows."""
+    given = comm_fusion if isinstance(comm_fusion, (list, tuple)) else ()
+    if given and all(is_int(item) or isinstance(item, torch.device) for item in given):
+        raise ConfigTypeError(
+            f"comm_fusion is {show(comm_fusion)}: the second positional argument of compile() is comm_fusion, a dict, not "
+            f"the device_ids of DistributedDataParallel: {INSTEAD['device_ids']}"
+        )
     if isinstance(comm_fusion, type):
         is_optimizer = issubclass(comm_fusion, torch.optim.Optimizer)
     else:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,12 @@ def test_every_argument_has_a_row_that_says_what_the_error_says(name: str) -> No
         if name != "module":
             with pytest.raises(cf.ConfigKeyError, match=re.escape(INSTEAD[name])):
                 cf.compile(nn.Linear(2, 2), **{name: None})
+
+
+@pytest.mark.parametrize("devices", [[0], [torch.device("cpu")]], ids=["numbers", "devices"])
+def test_device_ids_in_the_second_position_are_told_apart_from_comm_fusion(devices: list[object]) -> None:
+    with pytest.raises(cf.ConfigTypeError, match=r"not the device_ids of DistributedDataParallel: move the model"):
+        cf.compile(nn.Linear(2, 2), devices)  # type: ignore[arg-type]
 
 
 def test_the_table_has_no_other_arguments() -> None:
