@@ -89,8 +89,8 @@ def _check_position(comm_fusion: object) -> None:
     given = comm_fusion if isinstance(comm_fusion, (list, tuple)) else ()
     if given and all(is_int(item) or isinstance(item, torch.device) for item in given):
         raise ConfigTypeError(
-            f"comm_fusion is {show(comm_fusion)}: the second positional argument of compile() is comm_fusion, a dict, not "
-            f"the device_ids of DistributedDataParallel: {INSTEAD['device_ids']}"
+            f"comm_fusion is {show(comm_fusion)}: the second positional argument of compile() is comm_fusion, a dict, "
+            f"not the device_ids of DistributedDataParallel: {INSTEAD['device_ids']}"
         )
     if isinstance(comm_fusion, type):
         is_optimizer = issubclass(comm_fusion, torch.optim.Optimizer)
