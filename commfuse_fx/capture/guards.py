@@ -94,11 +94,12 @@ class Guards:
         """What has changed since the trace, in words; empty where nothing has."""
         own = self._own_tensors()
         for read in self._reads:
-            if read.owner is None:
+            owner = read.owner  # held, or garbage collection could take it before its value is read
+            if owner is None:
                 continue  # whatever led to it has changed as well, or it only served the trace
-            if type(read.owner) is not read.of_class and not isinstance(read.owner, torch.Tensor):
+            if type(owner) is not read.of_class and not isinstance(owner, torch.Tensor):
                 label = read.label.removesuffix(f".{read.name}")
-                return f"class of {label}: {read.of_class.__qualname__} -> {type(read.owner).__qualname__}"
+                return f"class of {label}: {read.of_class.__qualname__} -> {type(owner).__qualname__}"
             now = read.now(own)
             if now == read.last or now in self._own_values.get(read.label, ()):
                 continue

@@ -137,10 +137,11 @@ class Reads:
         self._alive.clear()
         self._made.clear()
         owner = None  # or the last of them would count as in use
-        found = [read for read in found if read.owner is not None]
-        for read in found:
+        # Garbage may be collected at any time: an owner that is still there is held until its value is taken.
+        there = [(read, owner) for read in found if (owner := read.owner) is not None]
+        for read, _ in there:
             read.last = read.now(self.own)
-        return found
+        return [read for read, _ in there]
 
     def got(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name` was read."""
