@@ -73,9 +73,9 @@ class ModuleCall:
         """The outputs, which autograd knows to come from the parameters and inputs."""
         if not any(self.forward.described.differentiable):
             return self.forward.outputs
-        leaves = [self.params[name] for name in self.edges]
+        leaves: list[torch.Tensor] = [self.params[name] for name in self.edges]
         # Without an edge to anything, autograd would not come here.
-        leaves.append(torch.zeros((), requires_grad=True))  # type: ignore[arg-type]
+        leaves.append(torch.zeros((), requires_grad=True))
         outputs: tuple[torch.Tensor, ...] = _Backward.apply(self, *leaves, *self.forward.inputs.values())  # type: ignore[no-untyped-call]
         self.forward.outputs = []  # they lead to this call, and it may not hold them
         self.calls.add(next(output.grad_fn for output in outputs if output.grad_fn is not None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -102,7 +103,7 @@ def _add_params(program: Program, lines: Mapping[fx.Node, TextLine]) -> None:
 
 def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:
     """The gradients that the step returns, by their parameters. Raises ValueError."""
-    all_returned: Sequence[fx.Node] = program.output.args[0]  # type: ignore[assignment]
+    all_returned: Any = program.output.args[0]
     returned = all_returned[1 : len(all_returned) - len(program.aux)]
     if not returned:
         return {}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,23 +145,6 @@ def digest(model: nn.Module) -> str:
     for param in model.parameters():
         found.update(param.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """The messages that commfuse_fx logs inside the block."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("commfuse_fx")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> cf.CompiledStep:

@@ -16,6 +16,7 @@ import commfuse_fx as cf
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, mlp, momentum, xy
 from tests.distributed.test_saved_parts import size
+from tests.logs import logged
 from tests.oracle import ACROSS_STEPS
 
 pytestmark = pytest.mark.dist
@@ -114,18 +115,11 @@ def warnings_of_aliases(kept: str, divided: bool) -> list[str]:
     }[kept]
     if kept == "larger" and divided:
         aliases.append(_first_one_is_a_row(model))
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("commfuse_fx.runtime")
-    log.addHandler(handler)
-    try:
+    with logged(logging.WARNING) as found:
         for _ in range(3):
             step(*xy(0, 0))
             if kept == "later":  # read at once, or thrown away late
                 aliases.append(model.state_dict())
-    finally:
-        log.removeHandler(handler)
     return [text for text in found if "looks at its memory" in text] if aliases else found
 
 

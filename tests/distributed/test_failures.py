@@ -26,12 +26,12 @@ from tests.distributed.models_of_ranks import (
     assert_same,
     compiled,
     digest,
-    logged,
     mlp,
     momentum,
     snapshot,
     xy,
 )
+from tests.logs import logged
 
 # One rank fails and all go on
 

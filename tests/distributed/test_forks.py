@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.models_of_ranks import logged, mlp, momentum, xy
+from tests.distributed.models_of_ranks import mlp, momentum, xy
+from tests.logs import logged
 from tests.sharding.elementwise import ONE_AXIS, batch, make_step
 
 pytestmark = pytest.mark.dist

@@ -20,7 +20,6 @@ from tests.distributed.models_of_ranks import (
     batch,
     compiled,
     digest,
-    logged,
     loss_fn_of,
     mlp,
     momentum,
@@ -28,6 +27,7 @@ from tests.distributed.models_of_ranks import (
     plain_steps,
     xy,
 )
+from tests.logs import logged
 
 FUSIONS: dict[str, dict[str, Any] | None] = {
     "auto": None,

@@ -23,6 +23,7 @@ from torch import nn
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp, momentum, xy
+from tests.logs import logged
 from tests.sharding.elementwise import ONE_AXIS, make_step
 from tests.sharding.elementwise import batch as batch_of_parts
 
@@ -167,28 +168,25 @@ def moved_by_the_user(move: str) -> list[str]:
     model, other = mlp(), mlp()
     optimizer, others = momentum(model), momentum(other)
     step, plain = compiled(model, optimizer), compiled(other, others)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("commfuse_fx").addHandler(handler)
-    for number in range(4):
-        step(*xy(number))
-        plain(*xy(number))
-        states = [state["momentum_buffer"] for state in optimizer.state.values()]
-        if move == "share":
-            model.share_memory()
-            states[1].share_memory_()
-            assert all(param.is_shared() for param in model.parameters())
-        elif move == "queue":
-            queue = multiprocessing.get_context("fork").Queue()
-            queue.put((model.state_dict(), optimizer.state_dict()))
-            sent, sent_state = queue.get(timeout=30)
-            assert_same(dict(sent), dict(model.state_dict()))
-            assert_same(sent_state["state"], optimizer.state_dict()["state"])
-        else:
-            with torch.no_grad():
-                model[0].weight.set_(model[0].weight.detach().clone())
-                states[2].data = states[2].clone()
+    with logged(logging.WARNING) as messages:
+        for number in range(4):
+            step(*xy(number))
+            plain(*xy(number))
+            states = [state["momentum_buffer"] for state in optimizer.state.values()]
+            if move == "share":
+                model.share_memory()
+                states[1].share_memory_()
+                assert all(param.is_shared() for param in model.parameters())
+            elif move == "queue":
+                queue = multiprocessing.get_context("fork").Queue()
+                queue.put((model.state_dict(), optimizer.state_dict()))
+                sent, sent_state = queue.get(timeout=30)
+                assert_same(dict(sent), dict(model.state_dict()))
+                assert_same(sent_state["state"], optimizer.state_dict()["state"])
+            else:
+                with torch.no_grad():
+                    model[0].weight.set_(model[0].weight.detach().clone())
+                    states[2].data = states[2].clone()
     assert_same(dict(model.state_dict()), dict(other.state_dict()))
     assert_same(optimizer.state_dict(), others.state_dict())
     return messages

@@ -21,13 +21,13 @@ from tests.distributed.models_of_ranks import (
     compiled,
     convnet,
     digest,
-    logged,
     mlp,
     momentum,
     plain_steps,
     snapshot,
     xy,
 )
+from tests.logs import logged
 
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)}
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.halves import USED, split
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
@@ -116,11 +116,11 @@ class HalvesExecutor(Executor):
         return [place[name] for name in self.saved]
 
 
-def _given(value: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+def _given(value: torch.Tensor | None, spec: Spec) -> torch.Tensor | None:
     """The gradient of an output as the graph has it."""
-    if spec is None:
+    if not isinstance(spec, TensorSpec):
         return None
     if value is None:
-        return spec.empty(spec.device).zero_()  # type: ignore[no-any-return]
+        return spec.empty().zero_()
     found: torch.Tensor = as_recorded(value.detach(), spec)
     return found
