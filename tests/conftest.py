@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,8 @@ pytest_plugins = ["pytester"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """What is imported stays: looking through it in every full collection takes a tenth of the time of all tests."""
+    # Tests run side by side, ranks too; and a forked child cannot use the threads that its parent computes with.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)  # graphs are many small objects: by default collecting takes another tenth
