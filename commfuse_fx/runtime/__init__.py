@@ -1,1 +1,1 @@
-"""What runs on a rank: process groups, storage, generated code, and agreement between ranks."""
+"""The runtime runs compiled programs on one rank: process groups, storage, generated code and votes between ranks."""

@@ -10,12 +10,13 @@ import torch
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.runtime.execute.executor import seed_of_rank
+from commfuse_fx.runtime.ranks.seeds import draw_seed
 
 
 class RankStreams:
-    """A random stream per rank, the same numbers as the ranks' own processes draw when seeded alike.
+    """One random stream per rank, with the numbers that separate processes with equal seeds would draw.
 
-    shared: the seed of a graph that is divided among the ranks, which all of them draw from alike.
+    shared: the seed for a graph that is divided among the ranks. Then all ranks draw the same numbers.
     """
 
     def __init__(self, program: Program, shared: int) -> None:
@@ -24,12 +25,13 @@ class RankStreams:
         if world == 1 or not any(draws_random_numbers(node) for node in program.graph.nodes):
             return
         divided = program.config.divides_graphs
-        seed = shared if divided else int(torch.randint(0, 1 << 62, (1,)))
+        seed = shared if divided else draw_seed()
         for rank in range(world):
             own = seed_of_rank(seed, 0 if divided else rank)
             self.states[rank] = torch.Generator().manual_seed(own).get_state()
 
     def draw(self, rank: int, function: Callable[[], Any]) -> Any:
+        """Call the function while torch's default generator stands where the rank's stream does."""
         if rank not in self.states:
             return function()
         held = torch.get_rng_state()

@@ -108,6 +108,26 @@ def test_a_failed_first_step_does_not_look_like_different_parameters(ranks: Rank
         assert not [text for text in messages if "parameters differ" in text]
 
 
+def bad_first_batch_on_rank_0() -> float:
+    """A divided model with dropout: its ranks need a number of rank 0 to draw masks, and so before they vote."""
+    model = nn.Sequential(mlp(), nn.Dropout(0.5))
+    step = compiled(model, momentum(model), parallel_mode="semi_auto", mesh=(2,))
+    random = torch.get_rng_state()
+    own_error = dist.get_rank() == 0
+    with pytest.raises(RuntimeError if own_error else cf.PeerFailedError):
+        step(*(_bad("shape") if own_error else xy(1)))
+    if own_error:
+        assert torch.equal(torch.get_rng_state(), random)
+    return float(step(*xy(0)).detach())
+
+
+def test_ranks_that_wait_for_a_seed_hear_of_a_failure(ranks: Ranks) -> None:
+    one, other = run_soon(ranks, bad_first_batch_on_rank_0)
+    assert one.ok, one.details
+    assert other.ok, other.details
+    assert one.value == other.value
+
+
 # Ranks that die
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
@@ -131,6 +131,43 @@ def wrong_mesh() -> None:
 def test_a_mesh_that_does_not_fit_the_world(ranks: Ranks) -> None:
     for outcome in ranks.run(wrong_mesh):
         assert outcome.error.startswith("ConfigValueError: mesh=(3, 2) has 6 devices, but the world has 2 processes")
+
+
+def backward_mesh(collective: str) -> float:
+    """A step on a mesh that lists rank 1 before rank 0. Returns its loss."""
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    model = Exchange(None)
+    model.parts = lambda x: [getattr(cf.ops, collective)(x * model.scale)]  # type: ignore[method-assign]
+    return float(cf.compile(model, mesh=mesh, form="step")(values_of(cf.get_rank()), torch.ones(100)).detach())
+
+
+def test_a_mesh_whose_ranks_do_not_ascend(ranks: Ranks) -> None:
+    total = float((values_of(0) + values_of(1)).sum())
+    assert ranks.values(backward_mesh, "all_reduce") == [total, total]
+    for outcome in ranks.run(backward_mesh, "all_gather"):
+        assert outcome.error.startswith("ConfigValueError: the mesh lists ranks 1, 0 in this order along dp")
+
+
+def on_another_default_device(has_dropout: bool) -> tuple[float, float]:
+    """The losses of two equal steps, of which the second runs while new tensors have no values."""
+    model = nn.Sequential(mlp(), nn.Dropout(0.5 if has_dropout else 0.0))
+    step = compiled(model, torch.optim.AdamW(model.parameters(), lr=0.0))
+    batch = xy(0)
+    torch.manual_seed(1)
+    losses = [float(step(*batch).detach())]
+    torch.manual_seed(1)
+    torch.set_default_device("meta")
+    try:
+        losses.append(float(step(*batch).detach()))
+    finally:
+        torch.set_default_device(None)
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_the_default_device_of_new_tensors_does_not_matter(ranks: Ranks, has_dropout: bool) -> None:
+    for one, other in ranks.values(on_another_default_device, has_dropout):
+        assert one == other
 
 
 def wait_forever() -> None:

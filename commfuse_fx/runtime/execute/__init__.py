@@ -1,1 +1,1 @@
-"""Runs a program: generated code, collectives on the wire, and what a step leaves to the next one."""
+"""Execution of a program: generated code, its collectives, and the updates that a step leaves to the next one."""

@@ -1,4 +1,4 @@
-"""Take part in what the other ranks send, with zeros: for a rank that has nothing to compute."""
+"""A rank without a batch joins the collectives of the other ranks with zeros."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ def answer(
 ) -> None:
     """Vote, and run the program's collectives on zeros.
 
-    program: what the other ranks run. wire: of this program. cast, settle: start the vote on it, and read it.
-    Raises what `settle` raises, and CollectiveError.
+    program: the program that the other ranks run.
+    wire: the collectives of this program.
+    device: the device of the zeros.
+    cast, settle: functions that start the vote on the program, and that read it.
+
+    Raises CollectiveError, and all that `settle` raises.
     """
     cast()
     settle()

@@ -1,9 +1,9 @@
 """Generate Python for a scheduled graph.
 
-One statement per node, ops bound to locals of the module so that a call costs one dictionary look-up,
-and every value dropped after its last use. Two functions come out: `produce` runs everything that can
-fail, `commit` everything that changes what the user owns. Nodes that belong into the following step
-(`NodeInfo.next_step`) become functions of their own, the tail.
+Each node becomes one statement, its op is a global of the generated module, and each value is dropped after its last
+use. The code has two functions: `produce` runs all nodes that can fail, and `commit` all that change parameters,
+buffers or optimizer states. Nodes that run in the following step (`NodeInfo.next_step`) become functions of their own,
+the tail.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
 serial = count()
-"""Numbers the sources, which Python tells apart by their names."""
+"""Numbers for the names of generated files: Python tells sources apart by their file names."""
 
 
 @dataclass(frozen=True)
 class TailPart:
-    """Consecutive nodes of the tail. `run(values)` takes and changes the list of values that the tail works on.
+    """A tail part is a function for consecutive nodes of the tail.
 
-    `before`: the node of the following step before which it runs. `waits`: it only waits for collectives, and may run
-    again if it was interrupted; any other part may run only once.
+    before: the node of the following step before which the part runs.
+    run: the function. It takes the list of the tail's values, and changes it.
+    waits: whether the part only waits for collectives. Such a part may run again after an interrupt, others may not.
+    nodes: the nodes of the part.
     """
 
     before: fx.Node
@@ -43,8 +45,14 @@ class TailPart:
 
 @dataclass(frozen=True)
 class Generated:
-    """`produce(inputs) -> (live values, values of the tail)`, `commit(live values) -> outputs`, the parts of the
-    tail, the node of each source line, and the lines on which results are handed to a function."""
+    """The generated code of one program.
+
+    produce: takes the list of inputs; returns the values for `commit`, and the list of values for the tail.
+    commit: takes the values from `produce`; returns the outputs of the program.
+    tail: the parts of the tail, in order.
+    node_of_line: the node of each source line.
+    handed_on: for each node in `results` of `generate`, the line that hands over its result.
+    """
 
     produce: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
     commit: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -56,7 +64,7 @@ class Generated:
     namespace: dict[str, Any]
 
     def without(self, nodes: Iterable[fx.Node]) -> Generated:
-        """The same code, but the results of these nodes are handed to nobody. The tail stays as it is."""
+        """The same code, in which the results of these nodes no longer go through a function. The tail is kept."""
         source, remaining = without_handing_on(self.source, self.handed_on, nodes)
         made = execute(source, self.filename, dict(self.namespace))
         return replace(self, produce=made["produce"], commit=made["commit"], source=source, handed_on=remaining)
@@ -81,6 +89,7 @@ def generate(
 def without_handing_on(
     source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
 ) -> tuple[str, dict[fx.Node, int]]:
+    """Remove the lines that hand over the results of these nodes; returns the source and the other lines."""
     lines = source.splitlines(keepends=True)
     remaining = dict(handed_on)
     for node in nodes:
@@ -89,6 +98,7 @@ def without_handing_on(
 
 
 def execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    """Run generated source in a namespace, which then holds its functions. Tracebacks show its lines."""
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return namespace
@@ -246,10 +256,10 @@ class Generator:
 
 
 class _Tail:
-    """The nodes that run in the following step, cut into parts, and their values' places in a list.
+    """The nodes that run in the following step, cut into parts, and the places of their values in a list.
 
-    A part ends where the anchor changes, and where waiting begins or ends: Ctrl-C may interrupt waiting, which then
-    begins again, but nothing else, since what has been changed must not be changed again.
+    A part ends where the anchor changes, and where waits begin or end. Ctrl-C may interrupt a part of waits, which then
+    runs again. It must not interrupt any other part, since an update must not run twice.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:

@@ -18,10 +18,10 @@ from commfuse_fx.runtime.execute.codegen import Generator, execute, serial, with
 class Halves:
     """The code of a program of two halves.
 
-    forward: takes the values of the inputs, and returns the outputs and what is saved for the backward.
-    backward: takes a list of what is saved, of the gradients that parameters hold and, last, of those of the outputs;
-        it empties the list. Returns the gradients of parameters and inputs.
-    saved: the names of what is saved.
+    forward: takes the list of inputs; returns the outputs, and the values that are saved for the backward.
+    backward: takes one list: the saved values, the gradients that parameters hold and, as its last item, the list of
+        the outputs' gradients. It empties the list, and returns the gradients of parameters and inputs.
+    saved: the names of the saved values, in order.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], tuple[Any, ...]]]
@@ -34,7 +34,7 @@ class Halves:
     namespace: dict[str, Any]
 
     def without(self, nodes: Iterable[fx.Node]) -> Halves:
-        """The same code, but the results of these nodes are handed to nobody."""
+        """The same code, in which the results of these nodes no longer go through a function."""
         source, remaining = without_handing_on(self.source, self.handed_on, nodes)
         made = execute(source, self.filename, dict(self.namespace))
         return replace(self, forward=made["forward"], backward=made["backward"], source=source, handed_on=remaining)

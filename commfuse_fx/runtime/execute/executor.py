@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,17 +32,19 @@ from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.memory.storage import Storage
 from commfuse_fx.runtime.ranks.groups import Groups
+from commfuse_fx.runtime.ranks.seeds import draw_seed
 
 
 class Executor:
-    """One program, its generated code and its bound storage.
+    """An executor runs one program on one rank, with its generated code and its bound storage.
 
-    A run is two calls. `produce` computes everything and changes nothing that the user owns; if it
-    raises, the step has not happened. `commit` writes parameters, optimizer state and buffers. A program with
-    nodes that belong into the following step leaves a tail behind; `synchronize` finishes it.
+    A run makes two calls. `produce` computes all results and changes nothing that the user owns; if it raises, the step
+    has not happened. `commit` writes parameters, optimizer states and buffers. If some nodes run in the following step,
+    a run leaves them as a tail, which `synchronize` finishes.
 
-    `params` are the user's parameters, `values` what the graph works on: `shards` has the parts of those that the
-    program divides among ranks, and is None where it divides none.
+    params: the user's parameters, by name.
+    values: the tensors that the graph works on, by the same names.
+    shards: the parts of the parameters that the program divides among ranks; None if it divides none.
     """
 
     def __init__(
@@ -68,11 +72,11 @@ class Executor:
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._sources: Sequence[Source] = list(program.sources.values())
-        self._relaid: list[tuple[int, TensorSpec]] | None = None  # places of inputs that lie otherwise than recorded
+        self._relaid: list[tuple[int, TensorSpec]] | None = None  # inputs with other strides than recorded
         self.generated: Generated | None = None
         self._check: LayoutCheck | None = None  # until the first run is over
         self.seed = 0
-        """Where the next step's random numbers begin; the same on all ranks. Whoever runs the step sets it."""
+        """The seed of the next step, the same on all ranks. The session sets it before each run."""
         self.needs_seed = program.config.divides_graphs and (
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )
@@ -80,15 +84,19 @@ class Executor:
         self.tail = Tail((), self.guard)
 
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
-        """Generate the code. The hooks run when the backward begins (or at once, if collectives come earlier)
-        and just before the first collective."""
+        """Generate the code.
+
+        on_backward: runs when the backward begins, or at the begin of the step if a collective comes earlier.
+        on_first_collective: runs just before the first collective.
+        """
         self._check = LayoutCheck(self.program)
         self._generate(self._hooks(on_backward, on_first_collective), self._check)
+        weakref.finalize(self, linecache.cache.pop, self._code.filename, None).atexit = False
 
     def _hooks(
         self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]
     ) -> dict[fx.Node, list[Callable[[], None]]]:
-        """What runs just before nodes."""
+        """The functions that run just before a node, by node."""
         hooks: dict[fx.Node, list[Callable[[], None]]] = {}
         if self.has_collectives:
             body = self._voted_for()
@@ -131,10 +139,10 @@ class Executor:
         return self.wire.bind(node) or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Execute one step; returns the loss and the gradients (when the program has any)."""
+        """Run one step; returns the loss, the gradients and the auxiliary outputs of the program, in this order."""
         assert self.generated is not None
         if self.shards is not None and not self.has_collectives:
-            self.shards.release()  # otherwise it waits until the ranks have agreed
+            self.shards.release()  # with collectives, this happens after the vote
         given = self.gather(inputs)
         with self._quietly(), self._own_randomness():
             try:
@@ -156,19 +164,19 @@ class Executor:
         return outputs
 
     def bind(self) -> None:
-        """Take over parameters and optimizer state as they are now. Raises LayoutConflict; then nothing has changed."""
+        """Bind to the present parameters and optimizer states. Raises LayoutConflict; then nothing has changed."""
         if self.shards is not None:
             self.shards.take()
         self.storage.bind()
 
     def is_bound(self) -> bool:
-        """Whether the last step's storage still serves; what the user has written into it is taken over."""
+        """Whether storage is still bound. Values that the user has written since the last step are taken over."""
         if self.shards is not None:
             self.shards.take()
         return self.storage.is_bound()
 
     def publish(self) -> None:
-        """After an update: show the user the optimizer's states."""
+        """After an update, put new states into the user's optimizer."""
         if self.storage.publish() and self.shards is not None:
             self.shards.show()
 
@@ -189,12 +197,12 @@ class Executor:
     @staticmethod
     @contextmanager
     def _quietly() -> Iterator[None]:
-        """No gradients, no autocast, and guarded tensors are tensors like any other."""
+        """Turn off gradients and autocast, and let guarded tensors behave like ordinary ones."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
             yield
 
     def _leave(self, error: BaseException) -> None:
-        """The step has failed: finish what the step before left behind, and forget what this one has started."""
+        """After a failure, finish the tail of the previous step, and forget collectives that this one has started."""
         self._locate(error)
         with self.guard.lock:
             try:
@@ -224,14 +232,14 @@ class Executor:
                 values.append(numbers[source.owner][source.name])
             else:
                 values.append(self.storage.value(source))
-        if self._relaid is None:  # strides of inputs are part of what a plan is for
+        if self._relaid is None:  # once is enough: calls with other strides get another plan
             self._relaid = _otherwise(self.program, values)
         for place, spec in self._relaid:
             values[place] = as_recorded(values[place], spec)
         return values
 
     def step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-        """Let the user's optimizer update, with `.grad` as it was before and after."""
+        """Run the user's optimizer on these gradients. Afterwards every `.grad` is what it was before."""
         assert self.optimizer is not None
         held = [(param, param.grad) for group in self.optimizer.param_groups for param in group["params"]]
         for param, _ in held:
@@ -247,26 +255,26 @@ class Executor:
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Draw from a stream of this rank, which the user's seed decides: another mask on every step and rank."""
+        """Draw random numbers from a stream of this step and rank, which follows from the user's seed."""
         if not self.draws or self.program.mesh.world == 1:
             yield
             return
         before = torch.get_rng_state()
-        # 62 bits from the user's generator, so that the next step differs; the rank is mixed in, but for one device's
-        # graph divided among ranks, where all of them draw the whole.
+        # Drawing from the user's generator moves it on, so the next step gets another seed. Ranks that divide a graph
+        # draw whole tensors, so all of them need the same stream.
         if self.program.config.divides_graphs:
             seed, rank = self.seed, 0
         else:
-            seed, rank = int(torch.randint(0, 1 << 62, (1,))), self.rank
+            seed, rank = draw_seed(), self.rank
         state = torch.get_rng_state()
         cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
         try:
             torch.default_generator.manual_seed(seed_of_rank(seed, rank))
             for device in self.devices:
-                torch.cuda.default_generators[device].manual_seed(seed ^ (rank + 1))
+                torch.cuda.default_generators[device].manual_seed(seed_of_rank(seed, rank))
             yield
         except BaseException:
-            state = before  # the step has not happened, whatever the ranks did before one of them raised
+            state = before  # the step has not happened, so its seed has not been drawn
             raise
         finally:
             torch.set_rng_state(state)
@@ -277,7 +285,7 @@ class Executor:
         """Add the module and source line of the node that failed to the exception."""
         generated = self._code
         if isinstance(error, CommFuseError):
-            return  # says where by itself
+            return  # its message names the place
         traceback = error.__traceback__
         node = None
         while traceback is not None:
@@ -291,8 +299,10 @@ class Executor:
 
 
 def _otherwise(program: Program, values: Sequence[Any]) -> list[tuple[int, TensorSpec]]:
-    """Places and specs of the call's tensors whose strides are not the recorded ones: a divided graph takes a rank's
-    part of the batch for contiguous. Those that the step writes to stay as they are."""
+    """Places and specs of the inputs whose strides are not the recorded ones.
+
+    A divided graph, for example, expects a contiguous part of the batch. Inputs that the step writes to are left out.
+    """
     roots = Roots(program.graph, program.aliases())
     written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
     return [
@@ -308,4 +318,7 @@ def _refuse(node: fx.Node, what: str) -> None:
 
 def seed_of_rank(seed: int, rank: int) -> int:
     """The seed of a rank's own random stream, from a seed that all ranks share."""
-    return (seed + rank * 0x9E3779B97F4A7C15) % (1 << 63)
+    return (seed + rank * _GOLDEN) % (1 << 63)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which keeps the seeds of neighbouring ranks far apart

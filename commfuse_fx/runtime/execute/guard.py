@@ -1,8 +1,8 @@
-"""Let nobody see values that are about to change: tensors that finish a pending update when they are touched.
+"""Guarded tensors finish a pending update before anybody reads or writes them.
 
-While an update is still to come, the parameters and states it will write get a subclass of their own
-class, whose `__torch_function__` first finishes the update and gives them their class back. Nothing is copied,
-and a tensor that nobody touches between two steps costs nothing.
+While an update is pending, the parameters and states that it will write get a subclass of their own class. Its
+`__torch_function__` first finishes the update and gives them their class back. Nothing is copied, and tensors that
+nobody touches between two steps cost nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from commfuse_fx.runtime.ranks.forks import followers
 from commfuse_fx.support.tracebacks import shorten, user_frames_only
 
-# What may be asked of a tensor without looking at its values; `optimizer.zero_grad()` needs some of it.
+# Functions that do not read or write the values of a tensor. `optimizer.zero_grad()` calls some of them.
 _HARMLESS = frozenset(
     [
         *(
@@ -55,24 +55,22 @@ _HARMLESS = frozenset(
 )
 
 
-# `nn.Parameter(tensor)` detaches a tensor of a class that it does not know, and wants one of the class that the tensor
-# has then. By then that is its own class again.
+# `nn.Parameter(tensor)` calls detach() for classes that it does not know, and requires that the result has the tensor's
+# class. The update is finished by then, so the tensor has its own class again, and the result must get it too.
 _PARAMETER_OF = nn.Parameter.__new__.__code__
 
 
 class Guard:
-    """Calls `finish` before anybody else touches a guarded tensor. `finish` has to call `open`, or to raise.
+    """A guard calls `finish` before code outside of the step touches one of its tensors.
 
-    An op on tensors of several guards finishes what is behind each of them. An alias that the user made earlier
-    (`param.data`, a view) is not guarded: it shows the old values until something finishes the update. So does a
-    function that never asks `__torch_function__`, such as `torch.tensor`.
+    `finish` has to call `open`, or to raise. An op on tensors of several guards calls `finish` of each. An alias that
+    the user made earlier (`param.data`, a view) is not guarded: it shows the old values until the update is finished.
+    Functions that never call `__torch_function__`, such as `torch.tensor`, see the old values too.
 
-    alone: whether a rank can finish for itself; not where all ranks have to do it together. What can be is finished
-    before a fork.
-
-    lock: held while an update is finished, or left to be finished: any thread may touch a tensor. Whoever holds it may
-    wait for other ranks. The guard of divided parameters takes that of their updates meanwhile, never the other way
-    round.
+    finish: completes the pending work.
+    alone: whether a rank can finish without the other ranks. Then the work is finished before a fork.
+    lock: held while pending work is left or finished, since any thread may touch a tensor. The thread that holds it may
+        wait for other ranks. Locks nest in one order: first that of divided parameters, then that of their updates.
     """
 
     def __init__(self, finish: Callable[[], None], alone: bool = True) -> None:
@@ -84,7 +82,7 @@ class Guard:
         followers.add(self)
 
     def __getstate__(self) -> tuple[Callable[[], None], bool]:
-        """A copied step has a guard of its own, which is open: copying a pending tensor finishes its update."""
+        """A copy of a step has an open guard of its own, since copying a guarded tensor finishes the update."""
         return self.finish, self.alone
 
     def __setstate__(self, state: tuple[Callable[[], None], bool]) -> None:
@@ -134,7 +132,7 @@ class Guard:
 
 
 def finish_others(tensors: Iterable[torch.Tensor], *own: Guard) -> None:
-    """Finish what is behind these tensors, except for what the guards `own` keep: another step has left it."""
+    """Finish the updates that other steps have left for these tensors. `own`: guards whose work may stay pending."""
     _finish(map(type, tensors), *own)
 
 

@@ -1,4 +1,4 @@
-"""Run a program of two halves: the caller starts the backward, with the gradients of the outputs."""
+"""Run a program of two halves: a forward, and a backward that the caller starts with the outputs' gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.halves import USED, split
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
@@ -17,10 +17,10 @@ from commfuse_fx.runtime.memory.own_storage import separated
 
 
 class HalvesExecutor(Executor):
-    """One program of two halves, and its generated code.
+    """An executor of one program of two halves.
 
-    A forward changes nothing that the user owns but buffers. A backward returns gradients, each in a storage of its
-    own, and writes none. If it raises, no gradient has changed.
+    A forward changes buffers, and nothing else that the user owns. A backward returns gradients, each in a storage of
+    its own, and does not write to `.grad`. If it raises, no gradient has changed.
     """
 
     halves: Halves | None = None
@@ -41,7 +41,7 @@ class HalvesExecutor(Executor):
         self._gradient_specs = [spec if number in used else None for number, spec in enumerate(specs)]
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-        """The outputs, and what the backward needs (named in `saved`)."""
+        """Run the forward; returns the outputs, and the values for the backward (named in `saved`)."""
         given = self.gather(inputs)
         with self._quietly():
             try:
@@ -52,17 +52,8 @@ class HalvesExecutor(Executor):
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The names of what a forward saves, in its order."""
+        """The names of the values that a forward saves, in order."""
         return self._code.saved
-
-    def gather(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The value of every placeholder of the forward, in the order of the program's sources."""
-        held = [source for source in self._sources if source.kind == "gradient"]
-        self._sources = [source for source in self._sources if source.kind != "gradient"]
-        try:
-            return super().gather(inputs)
-        finally:
-            self._sources = [*self._sources, *held]
 
     def backward(
         self,
@@ -70,15 +61,15 @@ class HalvesExecutor(Executor):
         gradients: Sequence[torch.Tensor | None],
         held: Mapping[str, torch.Tensor | None],
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The gradients of parameters and of inputs, by name.
+        """Run the backward; returns the gradients of parameters and those of inputs, by name.
 
-        saved: what the forward has saved, in the order of `saved`; the list is emptied on the way.
-        gradients: of the outputs; None counts as zero.
-        held: what `.grad` of the parameters holds, for a program that adds it.
+        saved: the values that the forward has saved, in the order of the property `saved`. The list is emptied.
+        gradients: the gradients of the outputs; None counts as zero.
+        held: `.grad` of the parameters by name, for a program that adds to it; None counts as zero.
         """
-        for source in self._sources:
+        for node, source in self.program.sources.items():
             if source.kind == "gradient":
-                saved.append(self._held(source.name, held))
+                saved.append(self._held(source.name.removesuffix(".grad"), tensor_spec(node), held))
         saved.append([_given(value, spec) for value, spec in zip(gradients, self._gradient_specs, strict=True)])
         with self._quietly():
             try:
@@ -97,19 +88,18 @@ class HalvesExecutor(Executor):
                 del grads[name]
         return grads, others
 
-    def _held(self, name: str, held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-        param = name.removesuffix(".grad")
-        value, spec = held[param], info(self._placeholders[name]).spec
-        assert isinstance(spec, TensorSpec)
-        return spec.empty(self.params[param].device).zero_() if value is None else as_recorded(value.detach(), spec)
-
-    @property
-    def _placeholders(self) -> dict[str, fx.Node]:
-        return {source.name: node for node, source in self.program.sources.items()}
+    def _held(self, name: str, spec: TensorSpec, held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        value = held[name]
+        if value is None:
+            return spec.empty(self.params[name].device).zero_()
+        found: torch.Tensor = as_recorded(value.detach(), spec)
+        return found
 
     def places_in(self, saved: Sequence[str]) -> list[int] | None:
-        """Where among the values of these names stand those that this program's backward takes; None where one is
-        missing, as the forward was made by a program that computes otherwise."""
+        """The positions of this backward's values among the values with these names.
+
+        None if one is missing: then the forward was run by a program that saves other values.
+        """
         place = {name: i for i, name in enumerate(saved)}
         if any(name not in place for name in self.saved):
             return None
@@ -117,7 +107,7 @@ class HalvesExecutor(Executor):
 
 
 def _given(value: torch.Tensor | None, spec: Spec) -> torch.Tensor | None:
-    """The gradient of an output as the graph has it."""
+    """The gradient of an output with the layout that the graph expects; zeros if there is none."""
     if not isinstance(spec, TensorSpec):
         return None
     if value is None:

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when it may not interrupt."""
+"""Postpone Ctrl-C while an update runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C waits until the update is complete: a half-updated model is of no use to anybody."""
+    """Inside the `with` block Ctrl-C waits until the end of the block, so that no update stops half-way.
+
+    Only the main thread receives Ctrl-C; in other threads the block does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Run ops as they are, whatever the caller has told torch to do with his own."""
+"""Run ops without the modes of torch that the caller has turned on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """What is made here is an ordinary tensor, which may stay in parameters, optimizer state and flat storage.
+    """Inside the `with` block new tensors are ordinary ones, even if the caller is in torch.inference_mode().
 
-    Inside of torch.inference_mode() gradients stay disabled; anywhere else nothing changes.
+    Inference tensors could not stay in parameters, optimizer states and flat storage. Gradients stay disabled in
+    inference mode; outside of it the block does nothing.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -25,10 +26,10 @@ def outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """No gradients, no autocast, no inference mode, and no mode or transform sees an op: FakeTensorMode, make_fx, a
-    default device, vmap.
+    """Inside the `with` block ops run eagerly, without gradients, autocast or inference mode.
 
-    Guarded tensors are tensors like any other.
+    No mode or transform of the caller sees them (FakeTensorMode, make_fx, a default device, vmap), and guarded tensors
+    behave like ordinary ones.
     """
     with (
         _disable_current_modes(),

@@ -1,4 +1,4 @@
-"""The executors of one rank, and what they share: flat memory, and the parts of parameters that a step divides."""
+"""The executors of one rank, which share flat memory and the parts of divided parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from commfuse_fx.runtime.ranks.groups import Groups
 class RankExecutors:
     """Makes the executors of one rank of a step.
 
-    exchange: makes what gets at the other ranks' parts, of programs that divide parameters as the key (of `layouts_of`)
-    says. before_reading: completes the last step, before parts are gathered.
+    exchange: makes the exchange for programs on this mesh that divide parameters alike. Its second argument is their
+        key from `layouts_of`.
+    before_reading: called before parts are gathered, to complete the last step.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class RankExecutors:
         before_reading: Callable[[], None],
     ) -> None:
         self.shards: Shards | None = None
-        """Those of the last step, whose parameters may be divided."""
+        """The divided parameters of the last step; None if it divided none."""
         self._rank = rank
         self._exchange = exchange
         self._before_reading = before_reading
@@ -49,16 +50,16 @@ class RankExecutors:
         optimizer: torch.optim.Optimizer | None,
         groups: Groups | None = None,
     ) -> Executor:
-        """A new executor, on the parts and the flat memory that this rank's other programs work on.
+        """A new executor, which shares parts and flat memory with this rank's other executors.
 
-        params: the same object for all programs, until a parameter is replaced.
+        params: the user's parameters, by name. It has to be the same object until a parameter is replaced.
         """
         shards = self._shards_of(program, params, optimizer)
         made = HalvesExecutor if program.has_two_halves else Executor
         return made(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
 
     def hand_over(self, executor: Executor) -> None:
-        """Parameters that the next program divides in another way, or not at all, have to be whole before it."""
+        """Before this executor runs: make parameters whole if it divides them in another way than the last one."""
         if self.shards is not executor.shards:
             self.open()
         self.shards = executor.shards
@@ -70,8 +71,10 @@ class RankExecutors:
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Inside the `with` block parameters that are divided among ranks have memory, but no values: enough to trace
-        the model with, and nothing has to be gathered for it."""
+        """Inside the `with` block divided parameters have memory but no values.
+
+        This is enough to trace the model, and needs no communication.
+        """
         if self.shards is None:
             yield
             return
@@ -79,18 +82,18 @@ class RankExecutors:
             yield
 
     def parts(self, key: Any) -> Mapping[str, torch.Tensor]:
-        """What this rank holds for programs that divide parameters as the key says."""
+        """This rank's parts for programs with this key from `layouts_of`, by name."""
         return self._known[key].parts()
 
     def release(self) -> None:
-        """Let go of everything that holds process groups."""
+        """Drop all process groups."""
         for shards in self._known.values():
             shards.exchange.release()
 
     def _shards_of(
         self, program: Program, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
     ) -> Shards | None:
-        """The same ones for all programs that divide the same parameters alike."""
+        """The divided parameters of a program, shared by all programs that divide the same parameters alike."""
         if optimizer is None or not divided_parameters(program):
             return None
         key = layouts_of(program)

@@ -1,9 +1,8 @@
-"""Values lie in memory as the graph says of them, whatever a kernel has made.
+"""Results of kernels get the strides that the graph has recorded for them.
 
-A graph is recorded on tensors without data, whose strides follow from a description of each op. Some kernels lay their
-results out otherwise. Autograd, passes and kernels that read memory in its order rely on the record: where it says that
-a value is contiguous, the copy that would make it so is not in the graph. Strides do not depend on the numbers in a
-tensor, so one run shows for which nodes a copy is needed.
+A graph is recorded on tensors without data, whose strides follow from a description of each op. Some kernels return
+other strides. Autograd, passes and some kernels rely on the record: if it says that a value is contiguous, the graph
+does not copy it. Strides do not depend on the values of a tensor, so one run shows which nodes need a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ from commfuse_fx.ir.program import Program
 
 
 class LayoutCheck:
-    """`functions[node]` gives what the node has computed as it is recorded. `copied` are the nodes that needed it."""
+    """A layout check copies results whose strides differ from the record, and notes for which nodes.
+
+    functions: for each checked node a function from its result to the result with the recorded strides.
+    copied: the nodes whose results were copied.
+    """
 
     def __init__(self, program: Program) -> None:
         self.functions = {node: self._function(node) for node in computed(program)}
@@ -32,7 +35,7 @@ class LayoutCheck:
         self.copied: dict[fx.Node, None] = {}
 
     def needless(self) -> list[fx.Node]:
-        """After a run: the nodes of the step itself whose results lay as they are recorded."""
+        """After a run: the checked nodes whose results had the recorded strides, without those of the tail."""
         return [node for node in self.functions if node not in self.copied and info(node).next_step is None]
 
     def _function(self, node: fx.Node) -> Callable[[Any], Any]:
@@ -48,9 +51,9 @@ class LayoutCheck:
 
 
 def proven(node: fx.Node) -> Callable[[Any], Any]:
-    """Gives on what the node has made, if that is what the pass that added the node has declared.
+    """A function that checks the node's result against the spec that a pass has declared, and returns it unchanged.
 
-    Raises VerificationError otherwise: of a view no copy can be made, since others may write to its memory.
+    It raises VerificationError if they differ. A copy would not do: other nodes may write to the memory of a view.
     """
     declared = info(node).spec
 
@@ -64,7 +67,7 @@ def proven(node: fx.Node) -> Callable[[Any], Any]:
 
 
 def _can_only_be_proven(node: fx.Node) -> bool:
-    """Views that passes have added, but for those of the next step, whose results are always handed on."""
+    """Whether the node is a view that a pass has added. The tail is left out, as its checks would run in every step."""
     return (
         is_declared(node)
         and is_view(node)
@@ -75,7 +78,7 @@ def _can_only_be_proven(node: fx.Node) -> bool:
 
 
 def computed(program: Program) -> dict[fx.Node, None]:
-    """The nodes whose results have memory of their own, which nobody else knows: no views, nothing on the wire."""
+    """The nodes whose results are tensors in new memory: no views, and no results of collectives."""
     roots = Roots(program.graph, program.aliases())
     return {
         node: None
@@ -88,7 +91,7 @@ def computed(program: Program) -> dict[fx.Node, None]:
 
 
 def as_recorded(value: Any, spec: Spec) -> Any:
-    """`value` itself where it lies as the spec says, else a copy that does."""
+    """Returns `value` if it has the strides of the spec, else a copy that has them."""
     if isinstance(spec, tuple):
         items = [as_recorded(item, own) for item, own in zip(value, spec, strict=True)]
         return value if all(made is item for made, item in zip(items, value, strict=True)) else items

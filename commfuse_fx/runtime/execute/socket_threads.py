@@ -1,9 +1,9 @@
-"""How the kernel schedules Gloo's socket threads where they share a core with the step.
+"""Gloo's socket threads get the scheduling class SCHED_BATCH if a rank has only one CPU core.
 
-A Gloo device has one thread that reads sockets. It takes the lock of a connection if that is free, and otherwise looks
-again at once, for as long as data is there. On a rank's only core that thread, woken by data, takes the place of one
-that holds the lock, and then spins until the kernel lets the other go on: up to a tick (4 ms at 250 Hz), several times
-per collective. In the class SCHED_BATCH a thread that wakes up takes nobody's place.
+A Gloo device has one thread that reads sockets. If the lock of a connection is taken, the thread retries at once for as
+long as data is there. On a rank's only core it can preempt the thread that holds the lock. It then spins until the
+kernel switches back: up to one tick (4 ms at 250 Hz), several times per collective. A thread of class SCHED_BATCH does
+not preempt others when it wakes up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 SOCKET_THREAD = "gloo_tcp_loop"
-"""What Gloo calls these threads."""
+"""The name of these threads in Gloo."""
 
 _TASKS = Path("/proc/self/task")
 
@@ -23,10 +23,9 @@ def share_a_core() -> bool:
 
 
 def let_lock_holders_run() -> None:
-    """Put the socket threads that this process has now into SCHED_BATCH, where it may run on one core only.
+    """Give this process's present socket threads the class SCHED_BATCH if it may run on one core only.
 
-    With more cores there is room for them beside the step. Does nothing where the system has no such classes, or
-    refuses. May be called again, when groups have been made.
+    It does nothing if the system has no such class or refuses. It may be called again after groups have been made.
     """
     if not hasattr(os, "sched_setscheduler") or not share_a_core():
         return
@@ -41,7 +40,7 @@ def let_lock_holders_run() -> None:
 
 
 def socket_threads() -> list[int]:
-    """The kernel's numbers of Gloo's socket threads in this process, in rising order; none without /proc."""
+    """The thread ids of Gloo's socket threads in this process, in rising order; empty on systems without /proc."""
     found = []
     for number in sorted(int(task.name) for task in _TASKS.iterdir()) if _TASKS.is_dir() else ():
         try:
@@ -54,5 +53,5 @@ def socket_threads() -> list[int]:
 
 
 def give_way() -> None:
-    """Let another thread run that waits for this core, if there is one."""
+    """Let another thread that waits for this core run, if there is one."""
     os.sched_yield()

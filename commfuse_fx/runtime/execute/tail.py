@@ -1,7 +1,7 @@
-"""What is left of a step when its call returns: collectives on the wire, and the updates that wait for them.
+"""The tail of a step: updates that wait for collectives which are still on the wire when the call returns.
 
-The following step runs the parts of the tail one by one, each just before the first node that needs it. If
-somebody looks at a parameter earlier, in whichever thread, or the following step fails, all that is left runs at once.
+The following step runs the parts of the tail one by one, each just before the first node that needs it. If any thread
+looks at a parameter earlier, or if the following step fails, the rest of the tail runs at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commfuse_fx.runtime.ranks.forks import check_process, process
 
 
 class Tail:
-    """The tail of one executor. Whoever holds the guard's lock is the only one that runs it."""
+    """The tail of one executor. Only the thread that holds the guard's lock runs it."""
 
     def __init__(self, parts: Sequence[TailPart], guard: Guard) -> None:
         self.parts = parts
@@ -39,30 +39,30 @@ class Tail:
         return self._values is not None
 
     def hooks(self) -> dict[fx.Node, Callable[[], None]]:
-        """What to call before which node of the following step."""
+        """The function to call before a node of the following step, by node."""
         until: dict[fx.Node, int] = {}
         for number, part in enumerate(self.parts):
             until[part.before] = number + 1
         return {node: self._advancer(number) for node, number in until.items()}
 
     def begin(self, values: list[Any]) -> None:
-        """A step has ended and leaves these values to its tail."""
+        """Start the tail of a step that has ended, with the list of values that `produce` returned for it."""
         with self.guard.lock:
             assert self._values is None, "the tail of the step before has not run"
             self._values = values
             self._next = 0
 
     def check(self) -> None:
-        """Raises CollectiveError where some of the updates never came, whoever has heard of it."""
+        """Raises CollectiveError if an earlier run of the tail has failed, so that updates are missing."""
         if self.lost is not None:
             raise CollectiveError(str(self.lost)) from self.lost.__cause__
 
     def finish(self) -> None:
-        """Run all that is left. Raises CollectiveError when the communication fails."""
+        """Run the rest of the tail. Raises CollectiveError if its communication fails."""
         self.advance(len(self.parts))
 
     def advance(self, until: int) -> None:
-        """Run the parts before this one that have not run yet."""
+        """Run the parts before number `until` that have not run yet."""
         with self.guard.lock:
             if self._values is not None:
                 check_process(

@@ -1,4 +1,4 @@
-"""Bind collectives of a graph to torch.distributed: start asynchronously, wait by handle."""
+"""The wire binds the collectives of a graph to torch.distributed, which starts them asynchronously."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ _REDUCE_OPS = {
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as the one-dimensional block of memory that it is."""
+    """The memory of a dense tensor: the tensor itself if it is contiguous, else a one-dimensional view."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective on its way: what it yields, the backend's handle, and the tensors that the backend works on."""
+    """A collective that has been started.
+
+    out: the tensor that its wait yields. work: the handle of the backend. tensors: the tensors that the backend uses.
+    """
 
     out: torch.Tensor
     work: Any
@@ -54,8 +57,8 @@ class Wire:
         self.timeline: Timeline | None = None
         self.distress: Distress | None = None
         self.buffers_from: int | None = None
-        """The rank that sends its buffers; None: the first one of their group."""
-        # What is on the wire: start -> its pieces. A bucket that is not streamed is one piece.
+        """The rank that sends its buffers to the others; None for the first rank of the group."""
+        # The collectives on the wire: start -> its pieces. A bucket that is not streamed is one piece.
         self._pending: dict[fx.Node, list[Flight]] = {}
 
     def bind(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -80,7 +83,7 @@ class Wire:
         self._pending.clear()
 
     def sends(self) -> dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]]:
-        """For nodes that complete a piece of a bucket: what sends it, and the storage that it is a part of."""
+        """For each node that completes pieces of buckets: functions that send them, with the node of the bucket."""
         found: dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]] = {}
         for node in self.program.graph.nodes:
             for start, stretch in info(node).sends:
@@ -112,9 +115,11 @@ class Wire:
         return send
 
     def _issuer(self, node: fx.Node) -> Callable[..., torch.Tensor]:
-        """Hands the collective of a start, or one piece of it, to the backend."""
+        """A function that hands the collective of a start, or one piece of it, to the backend."""
         assert self.groups is not None, "a collective needs process groups"
         issue = _ISSUE[node.target]
+        if node.target in _DEPEND_ON_ORDER:
+            self.groups.check_order(group_of(node))
         group = self.groups[group_of(node)]
         ranks = self.program.mesh.ranks(group_of(node), self.rank)
         name, description = info(node).name, self._describe(node)
@@ -145,7 +150,7 @@ class Wire:
         pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
-            # Nothing is pending where Ctrl-C came just after this wait, and it is run again.
+            # If Ctrl-C comes just after this wait, the wait runs again and finds nothing pending.
             for number, flight in enumerate(pending.get(start, ())):
                 work = flight.work
                 if self.distress is not None and value.is_cpu:
@@ -216,3 +221,10 @@ _ISSUE: dict[Any, Callable[..., Flight]] = {
     c10d.broadcast_.default: _broadcast_in_place,
     c10d.all_to_all_single.default: _all_to_all,
 }
+
+_DEPEND_ON_ORDER = (
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+)
+"""Collectives whose results depend on the order of the ranks in their group."""

@@ -1,1 +1,1 @@
-"""The memory of a step: flat storage, parts of divided parameters, and what users see of them."""
+"""The memory of a step: flat storage, parts of divided parameters, and the tensors that users see of them."""

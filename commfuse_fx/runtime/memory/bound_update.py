@@ -1,4 +1,4 @@
-"""Parameters and states of one update, where they live and how `optimizer.state` shows them."""
+"""One update of a program, bound to the user's parameters and to the states in `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END = (object(),)
 
 
 class States(Protocol):
-    """Optimizer state by parameter; a parameter that has none gets it at the first look with [...]."""
+    """Optimizer states by parameter. Indexing with a parameter that has no state makes an empty one, as torch does."""
 
     def __getitem__(self, param: Any, /) -> Any: ...
 
@@ -31,7 +31,7 @@ class States(Protocol):
 
 
 class Optimizer(Protocol):
-    """What storage needs of an optimizer."""
+    """The attributes of an optimizer that storage uses."""
 
     @property
     def state(self) -> States: ...
@@ -45,9 +45,10 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class BoundUpdate:
-    """Binds the parameters and states of one update of a program.
+    """A bound update holds the tensors that one update of a program works on.
 
-    flats: the flat tensors of the parameters, by the name of their first member. lists: the tensors of each state.
+    flats: the flat tensors of the parameters, by the name of their first member.
+    lists: for each state its tensors, one per segment of the update.
     """
 
     def __init__(
@@ -71,14 +72,13 @@ class BoundUpdate:
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False
         self._bound = False
-        # States, and what lies in flat memory, and where it lay when it was bound: `share_memory_()` moves a tensor
-        # elsewhere.
+        # States and flat parameters, with their addresses when they were bound: `share_memory_()` moves a tensor.
         self._placed: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        # States as `optimizer.state` should show them; `_holders` and `_entries` serve to see that it still does.
+        # States as `optimizer.state` should show them; `_holders` and `_entries` help to check that it still does.
         self._shown: list[tuple[nn.Parameter, str, torch.Tensor]] = []
         self._holders: tuple[list[nn.Parameter], list[dict[str, Any]]] = ([], [])
-        self._held: list[Any] = []  # all that the holders hold
+        self._held: list[Any] = []  # all values in the holders
         self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._published = False
 
@@ -92,7 +92,7 @@ class BoundUpdate:
             return False
         if not self._bound or not self._published:
             return self._bound and not self._shown
-        # Without a line of Python per tensor, as long as nobody adds states of his own: this runs before every step.
+        # This runs before every step, so it runs no Python line per tensor unless users have added states.
         params, holders = self._holders
         if not all(map(is_, map(self.optimizer.state.get, params), holders)):
             return False
@@ -115,7 +115,7 @@ class BoundUpdate:
         return True
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters and states that this update writes."""
+        """The parameters and states that this update writes."""
         yield from (self.params[name] for name in self.members())
         yield from (value for _, _, value in self._shown)
 
@@ -204,8 +204,10 @@ class BoundUpdate:
         return flat
 
     def _lies_well(self, held: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether the update can work on a state as it lies: as its parameter does, or, one by one, in any way in
-        which each element has a place of its own."""
+        """Whether the update can work on a state in its present layout.
+
+        An update of single parameters takes any dense layout; others need the strides of the parameter.
+        """
         if self.is_plain:
             return held.shape == param.shape and TensorSpec.of(held).is_dense
         return same_layout(param.shape, held.stride(), param.stride())
@@ -217,8 +219,8 @@ class BoundUpdate:
         by_index = Segment(tuple((name, i) for i, name in enumerate(names)), len(names))
         counts = self.pool.find("step", by_index, [h if isinstance(h, torch.Tensor) else None for h in held])
         if counts is None:
-            values = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32)
-            counts = values.to(self.params[names[0]].device)
+            device = self.params[names[0]].device
+            counts = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32, device=device)
             held = [with_own_storage(count) for count in counts.unbind()]
             self.pool.add("step", by_index, counts)
         for name, count in zip(names, held, strict=True):
@@ -231,7 +233,7 @@ class BoundUpdate:
         return [name for segment in self.update.segments for name, _ in segment.members]
 
     def moved(self) -> list[str]:
-        """Those that lie in flat storage."""
+        """The names of the parameters that lie in flat storage."""
         return [name for segment in self.update.segments if segment.is_flat for name, _ in segment.members]
 
     def _state_of(self, name: str, state: str) -> Any:

@@ -1,4 +1,4 @@
-"""One parameter of which this rank keeps a part: the user's whole tensors, and the parts that the step works on."""
+"""A divided parameter: the step works on this rank's parts, and the user sees whole tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from commfuse_fx.runtime.memory.own_storage import has_aliases
 
 
 class DividedParameter:
-    """`whole` is the user's parameter, `part` this rank's; `state` is the part's optimizer state.
+    """A parameter of which this rank keeps a part, with its optimizer states.
 
-    `shown` are the whole tensors of those states in the user's optimizer that have the parameter's shape. Other
-    states, such as a step count, are the same objects in both.
+    whole: the user's parameter.
+    part: this rank's part of it.
+    state: the optimizer states of the part, by name.
+    shown: the whole tensors that the user's optimizer has for states of the parameter's shape. Other states, such as a
+        step count, are the same objects in both.
     """
 
     def __init__(self, param: Parameter, whole: nn.Parameter, mesh: Mesh, rank: int) -> None:
@@ -45,7 +48,7 @@ class DividedParameter:
         yield from self.shown.values()
 
     def take(self) -> None:
-        """The rank's part of the parameter as it is now."""
+        """Copy this rank's part out of the whole parameter. Raises ConfigValueError if its shape has changed."""
         part = self._part_of(self.whole)
         if part.shape != self.part.shape:
             raise ConfigValueError(
@@ -64,9 +67,10 @@ class DividedParameter:
         )
 
     def take_state(self, held: dict[str, Any], is_whole: bool) -> list[torch.Tensor]:
-        """The rank's part of the user's state. is_whole: what `shown` has is filled, and may have been changed.
+        """Take this rank's parts of the user's states, and forget states that the user has removed.
 
-        Returns tensors that the user's optimizer has shown and no longer does.
+        held: the states in the user's optimizer. is_whole: whether the tensors in `shown` hold values, which the user
+        may have changed. Returns the tensors of `shown` that are no longer in the user's optimizer.
         """
         dropped: list[torch.Tensor] = []
         for name in [name for name in self.state if name not in held]:
@@ -81,7 +85,7 @@ class DividedParameter:
         return dropped
 
     def show(self, held: dict[str, Any]) -> list[torch.Tensor]:
-        """Let the user's optimizer have all states; returns new whole tensors, which have no memory yet."""
+        """Put all states into `held`, the user's. Returns the whole tensors made for this; they have no memory yet."""
         made: list[torch.Tensor] = []
         for name, value in self.state.items():
             if self._is_like_the_part(value):
@@ -95,7 +99,7 @@ class DividedParameter:
         return made
 
     def fill(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Write the whole tensor, from the parts of the ranks of the group."""
+        """Write the whole tensor from the parts of all ranks of the group, in the order of the mesh."""
         whole.copy_(whole_of(parts, self.layout, self.mesh, self.rank))
 
     def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -117,11 +121,8 @@ class DividedParameter:
 
 
 def free(tensor: torch.Tensor) -> bool:
-    """Release a tensor's memory, unless it has more users: a view that somebody keeps would have no memory either.
-
-    Returns whether it was released.
-    """
-    torch.autograd.graph.increment_version(tensor)  # a backward that needs the old values has to fail
+    """Release a tensor's memory, unless other tensors such as views use it too. Returns whether it was released."""
+    torch.autograd.graph.increment_version(tensor)  # so that a backward that needs the old values raises
     if has_aliases(tensor):
         return False
     storage = tensor.untyped_storage()
@@ -133,22 +134,22 @@ def free(tensor: torch.Tensor) -> bool:
 
 
 def _is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether it lies in memory that processes share, as after pickling for one that is spawned.
+    """Whether the storage lies in memory that processes share, as after a tensor was sent to a spawned process.
 
-    Growing it would crash: it has no allocator, and calls itself resizable all the same (torch 2.13).
+    Growing such a storage crashes: it has no allocator, although it says that it is resizable (torch 2.13).
     """
     return storage.device.type == "cpu" and storage.is_shared()
 
 
 def allocate(tensor: torch.Tensor) -> None:
-    """Give a released tensor its memory back, with whatever it happens to hold."""
+    """Give a released tensor memory again. Its values are undefined."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(_extent(tensor) * tensor.element_size())
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the beginning of the storage to the last one of the tensor."""
+    """The number of elements from the beginning of the storage to the tensor's last element."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The flat tensors in which the parameters and states of a step lie."""
+"""The pool of flat tensors that hold the parameters and optimizer states of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def part_of_flat(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.T
 
 
 class FlatPool:
-    """The flat tensors of a step, shared by its programs: another input shape must not move parameters again."""
+    """A flat pool holds the flat tensors of a step. All its programs share them, so a new input shape moves nothing."""
 
     def __init__(self) -> None:
         self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
@@ -28,14 +28,14 @@ class FlatPool:
         self._warned: list[str] = []
 
     def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        """Memory for gradients, the same in every step: large blocks are slow to get from the system."""
+        """Memory for a gradient, the same in every step: the system is slow to hand out large blocks."""
         key = (name, spec)
         if key not in self._memory:
             self._memory[key] = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         return self._memory[key]
 
     def forget_memory(self) -> None:
-        """After a step that failed while they may have been on the wire."""
+        """Drop the gradients' memory: after a step has failed, collectives may still write to it."""
         self._memory.clear()
 
     def find(
@@ -45,9 +45,9 @@ class FlatPool:
         parts: Sequence[torch.Tensor | None],
         like: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """The flat tensor in which these very parts lie where `segment` wants them, if there is one.
+        """The flat tensor that holds exactly these parts at the offsets of `segment`, or None.
 
-        like: the tensors whose strides and dtypes the parts must have.
+        what: "parameter", or the name of a state. like: tensors whose strides and dtypes the parts must have.
         """
         flat = self._flats.get((what, segment))
         if flat is None:
@@ -61,7 +61,7 @@ class FlatPool:
         return flat
 
     def warn_of_shared_memory(self, name: str) -> None:
-        """A parameter leaves memory that other processes see."""
+        """Warn that a parameter leaves memory that it shares with other processes."""
         self._warn(
             "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
             "keep the values of now. Send copies after a step, such as param.detach().clone()",
@@ -69,7 +69,7 @@ class FlatPool:
         )
 
     def warn_of_aliases(self, name: str) -> None:
-        """A parameter leaves memory at which other tensors look."""
+        """Warn that a parameter leaves memory that other tensors use too."""
         self._warn(
             "the step moves parameter %s into flat storage, but another tensor looks at its memory (a view of it, "
             "param.data, what state_dict() returned) and keeps the values of now. Make such tensors anew after the "
@@ -78,13 +78,13 @@ class FlatPool:
         )
 
     def _warn(self, text: str, name: str) -> None:
-        """Once, however many parameters it concerns."""
+        """Log each text once, for the first parameter that it concerns."""
         if text not in self._warned:
             self._warned.append(text)
             log.warning(text, name)
 
     def add(self, what: str, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
-        """Keep a new flat tensor, and let go of those whose members it takes over."""
+        """Keep a new flat tensor, and drop the flat tensors that held any of its members before."""
         taken = dict.fromkeys(name for name, _ in segment.members)
         for key in [key for key in self._flats if key[0] == what and any(name in taken for name, _ in key[1].members)]:
             del self._flats[key]

@@ -1,9 +1,8 @@
-"""Memory that one step frees stays with the process for the next one.
+"""Freed CPU memory stays with the process, so that the next step need not get it from the system again.
 
-glibc gives large blocks back to the system when they are freed, and the system hands them out again page by page, with
-zeros: on a CPU that is up to a tenth of a training step, or nothing, by how the blocks happen to lie. Every step
-needs the same memory again, so it is kept, as CUDA's caching allocator does. The process peaks about where it
-would, and stays there.
+glibc gives large freed blocks back to the system, which then zeroes every page that it hands out again. That can take
+a tenth of a training step on a CPU. Every step needs the same memory, so the process keeps it, as CUDA's caching
+allocator does. The peak memory of the process stays about the same, but it does not shrink between steps.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _NEVER = -1
 
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-"""Environment variables of mallopt(3): whoever sets one of them has decided."""
+"""Environment variables of mallopt(3). If the user has set one of them, nothing is changed here."""
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Keep it from now on, in the whole process; not where glibc's malloc is not in use, or where the environment has
-    settings of it."""
+    """Let this process keep the memory that it frees from now on.
+
+    It does nothing if the process does not use glibc's malloc, or if the environment has settings for it.
+    """
     if platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ or any(name in os.environ for name in SETTINGS):
         return
     mallopt = ctypes.CDLL(None).mallopt

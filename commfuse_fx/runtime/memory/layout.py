@@ -1,4 +1,4 @@
-"""A parameter's part on each rank of a mesh, and the whole from the parts."""
+"""Cut a rank's part out of a whole parameter, and put a whole parameter together from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commfuse_fx.ir.placement import Placement, Replicate, assemble, take
 from commfuse_fx.ir.program import Parameter, Program
 
 Layout = tuple[tuple[str, Placement], ...]
-"""(group of mesh axes, placement): the first divides the whole tensor, the next its parts."""
+"""Pairs of a group of mesh axes and a placement. The first pair divides the whole tensor, the next one its parts."""
 
 
 def divided_parameters(program: Program) -> dict[str, Parameter]:
@@ -35,20 +35,20 @@ def joined_group(layout: Layout, mesh: Mesh) -> str:
 
 
 def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The part of a rank. Raises ValueError for a layout of partial sums."""
+    """The part of the tensor that `rank` holds. Raises ValueError for a layout of partial sums."""
     for group, placement in layout:
         whole = take(whole, placement, mesh.size(group), mesh.index(group, rank))
     return whole
 
 
 def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The whole tensor from the parts of the ranks of the joined group that `rank` is in, in the group's order."""
+    """The whole tensor from the parts of all ranks in the joined group of `rank`, in the order of the mesh."""
     members = mesh.ranks(joined_group(layout, mesh), rank)
     found = {
         tuple(mesh.index(group, member) for group, _ in layout): part
         for member, part in zip(members, parts, strict=True)
     }
-    # Inner divisions first: what they divided is a part of the one before.
+    # Undo the last division first.
     for _, placement in reversed(layout):
         outer: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for place in sorted(found):

@@ -1,8 +1,8 @@
-"""Parts of a larger block of memory as tensors with a storage of their own.
+"""Give a part of a larger block of memory a storage of its own.
 
-`torch.save`, `copy.deepcopy`, pickling, safetensors and whatever looks for tensors that share memory work on storages.
-Of a view they keep the whole block, and two views of one block look tied to them. So what the user is shown of a block
-has a storage that covers its own bytes and nothing else.
+`torch.save`, `copy.deepcopy`, pickling and safetensors work on storages. For a view they save the whole block, and two
+views of one block look like tied tensors to them. So the tensors that users see have storages that cover only their
+own bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from commfuse_fx.ir.meta import TensorSpec
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory, shape and strides as a dense `view`, in a storage that begins and ends with it.
 
-    The new storage keeps the memory alive, so it may outlive the block that the view was made of. It cannot be resized.
+    The new storage keeps the memory alive, even if the block's own tensor is gone. It cannot be resized.
     """
-    # DLPack is the exchange of memory between frameworks: it hands over an address and its owner, not a storage.
+    # DLPack hands over an address and its owner instead of a storage.
     own: torch.Tensor = from_dlpack(to_dlpack(view))
     if own.stride() != view.stride():  # DLPack may rewrite strides of dimensions of size 1
         own = own.as_strided(view.shape, view.stride())
@@ -26,16 +26,16 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def has_aliases(tensor: torch.Tensor) -> bool:
-    """Whether other tensors use its storage: a view, `.data`, what `state_dict()` returned, an array of numpy."""
+    """Whether other tensors use this tensor's storage: a view, `.data`, an entry of a state_dict, a numpy array."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > _OWN_USERS
 
 
-_OWN_USERS = 2  # the tensor, and the handle to ask with
+_OWN_USERS = 2  # the tensor, and the handle `storage` above
 
 
 def separated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a storage of its own; `tensor` itself if it is alone in its storage, or has gaps."""
+    """The same memory in a storage of its own. Returns `tensor` itself if it fills its storage or has gaps."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
         return tensor
     if tensor.is_conj() or tensor.is_neg():

@@ -1,8 +1,8 @@
-"""Parameters that a step divides among ranks.
+"""The divided parameters of a step, and the whole tensors that the user sees of them.
 
-Between steps a rank keeps its part of such a parameter and of its optimizer state. The user's own tensors keep their
-shape, but not their memory: the first one that is touched gathers all of them from all ranks, and the next step takes
-its parts from them again, with whatever the user has written meanwhile.
+Between steps a rank keeps only its part of a divided parameter and of its optimizer states. The user's own tensors
+keep their shape but lose their memory. When code touches one of them, all of them are gathered from all ranks. The
+next step takes its parts from them again, with all values that the user has written meanwhile.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger("commfuse_fx.runtime")
 class Shards:
     """The divided parameters of one rank, shared by all programs of a step that divide them alike.
 
-    values: what a graph works on, by parameter name: parts, and the user's own tensors where nothing is divided.
-    optimizer: the user's, as `Storage` should see it: with the states of the parts.
+    values: the tensors that a graph works on, by parameter name. They are parts, or the user's own undivided tensors.
+    optimizer: the user's optimizer with the states of the parts in place of the whole ones.
 
-    before_reading is called before parts are gathered: it has to finish updates that are still to come.
+    before_reading: called before parts are gathered. It has to finish pending updates.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Shards:
         self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._has_released = self._has_warned = False
-        self._kept: list[torch.Tensor] = []  # not released yet, because somebody else uses their memory
+        self._kept: list[torch.Tensor] = []  # not released yet, because other tensors use their memory
 
     @property
     def guard(self) -> Guard:
@@ -70,7 +70,7 @@ class Shards:
         return self._guard.is_closed
 
     def take(self) -> None:
-        """Before a step: take over what the user has written since the last one."""
+        """Before a step, copy the values that the user has written since the last one into the parts."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._guard.is_closed:
                 if self._take_replaced_states():
@@ -83,7 +83,7 @@ class Shards:
         self._taken = True
 
     def release(self) -> None:
-        """Once nothing can keep the step from running: from now on only the parts count."""
+        """Release the memory of the whole tensors. This is called when nothing can keep the step from running."""
         if not self._taken:
             self.take()
         self._taken = False
@@ -98,11 +98,11 @@ class Shards:
                 self.show()
 
     def _warn_of_aliases(self) -> None:
-        """Whoever looks at the memory of a divided parameter by another tensor sees old values from now on."""
+        """Warn once if another tensor uses the memory of a divided parameter: it keeps old values from now on."""
         for each in self._divided:
             if self._has_warned:
                 break
-            # Later on only for a larger storage: what `state_dict()` returned may just not be thrown away yet.
+            # After the first step only for a part of a larger storage: others may be entries of an old state_dict.
             if has_aliases(each.whole) and (not self._has_released or is_part_of_storage(each.whole)):
                 self._has_warned = True
                 log.warning(
@@ -115,7 +115,7 @@ class Shards:
         self._has_released = True
 
     def show(self) -> None:
-        """After an update: let the user's optimizer have the states that it has made."""
+        """After an update, put the states that it has made into the user's optimizer."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for each in self._divided:
                 if each.state:
@@ -128,7 +128,7 @@ class Shards:
             if not self._guard.is_closed:
                 return
             self.exchange.meet()
-            # A state that the user has replaced meanwhile is filled as well: it may have become another parameter's.
+            # This also fills a state that the user has replaced: it may have become another parameter's state.
             with outside_modes():
                 for group in dict.fromkeys(each.group for each in self._divided):
                     self._gather(group)
@@ -138,7 +138,7 @@ class Shards:
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """The user's tensors have memory, and a class like any other, but no values: to trace the model with."""
+        """Inside the `with` block the user's tensors have memory but no values, which is enough to trace the model."""
         if not self._guard.is_closed:
             yield
             return
@@ -166,13 +166,13 @@ class Shards:
             each.fill(whole, list(parts))
 
     def _take_replaced_states(self) -> bool:
-        """While divided the user can load optimizer state without touching a tensor. Returns whether he has."""
+        """Take states that the user has loaded into the optimizer without touching a tensor. Returns whether any."""
         replaced = [each for each in self._divided if not each.has_state_of(self._state(each))]
         if replaced:
-            self._before_reading()  # an update that is still to come belongs to the state before
+            self._before_reading()  # a pending update belongs to the old state
         for each in replaced:
             for dropped in each.take_state(self._state(each), is_whole=False):
-                # Nobody will fill it, but the user may still have it.
+                # The user may still hold this tensor, which will never get values again.
                 self._guard.release(dropped)
                 _gone.mark(dropped)
         return bool(replaced)
@@ -183,7 +183,7 @@ class Shards:
 
 
 class DividedOptimizer:
-    """The user's optimizer, but for the states of parts."""
+    """The user's optimizer, which shows the states of the parts in place of those of divided parameters."""
 
     def __init__(self, users: torch.optim.Optimizer, parts: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         self._users = users
@@ -209,7 +209,7 @@ class _States:
 
 
 def layouts_of(program: Program) -> Any:
-    """What programs have to share to work on the same parts."""
+    """A key that is equal for programs that divide the same parameters alike, and so can share their parts."""
     divided = divided_parameters(program)
     return (program.mesh, *((name, param.layout, param.spec) for name, param in divided.items()))
 

@@ -1,9 +1,9 @@
-"""Where the parameters and the optimizer state of a compiled step live.
+"""Storage of the parameters and the optimizer states of a compiled step.
 
 Parameters that are updated together become parts of one flat tensor, and so do their optimizer states. Each part has
-a storage of its own over its bytes of the flat memory, so that a file or a copy of it holds nothing else.
-To the user nothing changes: `param`, `optimizer.state[param]` and both state_dicts stay what they were,
-and values that the user loads or assigns are taken over at the next step.
+a storage of its own that covers only its bytes of the flat tensor, so a file or a copy of it holds nothing else.
+For the user nothing changes: `param`, `optimizer.state[param]` and both state_dicts look as before, and the next step
+uses the values that the user loads or assigns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commfuse_fx.runtime.memory.flat_pool import FlatPool
 
 
 class Storage:
-    """Binds the inputs of one program that belong to its parameters and its optimizer."""
+    """Storage binds the inputs of one program that come from parameters and optimizer states."""
 
     def __init__(
         self,
@@ -42,7 +42,10 @@ class Storage:
             self._updates.append(BoundUpdate(program, update, params, optimizer, self.pool))
 
     def bind(self) -> None:
-        """Take over parameters and state as they are now. Raises LayoutConflict; then nothing has changed."""
+        """Bind to the present parameters and states.
+
+        Raises LayoutConflict if the program's layout does not fit them. Then nothing has changed.
+        """
         for update in self._updates:
             update.check_uniform()
         self._check_own_memory()
@@ -52,12 +55,11 @@ class Storage:
                 update.bind_states()
 
     def is_bound(self) -> bool:
-        """False when the user has replaced a parameter's or a state's memory since the last step."""
+        """Whether parameters and states still lie where `bind` has put them."""
         return all(update.is_bound() for update in self._updates)
 
     def _check_own_memory(self) -> None:
-        """Parameters that the plan takes for tensors of their own may have been made to share memory since, or to be
-        parts of a storage that others see."""
+        """Raises LayoutConflict if an updated parameter shares its memory by now, unlike when the plan was made."""
         if not self._updates:
             return
         shared = overlaps({**self.params, **self.buffers})
@@ -71,12 +73,12 @@ class Storage:
                     raise LayoutConflict("capture", f"{name} is part of a larger storage now, and has to stay there")
 
     def publish(self) -> bool:
-        """After the first update: show the states in `optimizer.state`. Returns whether there was anything new."""
+        """After an update, put new states into `optimizer.state`. Returns whether there were any."""
         new = [update.publish() for update in self._updates]
         return any(new)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the updates write: parameters, and states as `optimizer.state` shows them."""
+        """The tensors that the updates write: parameters, and states as `optimizer.state` has them."""
         return [tensor for update in self._updates for tensor in update.tensors()]
 
     def value(self, source: Source) -> Any:

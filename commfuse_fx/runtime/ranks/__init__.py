@@ -1,1 +1,1 @@
-"""What ranks do together: process groups, votes, failures, restarts and forks."""
+"""Process groups, votes of ranks, failures, restarts and forks."""

@@ -5,17 +5,17 @@ so far. The vote is started when the backward begins and read before the first c
 behind compute. If the ranks differ, all of them learn it from the same votes, exchange their plans, and
 raise; nobody is left waiting in a collective that the others will never join.
 
-A plan that another compiled step of the program follows is another plan, even if it does the same: ranks that
-call different steps learn it in the same way.
+The hash covers the number of the compiled step too, so ranks that call different steps notice it in the same way.
 
-Every rank sends its vote to every other (all_to_all): one hop, where an all_reduce of Gloo goes around a ring twice
-and, beside compute, waits for the core at every hop.
+Votes travel by all_to_all, in which every rank sends to every other rank directly. A Gloo all_reduce would go around
+a ring twice, and each hop would wait for a core that is busy with compute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -30,6 +30,7 @@ from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from commfuse_fx.runtime.ranks.ballot_order import same_but_for_order
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
+from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 
 log = logging.getLogger("commfuse_fx.runtime")
 
@@ -40,7 +41,7 @@ def hash62(text: str) -> int:
 
 
 def checksum(tensors: list[torch.Tensor]) -> int:
-    """A number that differs, almost surely, when two ranks hold different values. Zero-copy, one pass."""
+    """A checksum of these values, in 0..2**62-1. Ranks with different values almost surely get different checksums."""
     total = 0
     for number, tensor in enumerate(tensors):
         bits = tensor.detach().double().sum().view(torch.int64)
@@ -50,14 +51,16 @@ def checksum(tensors: list[torch.Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What a rank votes for, and shows the others if they vote for something else.
+    """A ballot is one rank's vote on its plan, with the texts that explain it to the other ranks if votes differ.
 
-    number: of the compiled step, in the order in which the program compiled them. model: class of its model. captured:
-    the graph that was captured, as far as it must agree. full: the whole text to quote from, line by line as
-    `captured`. plan: what `communication_text` says of the graph that was made of it. in_common: whether that was made
-    with the prices that ranks have in common. others: whether other threads of the rank call steps too,
-    one of which may be about to call what another rank has called. is_module: whether it is a module, of which
-    `captured` names the parameters that have a gradient.
+    number: the number of the compiled step, in the order in which the program compiled its steps.
+    model: the name of the model's class.
+    captured: the text of the captured graph, without what may differ between ranks.
+    full: the same text with all details, line by line as in `captured`. Error messages quote it.
+    plan: the text of the plan's collectives, as `communication_text` gives it.
+    in_common: whether the plan follows from prices that all ranks share.
+    others: whether other threads of this rank call steps too. Their steps may be the ones that other ranks called.
+    is_module: whether the step is a compiled module. Then `captured` lists the parameters that have a gradient.
     """
 
     number: int
@@ -75,9 +78,13 @@ class Ballot:
 
 
 class Agreement:
-    """One rank's side of the votes of one compiled step. Every rank must make it, in the same order.
+    """An agreement casts and reads the votes of one rank on one compiled step.
 
-    number: of the step. distress: that of the world. name: the same on every rank, and of this step alone.
+    All ranks must create their agreements in the same order.
+
+    number: the number of the compiled step, from 1.
+    distress: the distress channel of the world.
+    name: a key for this step, the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -88,7 +95,7 @@ class Agreement:
         self.name = f"{self.distress.name}/{self.number}"
         self._work: Any = None
         self._is_running = False
-        self._sent = self._votes = torch.zeros(0, dtype=torch.int64)
+        self._sent = self._votes = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._settled = True
         self.rank = dist.get_rank()
         self.timeline: Timeline | None = None
@@ -99,7 +106,7 @@ class Agreement:
         return self._settled or self._work is not None
 
     def begin_step(self) -> None:
-        """Raises CollectiveError once the ranks are no longer at the same place."""
+        """Prepare for the step's vote. Raises CollectiveError if an earlier step ended between its collectives."""
         if self._box.broken:
             raise CollectiveError(
                 f"rank {self.rank}: an earlier step ended between its collectives ({self._box.broken}), so the ranks "
@@ -110,13 +117,14 @@ class Agreement:
         self._work = None
 
     def end_step(self) -> None:
-        """All collectives of the step are done."""
+        """Note that all collectives of the step are done."""
         self._is_running = False
 
     def leave_step(self, error: BaseException, expected: bool, lost: bool = False) -> None:
-        """This rank ends the step by `error`: tell the others if they can still be told, and wait until they know.
+        """End the step on this rank by `error`. Tell the other ranks if that is still possible.
 
-        `expected`: the others wait for this rank's vote; `lost`: what the step before left on the wire has failed.
+        expected: whether the other ranks wait for this rank's vote.
+        lost: whether collectives that the previous step left on the wire have failed.
         """
         if self._is_running or lost:
             self._box.broken = type(error).__name__
@@ -127,9 +135,9 @@ class Agreement:
             self._fail(error)
 
     def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
-        """Start the vote. Returns at once."""
+        """Start the vote, and return at once. Raises CollectiveError if the connections are gone."""
         world = dist.get_world_size(self._box.group)
-        self._sent = torch.tensor([signature, int(failed), parameters]).repeat(world)
+        self._sent = torch.tensor([signature, int(failed), parameters], device="cpu").repeat(world)
         self._votes = torch.empty_like(self._sent)
         since = perf_counter()
         try:
@@ -159,16 +167,19 @@ class Agreement:
             )
 
     def from_rank_0(self, mine: Any) -> Any:
-        """What rank 0 has, on all ranks, which call this together, between a vote and the next one."""
+        """Return rank 0's object. All ranks call this together, between a vote and the next one."""
         return self._exchange(mine if self.rank == 0 else None)[0]
 
     def from_all(self, mine: Any) -> list[Any]:
-        """What every rank has, on all ranks, which call this together, when no vote is under way."""
+        """Return the objects of all ranks, by rank. All ranks call this together, when no vote is under way."""
         return self._exchange(mine)
 
     def _fail(self, error: BaseException) -> None:
         """Vote that this rank cannot go on with this step."""
         self._settled = True
+        if self.rank == 0:
+            with suppress(RuntimeError):  # the store is gone: the vote fails as well
+                release_waiting_ranks(self.name)
         try:
             self.cast(0, failed=True)
             self._result()
@@ -178,7 +189,7 @@ class Agreement:
             log.warning("could not tell the other ranks about the error: %s", lost)
 
     def _result(self) -> list[list[int]]:
-        """The vote of every rank: hash of its plan, whether it failed, checksum of its parameters."""
+        """Wait for the votes. Each is the hash of a plan, whether the rank failed, and a checksum of its parameters."""
         try:
             work = self.distress.heed(self._work)
             if self.timeline is None:
@@ -219,7 +230,7 @@ class Agreement:
             return OutOfTurn(first)
         error = PlanMismatchError(self._explain_mismatch(ballots))
         same = all(each.number == ballots[0].number and each.captured == ballots[0].captured for each in ballots)
-        # From what all ranks see, so that all of them go on alike.
+        # All ranks compute this from the same ballots, so all of them go on alike.
         error.may_agree = same and not all(each.in_common for each in ballots)
         return error
 
@@ -256,7 +267,7 @@ class Agreement:
 
 
 def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
-    """Compare what must agree; quote the full lines."""
+    """The number of the first line that must agree and does not, and the full line of each rank."""
     keys = [[*ballot.captured.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
     full = [[*ballot.full.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
     for i in range(max(len(keys[0]), len(keys[1]))):
@@ -266,7 +277,7 @@ def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
 
 
 def _other_parameters(first: Ballot, ballot: Ballot, other: int) -> str:
-    """For a module whose backward has reached other parameters than on rank 0."""
+    """The error for a module whose backward reaches other parameters on rank `other` than on rank 0."""
     one, two = first.captured.splitlines(), ballot.captured.splitlines()
     missing = [(other, line) for line in one if line not in two] + [(0, line) for line in two if line not in one]
     texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]

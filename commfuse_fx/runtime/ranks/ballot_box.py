@@ -1,7 +1,7 @@
-"""What the votes of all compiled steps of a world have in common.
+"""The ballot box of a world carries the votes of all its compiled steps over one Gloo group.
 
-One group for all of them: its threads cost once, and where the ranks call different steps their votes meet, so that
-all of them learn it. Over a group for each step they would wait for each other until the time-out.
+One group needs only one set of threads. It also lets the votes meet when ranks call different steps, so every rank
+notices. With one group per step, those ranks would wait for each other until the time-out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class BallotBox:
     """A ballot box carries the votes of all steps of one world.
 
     group: a Gloo group of all ranks that carries votes only.
-    distress: where a rank says that it has left a step between its collectives.
-    broken: what this rank knows of such an end; "" while all are at the same place.
+    distress: the channel on which a rank says that it left a step between its collectives.
+    broken: the class name of the error that ended a step that way; "" while all ranks are in step.
     callers: the threads of this rank that call steps.
     """
 
@@ -35,17 +35,17 @@ class BallotBox:
         self._steps = 0
 
     def next_step(self) -> int:
-        """The number of one more compiled step, from 1."""
+        """Count one more compiled step; returns its number, from 1."""
         self._steps += 1
         return self._steps
 
 
 _boxes: weakref.WeakKeyDictionary[Any, BallotBox] = weakref.WeakKeyDictionary()
-"""By the group of the world: after `destroy_process_group` a new world has a new one."""
+"""The ballot box of each world, by its process group: after `destroy_process_group` a new world gets a new box."""
 
 
 def ballot_box() -> BallotBox:
-    """That of the running world. The first call makes it: every rank must get there."""
+    """The ballot box of the running world. The first call makes it, so all ranks have to make that call."""
     world = dist.group.WORLD
     if world not in _boxes:
         _boxes[world] = BallotBox()
@@ -53,5 +53,5 @@ def ballot_box() -> BallotBox:
 
 
 def release_ballot_boxes() -> None:
-    """Let go of their groups."""
+    """Drop all ballot boxes with their process groups."""
     _boxes.clear()

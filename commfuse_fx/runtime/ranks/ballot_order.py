@@ -9,7 +9,7 @@ _ORDINAL = re.compile(r"\.\d+$")
 
 
 def same_but_for_order(one: str, other: str) -> bool:
-    """Whether two texts of a graph have the same lines, whatever their order, the numbers in names and the operands."""
+    """Whether two texts of a graph have the same lines if order, numbers in names and operands are ignored."""
     return sorted(map(_line, one.splitlines())) == sorted(map(_line, other.splitlines()))
 
 

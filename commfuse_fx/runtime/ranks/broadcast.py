@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 64 * 2**20
+"""The most bytes of a flat buffer. Larger messages are hardly faster, and the buffer is extra memory."""
 
 
 def broadcast_parameters(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-    """Send the values of one rank to all ranks, in flat buffers of at most 64 MiB per dtype and device."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Send the values of rank `source` to all ranks, in flat buffers of at most 64 MiB per dtype and device.
+
+    All ranks call this together, with tensors of the same shapes and dtypes in the same order.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        bucket = buckets.setdefault(key, [])
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in alike.values():
+        for bucket in buckets(group):
             _send(bucket, source)
-            bucket = buckets[key] = []
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of neighbouring tensors on one device, of at most BUCKET_BYTES; a larger tensor is a bucket of its own."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
         bucket.append(tensor)
-    for bucket in buckets.values():
-        _send(bucket, source)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _send(tensors: list[torch.Tensor], source: int) -> None:

@@ -1,9 +1,9 @@
-"""Threads that call compiled steps of one process: who may run, and in which order.
+"""Threads of one process that call compiled steps take turns, in the same order on all ranks.
 
-Steps of one model take turns in every process: a trace gives the model other parameters for a while, and a run writes
-them. On several ranks all compiled steps of the world take turns, as their votes and collectives share process groups.
-There the order has to be the same on all ranks. Threads do not give one: so where the votes show that ranks have begun
-different steps, that of rank 0 goes first, and the others wait for the thread that calls it.
+In every process, steps of one model take turns: a trace replaces the model's parameters for a while, and a run writes
+them. With several ranks, all compiled steps of the world take turns, because their votes and collectives share process
+groups. Every rank must then run the steps in the same order, which threads do not guarantee. So if votes show that the
+ranks have begun different steps, rank 0's step goes first, and other ranks wait for their thread that calls it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _making = [threading.Lock()]  # held by the thread that makes a step of several 
 
 
 def _in_child() -> None:
-    """Threads that hold locks are not there."""
+    """Replace all locks, because the threads that hold them are not in the child."""
     _locks.clear()
     _making[0] = threading.Lock()
 
@@ -34,14 +34,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_of(model: nn.Module) -> Any:
-    """What a thread holds while it traces or runs a step of this model."""
+    """The lock that a thread holds while it traces or runs a step of this model."""
     found = _locks.get(model)
     return _locks.setdefault(model, threading.RLock()) if found is None else found
 
 
 @contextmanager
 def making_a_step() -> Iterator[None]:
-    """Raises CommFuseError where another thread is making a step of several ranks."""
+    """Mark that this thread makes a step of several ranks. Raises CommFuseError if another thread does so now."""
     lock = _making[0]
     if not lock.acquire(blocking=False):
         raise CommFuseError(
@@ -55,7 +55,7 @@ def making_a_step() -> Iterator[None]:
 
 
 class OutOfTurn(Exception):
-    """Rank 0 has begun another step, number `first`, which a thread of this rank calls as well."""
+    """The votes show that rank 0 has begun step `first`, so this rank must run that step first."""
 
     def __init__(self, first: int) -> None:
         super().__init__(f"step {first} goes first")
@@ -74,14 +74,14 @@ class Callers:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def have_others(self) -> bool:
-        """Whether threads other than this one have called a step, and live."""
+        """Whether other threads that are still alive have called a step."""
         me = threading.current_thread()
         with self._changed:
             return any(thread is not me and thread.is_alive() for thread in self._threads)
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """One thread at a time; steps may call each other."""
+        """Wait for this thread's turn to run step `number`. One thread runs at a time, and its steps may nest."""
         me = threading.get_ident()
         with self._changed:
             self._threads.add(threading.current_thread())
@@ -99,9 +99,9 @@ class Callers:
                     self._changed.notify_all()
 
     def let_first(self, first: int, number: int, limit: float) -> None:
-        """Inside of a turn of step `number`: give it to a thread that calls step `first`, and take it again after that.
+        """Within a turn of step `number`, let another thread run step `first`, and then take the turn back.
 
-        Raises CommFuseError where none comes within `limit` seconds; the turn is this thread's all the same.
+        Raises CommFuseError if no thread calls step `first` within `limit` seconds. This thread has the turn then, too.
         """
         me, depth, begun = threading.get_ident(), self._depth, self._begun
         with self._changed:

@@ -1,24 +1,25 @@
-"""How a rank that leaves a step between its collectives tells the ranks that still wait for it.
+"""The distress channel: a rank that leaves a step between its collectives tells the ranks that wait for it.
 
-A collective that one rank never joins fails on the others only after the time-out of the world: at once
-only on those that hold a connection to a process that died. So the rank that leaves says so in the store
-of the world, and whoever has waited for a while looks there.
+A collective that one rank never joins fails on the other ranks after the time-out of the world. It fails at once only
+on ranks that hold a connection to a process that died. So a rank that leaves a step writes a message to the store of
+the world, and a rank that has waited for PATIENCE looks there.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 PATIENCE = timedelta(seconds=1)
-"""How long a rank waits before it looks whether another one has left; a wait that is shorter costs nothing."""
+"""How long a rank waits for a collective before it looks into the store. Shorter waits never touch the store."""
 
 
 class Distress:
-    """The messages of one compiled step. `name` is the same on every rank, and of this step alone."""
+    """The distress channel of one world. `name` is the same on all ranks, and no other world in the store has it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,24 +27,24 @@ class Distress:
         self._store = dist.distributed_c10d._get_default_store()
 
     def call(self, message: str) -> None:
-        """Say that this rank has left. The first message stays: later ones only follow from it."""
+        """Say that this rank has left. The first message stays, because later ones only follow from it."""
         never_destroy_groups()
-        try:
-            if not self._store.check([self._key]):
-                self._store.set(self._key, message)
-        except RuntimeError:
-            pass  # the store has gone with the process that held it: the connections tell
+        with suppress(RuntimeError):  # the store's process has died, which the other ranks notice by their connections
+            self._store.compare_set(self._key, "", message)
 
     def heed(self, work: Any) -> Heeding:
-        """The work of a Gloo collective, whose wait() raises RuntimeError also when a rank has left."""
+        """Wrap the work of a Gloo collective: its wait() raises RuntimeError also when a rank has left."""
         return Heeding(self, work)
 
     def check(self) -> None:
+        """Raises RuntimeError with the message of the rank that has left, if one has."""
         if self._store.check([self._key]):
             raise RuntimeError(f"left the step: {self._store.get(self._key).decode()}")
 
 
 class Heeding:
+    """The work of a collective, whose wait() looks for messages of ranks that have left."""
+
     def __init__(self, distress: Distress, work: Any) -> None:
         self._distress = distress
         self._work = work
@@ -60,7 +61,7 @@ class Heeding:
             self._distress.check()
 
     def _fail_or_return(self) -> None:
-        """It may have come just after the last look; if it failed, a rank that left says why better than Gloo."""
+        """The collective has ended. If it failed, the message of a rank that left explains it better than Gloo does."""
         try:
             self._work.wait()
         except RuntimeError:
@@ -71,14 +72,17 @@ class Heeding:
 def keep_forever(thing: Any) -> None:
     """Never free this object.
 
-    What an unfinished collective works on is freed by a thread of Gloo, which needs the interpreter for that:
-    if it comes while the interpreter ends, the process aborts ("terminate called without an active exception").
+    A thread of Gloo frees the tensors of an unfinished collective, and needs the interpreter for that. If this happens
+    while the interpreter ends, the process aborts ("terminate called without an active exception").
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def never_destroy_groups() -> None:
-    """Destroying a Gloo group waits for its collectives, that is for ranks that may never come: exit without it."""
+    """Keep all process groups alive until the process ends.
+
+    Destroying a Gloo group waits for its collectives, and so for ranks that may never join them.
+    """
     for group, held in list(dist.distributed_c10d._world.pg_map.items()):
         keep_forever(group)
         keep_forever(held)  # its store: a rank may run the server of it in a thread

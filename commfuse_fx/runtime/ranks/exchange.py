@@ -1,4 +1,4 @@
-"""How a rank gets at the other ranks' parts of the parameters: from their processes, or in this one."""
+"""An exchange gathers the parts of divided parameters from all ranks, in other processes or in this one."""
 
 from __future__ import annotations
 
@@ -12,34 +12,39 @@ import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.runtime.ranks.broadcast import buckets
 from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.world import world_timeout
 
-BUCKET_BYTES = 64 * 2**20
 LONGEST_WAIT = timedelta(seconds=60)
 _PAUSE = 0.005  # seconds
 _TOGETHER = "together"
 
 
 class Exchange(Protocol):
+    """The way in which one rank gathers the parts that the other ranks hold."""
+
     def meet(self) -> None:
-        """Wait until all ranks want to read. Raises CollectiveError if some rank does not come."""
+        """Wait until all ranks want to read. Raises CollectiveError if some rank does not come in time."""
 
     def gather(
         self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> Iterator[Sequence[torch.Tensor]]:
-        """For each tensor in turn the parts of all ranks of the group, in the group's order."""
+        """Yield for each of this rank's parts the parts of all ranks of the group, in the order of the mesh.
+
+        keys: names of the parts, the same on all ranks. parts: this rank's tensors under these names.
+        """
 
     def release(self) -> None:
-        """Let go of process groups."""
+        """Drop the process groups."""
 
 
 class ProcessExchange:
-    """Between processes, over process groups of its own: reading never mixes with the collectives of a step.
+    """An exchange between processes, over process groups of its own: reading never mixes with a step's collectives.
 
-    name: the same on all ranks, and of this step alone. epoch: gives the number of calls of the step so far: after a
-    meeting that some rank has missed, all ranks find together again in the next epoch. Nothing is sent before the
-    first `meet`.
+    name: a key that is the same on all ranks and belongs to this step alone.
+    epoch: a function that gives the number of the step's calls so far. If a rank misses a meeting, the ranks can meet
+        again in the next epoch.
     """
 
     def __init__(self, mesh: Mesh, rank: int, name: str, epoch: Callable[[], int]) -> None:
@@ -52,7 +57,7 @@ class ProcessExchange:
         self._epoch = epoch
         self._process = process()
         self._place = (-1, 0)  # epoch, and how many meetings it has seen
-        self._behind: tuple[str, str] | None = None  # keys of the last meeting, which nobody needs after the next one
+        self._behind: tuple[str, str] | None = None  # keys of the last meeting, to be deleted after the next one
 
     def meet(self) -> None:
         check_process(
@@ -78,13 +83,14 @@ class ProcessExchange:
     def gather(
         self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> Iterator[Sequence[torch.Tensor]]:
-        ways = self.mesh.size(group)
-        for bucket in _buckets(parts):
+        members = self.mesh.ranks(group, self.rank)
+        places = [sorted(members).index(member) for member in members]  # torch.distributed sorts the ranks of a group
+        for bucket in buckets(parts):
             # As bytes, so that parts of all types travel together.
             given = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in bucket])
-            out = given.new_empty(ways, given.numel())
+            rows = list(given.new_empty(len(members), given.numel()).unbind())
             try:
-                dist.all_gather(list(out.unbind()), given, self._group(group))
+                dist.all_gather(rows, given, self._group(group))
             except RuntimeError as error:
                 raise CollectiveError(
                     f"rank {self.rank}: gathering the parameters' parts failed: another rank has died. "
@@ -94,7 +100,7 @@ class ProcessExchange:
             for part in bucket:
                 end = begin + part.nbytes
                 # A copy: the beginning of a tensor has to lie at a multiple of its item's size.
-                yield [row[begin:end].clone().view(part.dtype).view(part.shape) for row in out.unbind()]
+                yield [rows[at][begin:end].clone().view(part.dtype).view(part.shape) for at in places]
                 begin = end
 
     def release(self) -> None:
@@ -107,11 +113,11 @@ class ProcessExchange:
     def _await(self, verdict: str) -> str:
         until = monotonic() + self.limit.total_seconds()
         while monotonic() < until:
-            # Asked again and again: a wait of the store that runs out prints a warning, and does not hear Ctrl-C.
+            # Poll: a wait of the store that times out prints a warning, and Ctrl-C does not interrupt it.
             if self._store.check([verdict]):
                 return str(self._store.get(verdict).decode())
             sleep(_PAUSE)
-        # Only one verdict is heard by all: that this rank leaves, or that the last one has come just now.
+        # The first verdict counts for all ranks: this rank gives up, unless the last rank has come just now.
         return self._decide(verdict, f"rank {self.rank}")
 
     def _decide(self, verdict: str, said: str) -> str:
@@ -126,7 +132,7 @@ class ProcessExchange:
         )
 
     def _group(self, group: str) -> Any:
-        """Made at the first use, when all ranks are known to be there."""
+        """The process group, made at its first use: then all ranks are known to be there."""
         if group not in self._groups:
             made: dict[tuple[int, ...], Any] = {}
             for rank in range(self.mesh.world):
@@ -138,7 +144,7 @@ class ProcessExchange:
 
 
 class LocalExchange:
-    """Between ranks that live in this process: `parts_of(rank)` gives what another one holds."""
+    """An exchange between ranks that live in this process. `parts_of(rank)` gives the parts of one rank, by key."""
 
     def __init__(self, mesh: Mesh, rank: int, parts_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
         self.mesh = mesh
@@ -146,7 +152,7 @@ class LocalExchange:
         self._parts_of = parts_of
 
     def meet(self) -> None:
-        """The others are always there."""
+        """Do nothing: all ranks are in this process."""
 
     def gather(
         self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
@@ -156,17 +162,4 @@ class LocalExchange:
             yield [each[key] for each in held]
 
     def release(self) -> None:
-        """There are no process groups."""
-
-
-def _buckets(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours on one device, of at most 64 MiB together."""
-    bucket: list[torch.Tensor] = []
-    for part in parts:
-        full = bucket and sum(each.nbytes for each in bucket) + part.nbytes > BUCKET_BYTES
-        if bucket and (full or part.device != bucket[0].device):
-            yield bucket
-            bucket = []
-        bucket.append(part)
-    if bucket:
-        yield bucket
+        """Do nothing: there are no process groups."""

@@ -1,7 +1,7 @@
-"""What becomes of a rank that is forked.
+"""A rank that is forked finishes its pending updates first, and its child never communicates.
 
-The threads that communicate stay in the parent, and the connections belong to it. So updates that wait for other ranks
-are finished before a fork, and what was made before one neither communicates nor waits in the child.
+The threads that communicate stay in the parent, and so do the connections. A step that was made before the fork
+therefore raises ForkError in the child.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _forks = 0  # between the process that first imported this and the present one
 
 
 def process() -> int:
-    """A number that a process and its forked children do not share."""
+    """The number of forks that lead to this process: a forked child has another number than its parent."""
     return _forks
 
 
 def check_process(made_in: int, what: str) -> None:
-    """Raises ForkError where `made_in` is the number of a process that this one was forked from."""
+    """Raises ForkError if `made_in` is the number of another process, from which this one was forked."""
     if made_in != _forks:
         raise ForkError(f"process {os.getpid()} was forked from a rank of a training, and {what}")
 
 
 class Follower(Protocol):
-    """What forks are told to."""
+    """An object whose methods run when the process forks."""
 
     def before_fork(self) -> None:
-        """In the parent."""
+        """Runs in the parent, before the fork."""
 
     def in_child(self) -> None:
-        """In the child, where the forking thread is the only one."""
+        """Runs in the child, where the forking thread is the only one."""
 
 
 class Followers:
-    """They are not kept alive, and told in the order in which they came."""
+    """All followers that are alive, in the order in which they were added. This list does not keep them alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, ReferenceType[Follower]] = {}
@@ -76,7 +76,7 @@ class Followers:
         try:
             method()
         except CommFuseError as error:
-            # Python would ignore it. Whoever calls the step next hears of it again.
+            # Python ignores exceptions of fork handlers. The next call of the step raises this error again.
             log.error("while a process is forked: %s", error)
 
 
@@ -84,7 +84,7 @@ followers = Followers()
 
 
 def check_world() -> None:
-    """Raises ForkError where the running world is that of a process that this one was forked from."""
+    """Raises ForkError if the running world belongs to a process from which this one was forked."""
     if _parents_world is not None and dist.group.WORLD is _parents_world:
         check_process(
             _forks - 1,

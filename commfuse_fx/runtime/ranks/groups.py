@@ -25,19 +25,21 @@ class Groups:
         self._refined: dict[tuple[str, ...], Groups] = {}
 
     def on(self, mesh: Mesh) -> Groups:
-        """The groups of a mesh of the same ranks whose axes are parts of this one's ("dp.0", "dp.1"). Every rank must
-        call it."""
+        """The groups of a mesh of the same ranks that splits some axes ("dp" into "dp.0" and "dp.1").
+
+        All ranks call this together.
+        """
         if mesh.names == self.mesh.names:
             return self
         if mesh.names not in self._refined:
-            ranks = torch.tensor(mesh.devices or range(mesh.world)).view(mesh.shape)
+            ranks = torch.tensor(mesh.devices or range(mesh.world), device="cpu").view(mesh.shape)
             made = DeviceMesh(self._device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
             self._refined[mesh.names] = Groups(mesh, made)
         return self._refined[mesh.names]
 
     @classmethod
     def of_world(cls, mesh: Mesh, device_type: str, device_mesh: Any = None) -> Groups:
-        """Groups over the running world. Every rank must call it.
+        """Groups over the running world. All ranks call this together.
 
         Raises ConfigValueError if sizes do not match, ForkError in a forked child of a rank.
         """
@@ -52,6 +54,20 @@ class Groups:
             name_of_start(world_timeout())  # before any group is made
             device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
         return cls(mesh, device_mesh)
+
+    def check_order(self, group: str) -> None:
+        """Check that the ranks of every group along these axes ascend in the order of the mesh.
+
+        torch.distributed sorts the ranks of a process group, and some collectives depend on their order. All ranks
+        raise ConfigValueError alike.
+        """
+        for ranks in self.mesh.groups(group):
+            if list(ranks) != sorted(ranks):
+                raise ConfigValueError(
+                    f"the mesh lists ranks {', '.join(map(str, ranks))} in this order along {group}, but "
+                    "torch.distributed sorts the ranks of a group, so parts would come from other ranks than the mesh "
+                    "says: pass a DeviceMesh whose ranks ascend along its axes, as init_device_mesh() makes it"
+                )
 
     def __getitem__(self, group: str) -> Any:
         if group not in self._groups:

@@ -1,4 +1,4 @@
-"""The seed of every step of a divided graph: the same on all ranks, another one at every step."""
+"""Seeds of divided graphs: every step has another seed, which is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Seeds:
-    """Steps draw from a sequence that begins with a number of the user's generator, on rank 0: that of
-    torch.manual_seed. The ranks' own generators may stand anywhere.
+    """The sequence of seeds of one compiled step. Rank 0's default generator decides where it begins.
 
-    name: where the ranks find the first number in the world's store, the same on all ranks; None for one process.
+    The generators of the other ranks do not matter.
+
+    name: the key under which ranks find rank 0's number in the world's store. None for a world in one process.
     """
 
     def __init__(self, rank: int, name: str | None) -> None:
@@ -27,14 +28,35 @@ class Seeds:
         return _mixed(self._first + number * _GOLDEN) >> 2
 
     def _agree(self) -> int:
-        own = int(torch.randint(0, 1 << 62, (1,)))
+        own = draw_seed()
         if self._name is None:
             return own
-        store = dist.distributed_c10d._get_default_store()
-        key = f"commfuse_fx/seed/{self._name}"
         if self._rank == 0:
-            store.set(key, str(own))
-        return int(store.get(key))
+            return _publish(self._name, own)
+        return int(dist.distributed_c10d._get_default_store().get(_key(self._name)))
+
+
+def draw_seed() -> int:
+    """A number from the user's CPU generator, in 0..2**62-1."""
+    return int(torch.randint(0, 1 << 62, (1,), device="cpu"))
+
+
+def release_waiting_ranks(name: str) -> None:
+    """Publish rank 0's number if that has not been done, without moving the user's generator.
+
+    Rank 0 calls this when it fails before its first step: other ranks may wait for the number before they vote.
+    """
+    with torch.random.fork_rng(devices=[]):
+        _publish(name, draw_seed())
+
+
+def _publish(name: str, number: int) -> int:
+    """Let ranks read this number of rank 0, unless they can read another one already; returns what they read."""
+    return int(dist.distributed_c10d._get_default_store().compare_set(_key(name), "", str(number)))
+
+
+def _key(name: str) -> str:
+    return f"commfuse_fx/seed/{name}"
 
 
 def _mixed(value: int) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of a module begin with: the same parameters and buffers, with rank 0's values."""
+"""Ranks of a compiled module begin with the same parameters and buffers, and with rank 0's values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
 
 
 def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> None:
-    """Compare names, shapes and dtypes among the ranks; then rank 0 sends its values, if that is asked for.
+    """Compare names, shapes and dtypes of parameters and buffers among the ranks; then rank 0 sends its values.
 
-    All ranks call this together. Raises PlanMismatchError on all of them, before anything is sent.
+    sends: whether values are sent at all.
+
+    All ranks call this together. If they differ, all of them raise PlanMismatchError, before any value is sent.
     """
     held = [*model.named_parameters(), *model.named_buffers()]
     mine = [f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for name, tensor in held]
@@ -29,7 +31,7 @@ def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> No
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those that are the same tensor as an earlier one: copying into it once is enough."""
+    """The tensors without repetitions: tied tensors share their memory, so one copy is enough."""
     found: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for tensor in tensors:
         found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor)

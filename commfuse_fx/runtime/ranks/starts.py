@@ -1,9 +1,8 @@
-"""Which start of the ranks this is, in a store that may be older than they are.
+"""Ranks agree on the number of their start, because torchrun keeps one store over all restarts of a job.
 
-torchrun keeps one store over all restarts of a job. What ranks that have died have written there is still to be read:
-addresses that nobody listens at, and messages of errors that are over. So the keys of a start carry its number, which
-rank 0 draws. TORCHELASTIC_RESTART_COUNT alone does not tell: each node counts for itself, and does not count restarts
-that other nodes ask for.
+The store still holds what dead ranks wrote: addresses where nobody listens, and messages of old errors. So all keys of
+a start carry its number, which rank 0 draws. TORCHELASTIC_RESTART_COUNT is not enough: each node counts for itself,
+and does not count restarts that other nodes ask for.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from commfuse_fx.errors import CollectiveError
 log = logging.getLogger("commfuse_fx.runtime")
 
 _KEY = "commfuse_fx/start"
-_PAUSE = 0.005  # seconds
+_PAUSE = 0.005  # seconds between two looks into the store
 
-_GROUPS_OF_A_START = 1 << 20
+_GROUPS_OF_A_START = 1 << 20  # torch numbers process groups; a start makes fewer than this
 
 
 def store_outlives_ranks() -> bool:
@@ -33,20 +32,22 @@ def store_outlives_ranks() -> bool:
 
 
 def store_of_this_start(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A view of the store that no earlier start has written to. All ranks call this together; raises CollectiveError
-    where some do not within the time-out."""
+    """A view of the store that no earlier start has written to.
+
+    All ranks call this together. Raises CollectiveError if some rank does not within `timeout`.
+    """
     return dist.PrefixStore(f"{_KEY}/{_agree(store, rank, size, timeout)}", store)
 
 
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""By the group of the world."""
+"""The name of each world's start, by the process group of the world."""
 
 
 def name_of_start(timeout: timedelta) -> str:
-    """What keys of the running world begin with, so that they are of this start. All ranks call this together.
+    """The prefix for keys of the running world, which no earlier start has used. All ranks call this together.
 
-    Groups that are made from now on have names of this start, too: their ranks find each other by keys of the store.
-    Raises CollectiveError as `store_of_this_start`.
+    Process groups that are made from now on get names of this start too, since their ranks meet by keys of the store.
+    Raises CollectiveError if some rank does not call this within `timeout`.
     """
     world = dist.group.WORLD
     if world not in _names:
@@ -60,10 +61,9 @@ def name_of_start(timeout: timedelta) -> str:
 
 
 def _agree(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """`run/restart/number`, the same on all ranks, of which the number is new in this store.
+    """Agree on `run/restart/number`, where the number is new in this store.
 
-    A rank asks with a key that nobody has used, and rank 0 answers all that have ever asked, so that no answer can
-    be an old one.
+    Each rank asks under a key that nobody has used before, and rank 0 answers every key. So no answer is an old one.
     """
     until = monotonic() + timeout.total_seconds()
     if rank:

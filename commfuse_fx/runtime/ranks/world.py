@@ -1,4 +1,4 @@
-"""Start-up of the distributed world, and the questions everybody asks of it."""
+"""Start-up of the distributed world, and its time-out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
     """Join the world that torchrun started. Outside torchrun this is a world of one.
 
-    It does nothing when torch.distributed is initialised already. When torchrun restarts the ranks, nothing
-    that an earlier start has written into its store is read.
+    It does nothing when torch.distributed is initialised already. After a restart by torchrun, ranks read nothing
+    that an earlier start wrote into the store.
 
     backend: the backend of torch.distributed. None picks by device: Gloo on CPU; with CUDA, NCCL for GPU
         tensors and Gloo for CPU ones (each process then uses the GPU of its LOCAL_RANK).
