@@ -1,9 +1,8 @@
 """Trace forward, loss and backward of a training step into one functional graph of aten ops.
 
-Two stages. The first records what eager execution does: forward and `.backward()` on fresh
-parameters, so that autograd's own rules decide. The second functionalises the result, which turns
-in-place ops into plain ones and mutations of inputs (BatchNorm statistics) into values that the
-runtime copies back at the end of the step.
+Tracing has two stages. The first records what eager execution does: the forward and `.backward()`, so that autograd's
+own rules apply. The second makes the result functional: in-place ops become plain ones, and changes of inputs such as
+BatchNorm statistics become values that are copied back at the end of the step.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from commfuse_fx.ir.edit import ALIASES
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.kernels.cudnn_recurrent import CUDNN
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
-from commfuse_fx.sharding.dividing.decompose import decompose, decomposed
 from commfuse_fx.sharding.marking.traced_marks import marks_traced
+from commfuse_fx.sharding.rules.decompose import decompose, decomposed
 from commfuse_fx.support.user_lines import user_line_of
 
 aten = torch.ops.aten
@@ -73,19 +72,19 @@ _CALLS_COMPILED = (
     "a function or module compiled with torch.compile is called there, which cannot be traced: call the original, "
     "which is what was passed to torch.compile (for a module its _orig_mod)"
 )
-# What torch says when somebody reads the values of a traced tensor past its dispatcher.
+# Parts of torch's messages for code that reads the values of a traced tensor without an op.
 _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
 
 @dataclass
 class Traced:
-    """What a trace has found.
+    """The result of a trace.
 
-    placeholders: parameters, buffers, inputs, in this order.
+    placeholders: the parameters, buffers and inputs, in this order.
     results: the loss, or the model's outputs.
-    seeds: for each result the node that stands for its gradient, where the backward began with one; else None.
-    grads: of the parameters; None for one that takes no part.
-    input_grads: of the inputs of a seeded trace; None for one that requires none.
+    seeds: for each result the node of its gradient, if the backward of the trace began with one; else None.
+    grads: the gradients of the parameters; None for a parameter that takes no part.
+    input_grads: the gradients of the inputs of a seeded trace; None for an input that requires none.
     mutations: pairs of an input and its new value.
     """
 
@@ -110,15 +109,19 @@ def trace_step(
     reads: Reads | None = None,
     seeded: bool = False,
 ) -> Traced:
-    """Trace one step. `results_of(model, inputs, recorder)` runs the model on traced inputs and returns its loss.
+    """Trace one step into a functional graph.
 
-    seeded: it returns any number of outputs instead, and the backward begins with a gradient of each that has one.
-    marked: whether the marks of `shard` on activations become nodes of the graph, and ops that divide by a count of
-        the whole batch sums.
-    reads: takes notes of the Python values that are read.
+    results_of: called as results_of(model, inputs, recorder). It runs the model on traced inputs and returns its loss.
+    inputs: the call's tensors.
+    training: whether the step has a backward.
+    seeded: whether `results_of` returns any number of outputs instead of a loss. The backward then begins with a
+        gradient for each output that requires one.
+    marked: whether marks of `cf.shard` on activations become nodes of the graph. Ops that divide by a count of the
+        whole batch then become sums and divisions.
+    reads: notes the Python values that the trace reads.
 
-    Raises CaptureError, naming module, source line and fix, where Python control flow depends on the
-    values of tensors or the loss cannot be differentiated. Errors of the model itself pass unchanged.
+    Raises CaptureError, with module, source line and fix, if Python control flow depends on the values of tensors or
+    if the loss cannot be differentiated. Errors of the model itself pass unchanged.
     """
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -220,18 +223,21 @@ def trace_step(
 
 
 def _is_functional(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> bool:
-    """Whether no op writes into a tensor, and none is to become others: the graph is then what it would become."""
+    """Whether no op writes into a tensor or is to be decomposed, so that the second stage would change nothing."""
     return not any(node.target in decompositions or written_nodes(node) for node in graph.nodes)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
-    """What ops become when they are recorded, below autograd."""
+    """Decompositions that are applied when ops are recorded, below autograd."""
     return {**(WITHOUT_WORKSPACE if marked else WITH_WORKSPACE), **CUDNN, **functional_collectives(mesh, marked)}
 
 
 def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool, seeded: bool) -> torch.Tensor:
-    """The value as a parameter, with the hooks that the user has put on the original. Of a module those that look at
-    `.grad` run when it has been written."""
+    """Make a traced value stand for a parameter, with the user's hooks.
+
+    A step cannot run hooks on `.grad`, so it raises CaptureError for them. A module (`seeded`) runs them itself, after
+    it has written `.grad`.
+    """
     made = value.requires_grad_(training and param.requires_grad)
     made._is_param = True  # what isinstance asks for
     if made.requires_grad:
@@ -246,7 +252,7 @@ def _stand_in(param: nn.Parameter, value: torch.Tensor, training: bool, seeded: 
 
 
 def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: Sequence[torch.Tensor]) -> None:
-    """A tensor that is neither parameter, buffer nor input is a constant of the graph: nobody may change it."""
+    """Raises CaptureError if the step changes a constant: a tensor that is no parameter, buffer or input."""
     roots = Roots(traced.graph)
 
     def refuse(node: fx.Node, constant: torch.Tensor) -> NoReturn:
@@ -290,7 +296,7 @@ def _not_traceable(error: BaseException, recorder: OriginRecorder) -> CaptureErr
 
 
 def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
-    """The same error with module and source line, where it was raised deep inside of the model."""
+    """The same error with the module and the source line where it was raised."""
     where = user_line_of(error.__traceback__)
     if not where or str(error).startswith("cannot trace"):
         return error
@@ -325,9 +331,9 @@ def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: Call
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
-    """Autograd and functionalization leave nodes that only stand for another one, each version of torch elsewhere.
+    """Remove nodes that only stand for another node, as autograd and functionalization leave them.
 
-    Those of constants stay: a constant of the graph must not be handed out as a value that somebody may write to.
+    Aliases of constants stay, because a constant must not be handed out as a value that other code may write to.
     """
     for node in list(graph.nodes):
         if node.target in ALIASES and node.args[0].op != "get_attr":

@@ -1,6 +1,6 @@
-"""Layouts of tensors on a mesh, what each op can do with them, and how a graph is divided among ranks.
+"""Sharding: marks of users, sharding rules of ops, and the division of a graph among ranks.
 
-What rules for `register_rule` are written with is at hand here.
+The names below are those that rules for `cf.register_rule` need.
 """
 
 from commfuse_fx.ir.placement import P, R, S

@@ -1,1 +1,1 @@
-"""From marks to a local graph: which layout each value takes, and where layouts are exchanged."""
+"""Dividing turns marks into a local graph: it chooses a layout for each value, and inserts redistributions."""

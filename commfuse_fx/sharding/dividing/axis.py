@@ -1,4 +1,4 @@
-"""What is given for one step of a division: a group of mesh axes, and the layouts that are fixed on it."""
+"""The input of one division of a graph: a group of mesh axes, and the placements that are fixed on it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from commfuse_fx.ir.placement import Placement
 
 PROPAGATED = "propagated"
-"""`where` of a layout that no mark has asked for."""
+"""The `where` of a placement that no mark has asked for."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A layout that is given. `where`: who says so, for people."""
+    """A placement that is fixed. `where`: the mark that asks for it, for messages."""
 
     placement: Placement
     where: str
@@ -21,12 +21,16 @@ class Pin:
 
 @dataclass(frozen=True)
 class Axis:
-    """One group of mesh axes ("tp", or "dp,tp" where both are marked alike) of `ways` ranks.
+    """One group of mesh axes over which a graph is divided, with the fixed placements on it.
 
-    parameters, inputs: by name. activations: by the name of the mark's node. Inputs without a pin, and parameters
-    pinned to R, are whole on every rank. local_inputs: the ranks are handed their parts of the inputs, not the whole.
-    local_parameters: every rank keeps its part of a parameter, not the whole. is_data: the batch is divided here, and
-    nothing else is but the activations that follow from it: parameters without a pin are whole.
+    group: the axes ("tp", or "dp,tp" if both are marked alike).
+    ways: the number of ranks in the group.
+    parameters: fixed placements by parameter name. A parameter pinned to R is whole on every rank.
+    inputs: placements by input name. Other inputs are whole on every rank.
+    activations: fixed placements by the name of the mark's node.
+    local_inputs: whether ranks are given their parts of the inputs instead of the whole.
+    local_parameters: whether ranks keep only their parts of divided parameters.
+    is_data: whether only the batch is divided over this group. Parameters without a pin are then whole.
     """
 
     group: str

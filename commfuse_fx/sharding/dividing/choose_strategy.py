@@ -1,4 +1,4 @@
-"""Which strategy a node takes: the one that sends the fewest bytes, given the layouts in which its inputs exist."""
+"""Choose the strategy of a node: the one that sends the fewest bytes, given the placements of its inputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from commfuse_fx.sharding.rules.rule_registry import strategies_of
 
 @dataclass(frozen=True)
 class Described:
-    """A call as rules see it, on tensors that are whole on this axis. inputs: its tensors, in order; numbers: nodes
-    that compute other arguments."""
+    """A node's call in the form that rules take, on tensors that are whole on this group of axes.
+
+    inputs: the nodes of its tensors, in order. numbers: nodes that compute other arguments.
+    """
 
     call: OpCall
     inputs: list[fx.Node]
@@ -26,7 +28,7 @@ class Described:
 
 
 class Chooser:
-    """`values` are those of the nodes that stand before the one in question, among `ways` ranks."""
+    """Chooses strategies for nodes among `ways` ranks. `values`: the values of all nodes before the present one."""
 
     def __init__(self, values: Mapping[fx.Node, Value], ways: int) -> None:
         self.values = values
@@ -59,13 +61,18 @@ class Chooser:
         return Described(call, inputs, numbers)
 
     def _blocks_in(self, value: Value) -> list[int]:
-        """Numbers of blocks in which the value is, or could be, divided."""
+        """The numbers of blocks in which a dimension of the value is divided, or could be."""
         if value.pending is None or value.pending.op == "placeholder":
             return [placement.blocks for placement in value.versions if isinstance(placement, Shard)]
         return self._blocks_in(self.values[value.pending.all_input_nodes[0]])
 
     def choose(self, node: fx.Node, described: Described) -> Strategy:
-        """Bytes on the wire first; then bytes that are cut out of whole tensors; then what is sent here and now."""
+        """The cheapest strategy of a node.
+
+        In the forward the first criterion is the bytes that are sent now and later, where a partial sum is sent later
+        when it is summed. In the backward it is the bytes that are sent now. Then come the bytes that are cut out of
+        whole tensors, and the order in which the rule gives its strategies.
+        """
         call, inputs = described.call, described.inputs
         values = [self.values[value] for value in inputs]
         if all(value.is_whole for value in values):
@@ -77,12 +84,12 @@ class Chooser:
             for given, value, placement in zip(inputs, values, strategy.inputs, strict=True):
                 cost = self.cost(value, placement)
                 if cost is None or (placement == P and P in value.versions and len(given.users) > 1):
-                    break  # what several ops need is summed once, before them
+                    break  # a partial sum that several ops use is summed once, before them
                 sent += cost[0]
                 cut += cost[1]
             else:
-                # Somebody will have to sum it. In the backward that is so anyway, where gradients are reduced.
-                # What is a partial sum already is owed as it is; one that is made for this op relieves nobody.
+                # A partial sum is a debt: a later node has to sum it. In the backward the debt does not count, since
+                # gradients are reduced anyway. An input that is a partial sum already has this debt before the op.
                 owed = [R if P not in value.versions else p for value, p in zip(values, strategy.inputs, strict=True)]
                 debt = _debt(call.outputs, strategy.outputs) - _debt(call.inputs, owed)
                 rank = (sent + debt if forward else sent, cut, sent, debt, number)
@@ -92,7 +99,7 @@ class Chooser:
         return best[1]
 
     def cost(self, value: Value, wanted: Placement) -> Cost | None:
-        """What it costs to have a value as `wanted`; None where that is impossible."""
+        """The cost of having a value with the placement `wanted`; None if that is impossible."""
         if value.pending is None:
             found = value.nearest(wanted, self.ways)
             return None if found is None else found[0]
@@ -100,7 +107,7 @@ class Chooser:
         return None if option is None else option[0]
 
     def option(self, value: Value, wanted: Placement) -> tuple[Cost, Strategy | None] | None:
-        """How a value that is not decided yet can be had as `wanted`, and what that costs."""
+        """The cost and the strategy with which an undecided value gets the placement `wanted`; None if it cannot."""
         node = value.pending
         assert node is not None
         if node.op == "placeholder":

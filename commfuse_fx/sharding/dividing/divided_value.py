@@ -1,4 +1,4 @@
-"""What a division of the graph knows about one value: in which layouts it exists, and what others cost."""
+"""A value of the graph that is being divided: the placements in which it exists, and the costs of others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commfuse_fx.ir.meta import Spec, TensorSpec
 from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard, divides
 
 Cost = tuple[int, int]
-"""(bytes on the wire, bytes that are cut out of a whole tensor): compared in this order."""
+"""(bytes on the wire, bytes that are cut out of a whole tensor), compared in this order."""
 
 FREE: Cost = (0, 0)
 
@@ -19,9 +19,11 @@ FREE: Cost = (0, 0)
 class Value:
     """One value of the graph that is being divided.
 
-    whole: its spec before the division. versions: the layouts in which the new graph has it. pending: the node that
-    computes it, while no layout has been decided (a parameter without a mark, or a view of one): then any that it can
-    have is free. weight: what gathering it costs, times the bytes; more than 1 for what the user wants divided.
+    whole: its spec before the division.
+    versions: the nodes of the new graph that hold it, by placement.
+    pending: the node that computes it, while its placement is undecided (a parameter without a mark, or a view of one).
+        Then every placement that it can have is free.
+    weight: the factor on the bytes of gathering it. It is more than 1 for parameters that the user wants divided.
     """
 
     whole: Spec
@@ -31,11 +33,11 @@ class Value:
 
     @property
     def is_whole(self) -> bool:
-        """Every rank has all of it, and nothing else is on offer."""
+        """Whether the whole value on every rank is its only version."""
         return self.pending is None and len(self.versions) == 1 and R in self.versions
 
     def nearest(self, wanted: Placement, ways: int) -> tuple[Cost, Placement] | None:
-        """The cheapest version to make `wanted` from, or None."""
+        """The version from which `wanted` is made most cheaply, with the cost; None if that is impossible."""
         best: tuple[Cost, Placement] | None = None
         for have in self.versions:
             cost = self.transition(have, wanted, ways)
@@ -44,7 +46,7 @@ class Value:
         return best
 
     def transition(self, have: Placement, wanted: Placement, ways: int) -> Cost | None:
-        """What it costs to go from one placement to another; None where that is impossible."""
+        """The cost of a redistribution from one placement to another; None if it is impossible."""
         if have == wanted:
             return FREE
         if not isinstance(self.whole, TensorSpec):
@@ -55,27 +57,27 @@ class Value:
         if isinstance(have, Replicate):
             return (0, size) if divides(self.whole.shape, wanted, ways) else None
         if isinstance(have, Partial):
-            # Half of it goes over the wire now, and what has been divided here is gathered further on. So this pays
-            # only where other values are divided like that already.
+            # A reduce_scatter sends half of the bytes now, and a later all_gather the other half. So this is only
+            # cheaper if other values are divided alike already.
             if isinstance(wanted, Shard):
                 return (2 * size, size) if self._can(wanted, ways) else None
             return (2 * size, 0)
         if isinstance(wanted, Replicate):
             return (size * self.weight, 0)
-        # An all_to_all sends less, but what it leaves divides another dimension, often the batch, and everything that
-        # follows with it: this is done where there is no other way, not to save bytes.
+        # An all_to_all sends fewer bytes, but it divides another dimension, often the batch, of all values that follow.
+        # So it costs as much as a gather, and is chosen only if nothing else works.
         return (size * self.weight, size) if self._can(wanted, ways) else None
 
     def _can(self, wanted: Placement, ways: int) -> bool:
         return isinstance(self.whole, TensorSpec) and divides(self.whole.shape, wanted, ways)
 
     def add(self, placement: Placement, node: fx.Node) -> fx.Node:
-        """A new version. Once a partial sum has been summed, everybody uses the result: it is summed once."""
+        """Add a version. It replaces a partial sum, so that each partial sum is summed only once."""
         self.versions[placement] = node
         self.versions = {p: n for p, n in self.versions.items() if p == placement or not isinstance(p, Partial)}
         return node
 
 
 def can_exchange(have: Shard, wanted: Shard) -> bool:
-    """Whether one all_to_all leads from parts along one dimension to parts along another."""
+    """Whether one all_to_all changes parts along one dimension into parts along another."""
     return have.dim != wanted.dim and have.blocks == wanted.blocks == 1

@@ -1,11 +1,11 @@
 """Divide a graph among the ranks of one group of mesh axes.
 
-One walk over the nodes in their order. For each, the strategy that sends the fewest bytes, given the layouts that
-its inputs exist in by then, is chosen and written into a new graph, with redistributions in front of it. Partial sums
-stay partial as long as the ops that follow are linear. What nothing decides (a parameter without a mark) takes
-the layout that its first user asks for.
+The division walks over the nodes in their order. For each node it chooses the strategy that sends the fewest bytes,
+given the placements in which its inputs exist by then. It writes the node into a new graph, with redistributions in
+front of it. Partial sums stay partial as long as the ops that follow are linear. A parameter without a mark gets the
+placement that its first user asks for.
 
-Nothing here depends on the number of ranks but the sizes of parts, nor on a rank at all.
+The result does not depend on the rank. Only the sizes of parts depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("commfuse_fx.sharding")
 aten = torch.ops.aten
 
 DIVIDED_WEIGHT = 1 << 20
-"""Moving a parameter that is divided counts this often: activations travel, not weights."""
+"""The weight of a divided parameter's bytes: so large that always activations are moved instead of parameters."""
 
 _CASTS = (aten._to_copy.default, aten.clone.default)
 
@@ -73,7 +73,7 @@ class Division:
         self._finish()
 
     def _cannot_divide(self, node: fx.Node, error: Exception) -> CaptureError:
-        """Of an error of torch, which knows no modules."""
+        """An error with module and source line, for an error of torch that has neither."""
         first = next(iter(str(error).splitlines()), "")
         return CaptureError(
             f"cannot divide {_where(node)} over {self.axis.group}: {node.target} does not run on the ranks' parts. "
@@ -108,7 +108,7 @@ class Division:
         return value
 
     def _settle(self, value: Value, node: fx.Node, placement: Placement) -> None:
-        """Decide how a parameter lies on the ranks."""
+        """Decide the placement of a parameter. Raises ConfigValueError if it shares memory and would be divided."""
         made = self.local.inputs[node]
         value.pending = None
         name = self.program.sources[node].name
@@ -144,7 +144,7 @@ class Division:
         if node.target is operator.getitem and isinstance(info(node.args[0]).spec, tuple):  # type: ignore[arg-type]
             self._item(node)
         elif writes_input(node):
-            pass  # at the end
+            pass  # `_finish` writes it at the end
         elif written_nodes(node):
             self._write(node)
         elif is_mark(node):
@@ -157,7 +157,7 @@ class Division:
             self._compute(node)
 
     def _item(self, node: fx.Node) -> None:
-        """One result of an op with several; all of them were made when the op was."""
+        """One result of an op with several results. All of them were placed together with the op."""
         parent: Any = node.args[0]
         value = self.values[parent]
         ((placements, made),) = value.versions.items()
@@ -171,13 +171,13 @@ class Division:
         self.values[node] = Value(info(node).spec, {placement: new})
 
     def _write(self, node: fx.Node) -> None:
-        """An op that changes memory of the graph's own: whole on every rank."""
+        """An op that writes to memory of the graph itself runs on whole tensors on every rank."""
         args = fx.node.map_arg(node.args, lambda arg: self._get(arg, R, node))
         kwargs = fx.node.map_arg(dict(node.kwargs), lambda arg: self._get(arg, R, node))
         self.values[node] = Value(info(node).spec, {R: self.local.emit(node.target, args, kwargs, node)})
 
     def _mark(self, node: fx.Node) -> None:
-        """A layout that the user asks for. What it says nothing about stays as it is."""
+        """A mark redistributes the value if it asks for a placement on this group; otherwise it changes nothing."""
         given: fx.Node = node.args[0]  # type: ignore[assignment]
         value = self.values[given]
         pin = self.axis.activations.get(info(node).name)
@@ -190,13 +190,13 @@ class Division:
         self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
 
     def _start_of_backward(self, node: fx.Node) -> None:
-        """The gradient of the loss: a one, which need not wait until the loss has been summed."""
+        """The gradient of the loss is a constant 1, so that the backward need not wait for the summed loss."""
         spec = tensor_spec(node)
         kwargs = {"dtype": spec.dtype, "device": torch.device(spec.device)}
         self.values[node] = Value(spec, {R: self.local.emit(aten.full.default, (list(spec.shape), 1.0), kwargs, node)})
 
     def _can_wait(self, node: fx.Node) -> bool:
-        """A view or a cast of a parameter whose layout nobody has asked for yet."""
+        """Whether the node is a view or a cast of a parameter whose placement is still undecided."""
         inputs = node.all_input_nodes
         if len(inputs) != 1 or not (is_view(node) or node.target in _CASTS):
             return False
@@ -226,7 +226,10 @@ class Division:
     # Writing the new graph
 
     def _get(self, node: fx.Node, wanted: Placement, consumer: fx.Node, serves: tuple[str, ...] = ()) -> fx.Node:
-        """The new node that holds this value in a layout; made if it is not there yet."""
+        """The new node that holds this value with the placement `wanted`. It is made if it does not exist yet.
+
+        consumer: the old node that needs it. serves: the parameters whose gradient the value is.
+        """
         value = self.values[node]
         if value.pending is not None:
             if wanted in value.versions:
@@ -321,7 +324,7 @@ class Division:
         return made
 
     def _lies(self, made: fx.Node, *placements: Placement) -> None:
-        """A new node's value, or one of its values each, lies so: who holds the same follows from nothing else."""
+        """Note whether a new node with these placements varies between the ranks of the group."""
         if any(placement != R for placement in placements):
             varies(made, self.axis.group)
         else:

@@ -1,8 +1,8 @@
-"""Fit the strategies of marks to a mesh: which axes, or parts of axes, hold the slices.
+"""Fit the strategies of marks to a mesh: choose the axes, or parts of axes, that hold the slices.
 
-Slices are counted before the mesh is known. The logical dimensions of one call take, in the order in which they first
-appear, the first unused axis of that size; else a run of unused axes with that product; else a part of an axis, the
-outermost first. What all marks need of an axis becomes its sub-axes ("dp.0", "dp.1"), the same for all of them.
+Marks count slices before the mesh is known. The logical dimensions of one call are served in the order in which they
+first appear. Each takes the first unused axis of its size, else a run of unused axes with that product, else a part of
+an axis, outermost first. If marks need parts of an axis, it is split into sub-axes ("dp.0", "dp.1") for all marks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from commfuse_fx.sharding.marking.strategy import Axes, Counts, Layout, Placemen
 
 @dataclass(frozen=True, slots=True)
 class MarkedTensor:
-    """One tensor of a marked call. dims: labels of its logical dimensions; label names it in messages."""
+    """One tensor of a marked call.
+
+    label: its name in messages. dims: labels of its logical dimensions, as `logical_dims` gives them.
+    """
 
     label: str
     strategy: TensorStrategy
@@ -41,9 +44,10 @@ class MarkedCall:
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisPiece:
-    """Part of axis number `axis`: written as a product of factors, outermost first, those from `begin` to `end`.
+    """A part of a mesh axis, which is seen as a product of factors, outermost first.
 
-    The whole axis of size n is AxisPiece(axis, 1, n); its outermost two ranks are told apart by AxisPiece(axis, 1, 2).
+    axis: the number of the axis. begin: the product of the factors before the piece. end: that product times the size
+    of the piece. AxisPiece(axis, 1, n) is a whole axis of size n, and AxisPiece(axis, 1, 2) its outermost factor 2.
     """
 
     axis: int
@@ -57,16 +61,20 @@ class AxisPiece:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """How a tensor is divided, in the order of the mesh. decided: numbers of the axes that the mark speaks of."""
+    """The fitted strategy of one tensor.
+
+    divided: the pieces of axes that divide it, in the order of the mesh. decided: the numbers of the axes for which the
+    mark says something; others are left open.
+    """
 
     divided: tuple[tuple[AxisPiece, Shard], ...]
     decided: tuple[int, ...]
 
 
 def resolve(calls: Sequence[MarkedCall], mesh: Mesh) -> tuple[Mesh, list[list[Layout]]]:
-    """The mesh, refined as far as the calls need it, and a layout on it for each member of each call.
+    """Split the axes of the mesh as far as the calls need it; returns that mesh, and a layout for each member.
 
-    Raises ConfigValueError, naming the mark, its value and a fix, where a strategy does not fit its tensor or the mesh.
+    Raises ConfigValueError, with the mark, its value and a fix, if a strategy does not fit its tensor or the mesh.
     """
     fitted = [fit_call(call, mesh) for call in calls]
     factors = factors_needed(calls, fitted, mesh)
@@ -74,9 +82,9 @@ def resolve(calls: Sequence[MarkedCall], mesh: Mesh) -> tuple[Mesh, list[list[La
 
 
 def refine(mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Mesh:
-    """The same ranks with axes split: factors {"dp": (2, 4)} make of dp=8 the axes dp.0=2 and dp.1=4, outermost first.
+    """The same mesh with split axes: factors {"dp": (2, 4)} split dp=8 into dp.0=2 and dp.1=4, outermost first.
 
-    Raises ConfigValueError where the product of an axis' factors is not its size.
+    Raises ConfigValueError if the product of an axis' factors is not its size.
     """
     shape: list[int] = []
     names: list[str] = []
@@ -92,9 +100,9 @@ def refine(mesh: Mesh, factors: Mapping[str, Sequence[int]]) -> Mesh:
 def factors_needed(
     calls: Sequence[MarkedCall], fitted: Sequence[Sequence[Fitted]], mesh: Mesh
 ) -> dict[str, tuple[int, ...]]:
-    """Axis name -> factors, outermost first, for the axes of which some tensor needs only a part.
+    """The factors of the axes of which some tensor needs only a part, outermost first, by axis name.
 
-    Raises ConfigValueError where two marks cut an axis in ways that do not nest.
+    Raises ConfigValueError if two marks cut an axis in ways that do not nest.
     """
     found: dict[str, tuple[int, ...]] = {}
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True)):
@@ -119,7 +127,7 @@ def factors_needed(
 
 
 def fit_call(call: MarkedCall, mesh: Mesh) -> list[Fitted]:
-    """What divides each tensor of one call. Raises ConfigValueError as `resolve` does."""
+    """Fit the strategies of one call's tensors to the mesh. Raises ConfigValueError as `resolve` does."""
     for member in call.members:
         _check(member, call.place, mesh)
     chosen: dict[str, tuple[AxisPiece, ...]] = {}

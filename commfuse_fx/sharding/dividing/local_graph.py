@@ -1,4 +1,4 @@
-"""The graph that one rank runs, while it is being written: nodes with local specs, and changes of layout."""
+"""The local graph that one rank runs, while a division writes it: nodes with local specs, and redistributions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class LocalGraph:
-    """Nodes are added at the end, parts of inputs right behind the inputs. `specs` is shared by all divisions of one
-    compile."""
+    """The graph that a division writes. New nodes go to the end, and parts of inputs right behind the inputs.
+
+    specs: finds local specs. All divisions of one compile share it.
+    """
 
     def __init__(self, program: Program, axis: Axis, specs: LocalSpecs) -> None:
         self.program = program
@@ -46,11 +48,11 @@ class LocalGraph:
         return list(self.inputs)
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """The same node, for one without inputs."""
+        """Copy a node that has no inputs."""
         return set_info(self.graph.node_copy(node), replace(info(node)))
 
     def localize(self, node: fx.Node, placement: Placement) -> None:
-        """A rank is handed its part of this input."""
+        """Give this input the spec of a rank's part."""
         spec = tensor_spec(node)
         info(node).spec = spec.with_shape(local_shape(spec.shape, placement, self.axis.ways))
         varies(node, self.axis.group)
@@ -63,7 +65,10 @@ class LocalGraph:
         return set_info(node, made)
 
     def emit(self, target: Any, args: Any, kwargs: Mapping[str, Any], old: fx.Node, unchanged: bool = False) -> fx.Node:
-        """The node that stands for an old one, on this rank's parts; `unchanged`, which are as large as the whole."""
+        """Add the node that replaces an old one on this rank's parts.
+
+        unchanged: whether the parts are as large as the whole tensors, so that the old spec holds.
+        """
         target, spec = (target, info(old).spec) if unchanged else self._spec(target, args, kwargs)
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         return set_info(node, replace(info(old), spec=spec))
@@ -86,14 +91,16 @@ class LocalGraph:
         consumer: fx.Node,
         serves: tuple[str, ...],
     ) -> fx.Node:
-        """Make a version of the value of an old node from another one, for `consumer`.
+        """Redistribute the value of an old node from the placement `have` to `wanted`; returns the new node.
 
-        serves: the parameters whose gradient this is.
+        value: the versions of the value. consumer: the old node that needs it.
+        serves: the parameters whose gradient the value is. Low-precision gradients are summed in float32 if
+            gradient_fp32_sync says so.
         """
         source = value.versions[have]
         ways, group = self.axis.ways, self.axis.group
         name = info(node).name
-        # What the step returns or writes at its end is computed before the update begins.
+        # Values that the step returns or writes at its end are computed before the update begins.
         at_the_end = consumer.op == "output" or info(consumer).phase == "update"
         phase = "backward" if serves else info(source if at_the_end else consumer).phase
         like = replace(info(source), phase="forward" if phase == "input" else phase, collective=None, origin="")
@@ -102,7 +109,7 @@ class LocalGraph:
         if isinstance(wanted, Partial):
             made = self.make(on_first, (source, self.position()), {}, like, f"{name}/on_first")
             varies(made, group)
-            return made  # for this consumer alone: others go on with the whole value
+            return made  # only for this consumer: the whole value stays the version for others
         low = serves and tensor_spec(source).dtype in _LOW_PRECISION and self.program.config.gradient_fp32_sync
         original = tensor_spec(source).dtype
         if low and isinstance(have, Partial):
@@ -134,7 +141,7 @@ class LocalGraph:
         return value.add(wanted, self._known(made, wanted))
 
     def _known(self, made: fx.Node, placement: Placement) -> fx.Node:
-        """The node, which says now who holds the same."""
+        """Note whether the node varies between the ranks of the group; returns the node."""
         if placement == R:
             agrees(made, self.axis.group)
         else:

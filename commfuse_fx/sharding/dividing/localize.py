@@ -1,4 +1,4 @@
-"""Specs of the local results of ops: found by running them on tensors without data."""
+"""Find the specs of the local results of ops, by running the ops on tensors without data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class LocalSpecs:
-    """`of(target, args, kwargs)` gives the spec of a call whose tensors are nodes; equal calls run once."""
+    """Finds and caches the specs of calls. `of(target, args, kwargs)` takes nodes for tensors; equal calls run once."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, tuple[Any, Spec]] = {}
 
     def of(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
-        """The target to use (a view that the strides of parts do not allow becomes a reshape), and the spec.
+        """The target to use, and the spec of its result. A node whose spec is None stands for a number.
 
-        A node whose spec is None stands for a number.
+        The target changes only for a view that the strides of the parts do not allow: it becomes a reshape.
         """
         try:
             key = (target, _key(args), _key(tuple(kwargs.items())))

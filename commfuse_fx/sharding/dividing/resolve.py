@@ -1,4 +1,4 @@
-"""From the marks of a model and of its traced step to layouts on the mesh."""
+"""Resolve the marks of a model and of its traced step to layouts on the mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ParameterPin:
-    """The layout that marks give a parameter. label: the mark that was the first to say so; place: where it stands."""
+    """The layout that marks give a parameter. label, place: the first mark that gives it, and its source line."""
 
     name: str
     layout: Layout
@@ -34,11 +34,14 @@ class ParameterPin:
 
 @dataclass(frozen=True)
 class Resolved:
-    """All marks of a step as layouts on `mesh`, which is that of the step with axes split where marks need it.
+    """All marks of a step as layouts.
 
-    parameters: by name. activations: mark nodes in the graph, also those on gradients. parameter_nodes: mark nodes
-    that say no more than `parameters`: those on a parameter, or a transpose or cast of one, and on its gradient.
-    data_axes: the axes over which the batch is divided when nothing else is said.
+    mesh: the mesh of the step, with axes split if marks need parts of them.
+    parameters: the layouts of parameters, by name.
+    activations: the layouts of mark nodes in the graph, also of those on gradients.
+    parameter_nodes: mark nodes on a parameter, on a transpose or cast of one, or on its gradient. `parameters` has all
+        that they say.
+    data_axes: the axes over which the batch is divided by default.
     """
 
     mesh: Mesh
@@ -50,8 +53,11 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Subject:
-    """Whose layout a member of a call gives: a parameter, whose dimension dims[i] is the member's dimension i, or the
-    activation of the nodes at `position` of call `number`."""
+    """The tensor to which a member of a call gives a layout.
+
+    It is the parameter with this name, whose dimension dims[i] is the member's dimension i. If the name is "", it is
+    the activation at `position` of call `number`.
+    """
 
     parameter: str = ""
     dims: tuple[int | None, ...] = ()
@@ -62,8 +68,8 @@ class _Subject:
 def resolve_marks(marks: Marks, program: Program) -> Resolved:
     """Fit all marks to the program's mesh, together.
 
-    Raises ConfigValueError, naming marks, values and a fix: a strategy that does not fit its tensor or the mesh, or two
-    marks that give one parameter two layouts.
+    Raises ConfigValueError, with marks, values and a fix, if a strategy does not fit its tensor or the mesh, or if two
+    marks give one parameter two layouts.
     """
     names = {node: source.name for node, source in program.sources.items() if source.kind == "parameter"}
     nodes = {node: mark_of(node) for node in program.graph.nodes if is_mark(node)}
@@ -98,7 +104,7 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
 
 
 def data_axes(pins: Iterable[ParameterPin], activations: Iterable[Layout], mesh: Mesh) -> tuple[str, ...]:
-    """The axes by which no mark divides a parameter, or a dimension of an activation other than the first."""
+    """The axes for the batch: no mark divides a parameter by them, nor any dimension of an activation but the first."""
     taken: dict[str, None] = {}
     for pin in pins:
         taken.update({axis: None for axis, _ in pin.layout.divided()})
@@ -150,7 +156,7 @@ _SAME_ELEMENTS = (*_COPIES, *_TRANSPOSES, *_RESHAPES)
 
 
 def _dims_after(step: fx.Node, dims: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """What `dims` become by one step; None where dimensions are merged or split."""
+    """Follow `dims` through one op; None if it merges or splits dimensions."""
     if is_mark(step) or step.target in _COPIES:
         return dims
     ndim = len(dims)
@@ -215,7 +221,7 @@ def _traced_calls(
 
 
 def _key(mark: NodeMark) -> tuple[str, int, str, str]:
-    """The same for the nodes of a mark of a module and for that mark."""
+    """A key that is equal for a mark of a module and for its nodes."""
     return mark.subject, mark.index, mark.place, mark.kind
 
 

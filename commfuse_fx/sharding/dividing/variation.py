@@ -1,4 +1,4 @@
-"""Along which mesh axes ranks hold different values of a node (`NodeInfo.varies`), while a graph is being divided."""
+"""Keep `NodeInfo.varies`, the mesh axes along which ranks hold different values, while a graph is being divided."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from commfuse_fx.ir.redistribution import gather_parts, sum_partial
 
 
 def varies(node: fx.Node, group: str) -> None:
-    """The node's value differs between the ranks of this group."""
+    """Note that the node's value differs between the ranks of this group."""
     info(node).varies = _joined(info(node).varies, group)
 
 
 def agrees(node: fx.Node, group: str) -> None:
-    """The node's value is the same on the ranks of this group."""
+    """Note that the node's value is the same on the ranks of this group."""
     info(node).varies = _without(info(node).varies, group)
 
 
 def varies_as_inputs(node: fx.Node) -> None:
-    """For a step inside an op of which only the inputs are known: it differs where one of them does, unless it is a
-    collective after which all ranks hold the same."""
+    """Note that the node's value differs along the axes along which one of its inputs does.
+
+    This is for steps inside an op. A collective that gives all ranks the same result removes its axes.
+    """
     found: str | None = ""
     for given in node.all_input_nodes:
         found = _joined(found, info(given).varies)

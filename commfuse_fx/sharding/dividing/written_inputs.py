@@ -1,7 +1,7 @@
-"""What a step changes of its inputs in place: parameters, buffers and tensors of the batch that the model writes to.
+"""Divide the writes of a step to its inputs: parameters, buffers and tensors of the batch that the model changes.
 
-After capture these are `copy_` nodes at the end of the graph, each from a value that has been computed before. A rank
-holds of an input either the whole or its part, and is written what it holds.
+After capture these writes are `copy_` nodes at the end of the graph. If a rank holds only its part of an input, it
+writes only that part.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ class _Write:
 
 
 class WrittenInputs:
-    """The writes of one division. All values are made before the first write: they may be computed from what another
-    write changes.
+    """The writes of one division. All values are computed before the first write, which may change their inputs.
 
-    get(node, placement, consumer) gives the new node of an old one's value; settle(value, node, placement) decides how
-    a parameter lies.
+    get: called as get(node, placement, consumer); gives the new node of an old node's value.
+    settle: called as settle(value, node, placement); decides the placement of a parameter.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class WrittenInputs:
         self._writes: list[_Write] = []
 
     def prepare(self, node: fx.Node) -> None:
-        """Bring the value that an old node writes into the layout of what it writes to."""
+        """Redistribute the value that an old node writes to the placement of the input."""
         target, given = node.args[:2]
         assert isinstance(target, fx.Node) and isinstance(given, fx.Node)
         placement = self._held(target, given)
@@ -69,6 +68,7 @@ class WrittenInputs:
         self._writes.append(_Write(node, self.local.inputs[target], (value, *node.args[2:]), placement))
 
     def emit(self) -> None:
+        """Add all prepared writes to the new graph."""
         for write in self._writes:
             made = self.local.emit(_COPY, (write.target, *write.rest), write.node.kwargs, write.node)
             if write.placement == R:
@@ -77,7 +77,7 @@ class WrittenInputs:
                 varies(made, self.axis.group)
 
     def _held(self, target: fx.Node, given: fx.Node) -> Placement:
-        """The layout in which a rank's memory holds an input."""
+        """The placement of an input in a rank's memory."""
         source = self.program.sources[target]
         if source.kind == "input":
             return self.axis.inputs.get(source.name, R) if self.axis.local_inputs else R
@@ -89,7 +89,7 @@ class WrittenInputs:
         return self.program.params[source.name].placement_on(self.axis.group)
 
     def _like(self, value: Value, given: fx.Node) -> Placement:
-        """A layout that spares moving what is written, for a parameter that nothing else decides."""
+        """A placement for an undecided parameter, for which the written value need not be moved."""
         found = [placement for placement in self.values[given].versions if isinstance(placement, Shard)]
         if found and self.axis.local_parameters and value.transition(R, found[0], self.axis.ways) is not None:
             return found[0]

@@ -1,1 +1,1 @@
-"""What users say about how a model is divided: marks, ready-made plans, and what they mean."""
+"""Marking: the marks with which users say how a model is divided, and ready-made plans of marks."""

@@ -1,7 +1,7 @@
-"""Fused projections: a marked weight whose output is split into equal sections is divided inside of each section.
+"""Find fused projections, whose weights are divided inside each section of their output.
 
-A user asks for slices of the weight of a fused query-key-value projection. Contiguous slices would give one rank the
-queries and another the keys; slices of each of the three blocks give every rank whole heads, at no cost.
+If a user asks for slices of a fused query-key-value weight, contiguous slices would give one rank the queries and
+another one the keys. Slices of each of the three sections give every rank whole heads, without communication.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _dim(args: Sequence[Any], position: int, value: fx.Node) -> int:
 
 
 def _follow(user: fx.Node, value: fx.Node, dim: int) -> int | None:
-    """Where this dimension is in the result of an op, if it is there as it was."""
+    """The position of this dimension in the result of an op; None if the op changes the dimension."""
     if not isinstance(info(user).spec, TensorSpec):
         return None
     shape, out = _shape(value), _shape(user)

@@ -9,7 +9,7 @@ from commfuse_fx.sharding.marking.strategy import Axes, Counts, TensorStrategy
 
 
 def check_shape(strategy: TensorStrategy, shape: Sequence[int], label: str) -> None:
-    """Raise ConfigValueError where a strategy and a tensor of this shape do not fit, on any mesh."""
+    """Raise ConfigValueError if a strategy fits a tensor of this shape on no mesh."""
     entries = (
         strategy.slices if isinstance(strategy, Counts) else strategy.names if isinstance(strategy, Axes) else None
     )
@@ -26,7 +26,7 @@ def check_shape(strategy: TensorStrategy, shape: Sequence[int], label: str) -> N
 def check_divides(
     count: int, blocks: int, dim: int, strategy: TensorStrategy, shape: Sequence[int], label: str
 ) -> None:
-    """Raise ConfigValueError where `count` slices, of each of so many blocks, do not divide a dimension."""
+    """Raise ConfigValueError if a dimension of `blocks` blocks does not divide into `count` slices of each block."""
     size = shape[dim]
     if size % (count * blocks):
         each = f" of each of {blocks} blocks" if blocks > 1 else ""

@@ -1,6 +1,6 @@
-"""The op by which a mark on an activation stands in a traced graph: an identity that says who marked what.
+"""The op `commfuse::layout` stands for a mark on an activation in a traced graph. It is an identity.
 
-Its gradient is the same op on the gradient, so that both directions get one layout.
+Its gradient is the same op on the gradient, so that an activation and its gradient get the same layout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ LAYOUT = torch.ops.commfuse.layout.default
 
 @dataclass(frozen=True, slots=True)
 class NodeMark:
-    """What a mark says of one activation.
+    """The mark of one activation.
 
-    number: that of the marked call in its step; kind: as in `logical_dims`; subject: what was marked, such as
-    "torch.matmul" or the path of a module, with `index`, the number of the mark among those of the module. position:
-    "in0", "in:name", "out0". gradient: whether the node holds the gradient of the tensor that was marked.
+    strategy: how the activation is divided.
+    number: the number of the marked call in its step.
+    kind: the kind of the call, as in `logical_dims`.
+    subject: the marked function ("torch.matmul") or the path of the marked module.
+    index: the number of the mark among those of the module.
+    position: the tensor's position in the call: "in0", "in:name" or "out0".
+    gradient: whether the node holds the gradient of the marked tensor.
+    place: the source line of the mark.
     """
 
     strategy: TensorStrategy
@@ -47,7 +52,7 @@ class NodeMark:
 
 
 def mark_tensor(x: torch.Tensor, mark: NodeMark, differentiable: bool = True) -> torch.Tensor:
-    """`x` through a node that says `mark`; with `differentiable`, its gradient gets one too."""
+    """Mark `x` in the traced graph; returns the marked tensor. With `differentiable` its gradient is marked too."""
     call = f"{mark.number}:{mark.kind}:{mark.index}:{mark.subject}"
     out: torch.Tensor = torch.ops.commfuse.layout(
         x, encode(mark.strategy), call, mark.position, differentiable, mark.gradient, mark.place
@@ -60,7 +65,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 def mark_of(node: fx.Node) -> NodeMark:
-    """The mark that a node says. The node has to be one for which `is_mark` holds."""
+    """The mark of a node for which `is_mark` holds."""
     _, strategy, call, position, _, gradient, place = node.args
     number, kind, index, subject = str(call).split(":", 3)
     return NodeMark(
@@ -69,10 +74,9 @@ def mark_of(node: fx.Node) -> NodeMark:
 
 
 def strip_marks(graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> dict[fx.Node, fx.Node]:
-    """Take marks out of a graph: what used them uses the tensor that was marked. nodes: which; all, if not given.
+    """Remove marks from a graph. Their users get the tensor that was marked. nodes: the marks; None for all.
 
-    Returns what stands for each node that is gone. Those who hold nodes of the graph, such as a program its loss, have
-    to follow it: see `erase_marks`.
+    Returns the replacement of each removed node, for code that holds nodes of the graph, such as `erase_marks`.
     """
     instead: dict[fx.Node, fx.Node] = {}
     for node in [node for node in graph.nodes if is_mark(node)] if nodes is None else list(nodes):
@@ -85,7 +89,7 @@ def strip_marks(graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> dict
 
 
 def erase_marks(program: Program, nodes: Iterable[fx.Node] | None = None) -> None:
-    """Take marks out of a program; its loss and gradients stay what they are. nodes: which; all, if not given."""
+    """Remove marks from a program, also from its loss, gradients and outputs. nodes: the marks; None for all."""
     instead = strip_marks(program.graph, nodes)
     program.loss = instead.get(program.loss, program.loss)
     program.grads = {name: instead.get(grad, grad) for name, grad in program.grads.items()}

@@ -1,7 +1,7 @@
-"""Which dimensions of the tensors of one call are the same dimension of the computation.
+"""Logical dimensions: find the dimensions of one call's tensors that are the same dimension of the computation.
 
-A contraction has its dimension in both operands; whatever else broadcasts has its dimensions aligned from the right.
-Counts of slices are given to such logical dimensions, so that the tensors of one call fit together.
+The contracted dimension of a matmul is in both operands. Tensors that broadcast have their dimensions aligned from the
+right. Equal logical dimensions get equal counts of slices, so that the tensors of one call fit together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ADDMM: tuple[Callable[..., Any], ...] = (torch.addmm, torch.baddbmm)
 
 
 def kind_of_function(function: Callable[..., Any], ndims: tuple[int, ...]) -> str:
-    """The kind of a call of `function` with tensors of so many dimensions."""
+    """The kind of a call of `function`. ndims: the number of dimensions of each tensor argument."""
     if function in _MATMUL or function in _MATMUL_METHODS:
         if len(ndims) == 2 and 1 in ndims:
             return {(1, 1): "dot"}.get(ndims, "vecmat" if ndims[0] == 1 else "matvec")

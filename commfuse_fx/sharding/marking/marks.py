@@ -1,4 +1,4 @@
-"""The marks that modules and parameters carry: what `cf.shard` has said of their layouts."""
+"""The marks of `cf.shard` on modules and parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _MARKS = "_commfuse_marks"
 
 @dataclass(frozen=True)
 class ModuleMark:
-    """What one call of `shard` says of a module.
+    """The mark that one call of `cf.shard` puts on a module.
 
-    inputs: by position or by name in forward; outputs: one per tensor, None where unmarked. gradient: whether the
-    gradients of inputs and outputs get the same layouts. place: where the user said so.
+    inputs: strategies of inputs, by position or by name in forward.
+    outputs: one strategy per result; None for a result without a mark.
+    parameters: strategies of parameters, by their name in the module.
+    gradient: whether the gradients of inputs and results get the same layouts.
+    place: the source line of the call, `file:line`.
     """
 
     inputs: tuple[tuple[int | str, TensorStrategy], ...]
@@ -37,7 +40,7 @@ class ModuleMark:
 
 @dataclass(frozen=True)
 class ParameterMark:
-    """What one call of `shard` says of a parameter."""
+    """The mark that one call of `cf.shard` puts on a parameter. place: the source line of the call, `file:line`."""
 
     strategy: TensorStrategy
     place: str
@@ -45,7 +48,11 @@ class ParameterMark:
 
 @dataclass(frozen=True)
 class MarkedModule:
-    """A mark of the module at `path`; `index` numbers those of one module. parameters: names and shapes, as marked."""
+    """A mark of the module at `path`.
+
+    index: the number of the mark among those of the module. kind: as in `logical_dims`.
+    parameters: names and shapes of the marked parameters, in the order of `mark.parameters`.
+    """
 
     path: str
     index: int
@@ -96,9 +103,9 @@ def collect(model: nn.Module) -> Marks:
 
 
 def add_module_mark(module: nn.Module, path: str, mark: ModuleMark) -> None:
-    """Check what a mark says of the module's parameters, and add it.
+    """Check a mark against the module's parameters, and add it.
 
-    Raises ConfigValueError for a parameter that the module does not have, or of another shape.
+    Raises ConfigValueError if the module has no such parameter, or if a strategy does not fit its shape.
     """
     for name, strategy in mark.parameters:
         param = _marked(module, path, mark, name, strategy)

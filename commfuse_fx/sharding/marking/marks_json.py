@@ -1,4 +1,4 @@
-"""The marks of a model as plain data. Their places are as in the nodes of the graph that stand for marks."""
+"""Write the marks of a model as plain data for JSON, and read them. Places are as in mark nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commfuse_fx.support.json_fields import Fields
 
 
 def marks_to_dict(marks: Marks) -> dict[str, Any]:
-    """Strategies as `strategy.encode` writes them."""
+    """The marks as a dict of plain data. Strategies are texts, as `strategy.encode` writes them."""
     return {
         "modules": [_module(marked) for marked in marks.modules],
         "parameters": [

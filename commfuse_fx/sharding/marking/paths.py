@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern such as "h.*.attn" or "**.c_fc" stands for this path."""
+    """Whether a pattern such as "h.*.attn" or "**.c_fc" matches this path."""
     return _match(pattern.split("."), path.split("."))
 
 
@@ -25,12 +25,12 @@ def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def find_parameters(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
-    """The parameters whose name matches, those with several names under each of them."""
+    """The parameters whose name matches, by name. A tied parameter appears under each of its names that match."""
     return _select(pattern, dict(model.named_parameters(remove_duplicate=False)))
 
 
 def nothing_matches(model: nn.Module, pattern: str, place: str) -> ConfigValueError:
-    """The error for a pattern that matches neither a module nor a parameter; it lists what comes near."""
+    """The error for a pattern that matches neither a module nor a parameter. It lists similar paths."""
     names = [name for name, _ in model.named_modules() if name]
     names.extend(name for name, _ in model.named_parameters(remove_duplicate=False))
     near = near_matches(pattern, names)
@@ -42,9 +42,9 @@ def nothing_matches(model: nn.Module, pattern: str, place: str) -> ConfigValueEr
 
 
 def near_matches(pattern: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """Names that look like what the pattern was meant to match.
+    """The names that are most similar to the pattern, at most `most`.
 
-    Numbers count as `*`, so that the blocks of a model are one name.
+    Numbers count as `*`, so the blocks of a model count as one name.
     """
     shown: dict[str, str] = {}
     for name in names:

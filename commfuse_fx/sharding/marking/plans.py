@@ -1,7 +1,7 @@
-"""Ready-made plans: which modules of a known architecture are divided how, for `cf.shard(model, plan)`.
+"""Ready-made plans for `cf.shard(model, plan)`, which mark the modules of a known architecture.
 
-A plan is a dict: path pattern -> what it says of the modules or parameters that match. Plans say something of one mesh
-axis only, and leave the others open, so that the batch can still be divided by those.
+A plan is a dict from path patterns to the marks of the modules or parameters that match. These plans use one mesh axis
+only. They leave the other axes open, so that the batch can still be divided over those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Layouts", "Plan", "data_parallel", "tensor_parallel"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """What a plan says of one module: strategies of its inputs, results and parameters, as in `cf.shard`.
+    """The marks of a plan on one module: strategies of its inputs, results and parameters, as in `cf.shard`.
 
         cf.shard(model, {"**.up": cf.plans.Layouts(parameters={"weight": ("tp", None), "bias": ("tp",)})})
 
@@ -34,7 +34,7 @@ class Layouts:
     gradient: whether the gradients of inputs and results get the same layouts; with False the compiler chooses
         theirs.
 
-    A plan may give a list of these for one pattern: marks on an input then follow one another.
+    A plan may give a list of these for one pattern. Their marks on an input are then applied one after another.
     """
 
     in_strategy: Any = None
@@ -45,7 +45,7 @@ class Layouts:
 
 
 Plan = dict[str, Any]
-"""What `cf.shard(model, plan)` takes: path pattern -> what is said of the modules or parameters there."""
+"""A plan for `cf.shard(model, plan)`: path pattern -> marks of the modules or parameters that match."""
 
 
 def data_parallel(model: nn.Module) -> Plan:
@@ -57,22 +57,20 @@ def data_parallel(model: nn.Module) -> Plan:
 def tensor_parallel(
     model: nn.Module, axis: str | None = None, vocabulary: bool = False, sequence: bool = False
 ) -> Plan:
-    """A plan that divides the layers of transformer blocks over one mesh axis (Megatron-LM, arXiv:1909.08053,
-    section 3).
+    """A plan that divides the layers of transformer blocks over one mesh axis, as Megatron-LM does (arXiv:1909.08053).
 
-    The first layers of attention and of the MLP are divided by columns (by heads), the last ones by rows. That
-    leaves one sum over the axis for each. Blocks are known by the names and shapes of their layers: those of
+    The first layers of attention and of the MLP are divided by columns (by heads), the last ones by rows. Each pair
+    then needs one all_reduce over the axis. The plan finds blocks by the names and shapes of their layers: those of
     GPT-2, BERT and Llama in Hugging Face transformers.
 
-    axis: the name of the mesh axis. None: the last one of the mesh.
-    vocabulary: whether embedding and head are divided by words as well. The number of words has to divide by
-        the size of the axis.
-    sequence: whether everything between those layers (norms, residual stream) is divided by positions,
-        dimension 1 of [batch, positions, hidden]. Each sum then becomes a reduce_scatter and an all_gather
+    axis: the name of the mesh axis. None: the last axis of the mesh.
+    vocabulary: whether embedding and head are divided by words too. The size of the axis has to divide the number of
+        words.
+    sequence: whether the activations between those layers (norms, residual stream) are divided by positions, dimension
+        1 of [batch, positions, hidden]. Each all_reduce then becomes a reduce_scatter and an all_gather
         (arXiv:2205.05198, section 4.2.2).
 
-    Raises ConfigValueError for a model in which it finds no such block, ConfigTypeError for arguments of the
-    wrong type.
+    Raises ConfigValueError for a model without such blocks, and ConfigTypeError for arguments of the wrong type.
     """
     _check_model(model)
     check_bool(vocabulary, "vocabulary")
@@ -163,7 +161,7 @@ class _Builder:
         self._sequence = sequence
 
     def column(self, path: str, module: nn.Module) -> None:
-        """Divided by output features; the input is whole, its gradient a partial sum that the compiler adds up."""
+        """A layer that is divided by output features. Its input is whole, and the input's gradient is a partial sum."""
         blocks = _blocks(path, module)
         parameters = {"weight": self._on(S(_output_dim(module), blocks))}
         if getattr(module, "bias", None) is not None:
@@ -172,7 +170,7 @@ class _Builder:
         self._add(path, Layouts(in_strategy=whole, parameters=parameters, gradient=False))
 
     def row(self, path: str, module: nn.Module) -> None:
-        """Divided by input features: the result is a partial sum, to which the bias is added once."""
+        """A layer that is divided by input features. Its result is a partial sum, to which the bias is added once."""
         parameters = {"weight": self._on(S(1 - _output_dim(module)))}
         if getattr(module, "bias", None) is not None:
             parameters["bias"] = self._on(R)

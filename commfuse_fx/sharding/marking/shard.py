@@ -1,4 +1,4 @@
-"""`cf.shard`: give modules, parameters, functions and tensors a layout; the compiler completes the rest."""
+"""`cf.shard` gives modules, parameters, functions and tensors a layout, and the compiler completes the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mark says of one tensor, in any of the notations of `cf.shard`, and the layout on a mesh that it comes to."""
+"""Strategies of single tensors in all notations of `cf.shard`, and layouts on a mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`slices[d]` equal slices of dimension d. Which mesh axes hold them is found when the mesh is known."""
+    """A strategy of counts: dimension d has slices[d] equal slices. Mesh axes are chosen when the mesh is known."""
 
     slices: tuple[int, ...]
 
@@ -31,7 +31,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """`names[d]`: the mesh axes that divide dimension d, outermost first."""
+    """A strategy of axis names: the mesh axes names[d] divide dimension d, outermost first."""
 
     names: tuple[tuple[str, ...], ...]
 
@@ -42,10 +42,11 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Placements by mesh axis, which is given as its name or as its position in the mesh (-1 for the last).
+    """A strategy of placements by mesh axis. An axis is its name, or its position in the mesh (-1 for the last).
 
-    An axis that is not listed is left open: the compiler chooses. Dimensions may be negative until the tensor's shape
-    is known. total: how many axes the mesh has to have, where placements are given by position.
+    For an axis that is not listed the compiler chooses. Dimensions may be negative until the tensor's shape is known.
+
+    total: the number of axes that the mesh has to have, if placements are given by position; else None.
     """
 
     by_axis: tuple[tuple[str | int, Placement], ...]
@@ -63,7 +64,7 @@ TensorStrategy = Counts | Axes | Placements
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a mesh: a placement for each axis that is decided, in the order of the mesh.
+    """The layout of a tensor on a mesh: a placement for each axis that is decided, in the order of the mesh.
 
     An axis that is not listed is left open.
     """
@@ -79,12 +80,12 @@ class Layout:
         return tuple((axis, placement) for axis, placement in self.placements if isinstance(placement, Shard))
 
     def agrees(self, other: Layout) -> bool:
-        """Whether both say the same of every axis that both decide."""
+        """Whether both layouts have the same placement on every axis that both decide."""
         theirs = dict(other.placements)
         return all(theirs.get(axis, placement) == placement for axis, placement in self.placements)
 
     def joined(self, other: Layout, mesh: Mesh) -> Layout:
-        """What both say together. They have to agree."""
+        """The placements of both layouts, which have to agree."""
         both = dict(self.placements) | dict(other.placements)
         return Layout(tuple((axis, both[axis]) for axis in mesh.names if axis in both))
 
@@ -142,7 +143,7 @@ def on_axis(strategy: TensorStrategy, axis: str | None) -> TensorStrategy:
 
 
 def encode(strategy: TensorStrategy) -> str:
-    """As a text from which `decode` makes it again."""
+    """A strategy as text. `decode` is the inverse."""
     if isinstance(strategy, Counts):
         return repr(("counts", strategy.slices))
     if isinstance(strategy, Axes):

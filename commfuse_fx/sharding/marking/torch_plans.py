@@ -1,7 +1,7 @@
-"""The styles of torch.distributed.tensor.parallel as plans: the same layouts, without process groups or DTensors.
+"""Turn styles of torch.distributed.tensor.parallel into marks: the same layouts without process groups or DTensors.
 
-Where a style says what an input is and what it has to become, both are marks, one after the other. A whole input or
-result is asked for in the forward pass only: its gradient may stay a partial sum until somebody needs it.
+A style may give the present and the desired layout of an input. They become two marks, one after the other. A mark for
+a whole input or result holds in the forward only, so that its gradient may stay a partial sum.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def is_style(value: Any) -> bool:
 
 
 def expand_style(style: Any, module: nn.Module, path: str, place: str) -> list[Layouts]:
-    """What a style says of one module, over the last axis of the mesh; marks on its inputs in the order they apply.
+    """The layouts of a style for one module, over the last axis of the mesh, in the order in which they are applied.
 
-    Raises ConfigTypeError for a style, or a module, that is not known.
+    Raises ConfigTypeError for an unknown style, or for a module that the style does not fit.
     """
     from torch.distributed.tensor import parallel  # slow to import, and there already if somebody has made a style
 
@@ -71,7 +71,7 @@ def _linear(style: Any, module: nn.Module, by_column: bool, where: str) -> list[
     wanted: Placement = R if by_column or kind == "embedding" else S(-1)
     given = style.input_layouts[0]
     if kind == "embedding" and not by_column:
-        given = None  # said to be divided unless told otherwise, which no one means of indices
+        given = None  # by default the style says that the input is divided, which is not meant for indices
     inputs = _step_by_step([given], [wanted], where)
     return [
         Layouts(parameters=parameters),
@@ -99,7 +99,10 @@ def _outputs(given: Sequence[Any], desired: Sequence[Any], where: str) -> list[L
 def _step_by_step(
     given: Sequence[Any], desired: Sequence[Any], where: str
 ) -> list[tuple[list[Placements | None], bool]]:
-    """What tensors are, where that is divided, and then what they have to be; each with whether gradients follow."""
+    """The marks for tensors with these present and desired layouts, in order.
+
+    Each item is a list of placements, one per tensor, and whether gradients get them too.
+    """
     first: list[Placement | None] = []
     whole: list[Placement | None] = []
     divided: list[Placement | None] = []

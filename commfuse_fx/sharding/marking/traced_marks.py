@@ -1,4 +1,4 @@
-"""Marks while a step is traced: those of modules, functions and tensors become nodes of its graph."""
+"""Turn marks of modules, functions and tensors into nodes of the graph while a step is traced."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _calls: ContextVar[Iterator[int] | None] = ContextVar("commfuse_marked_calls", d
 
 
 def tracing_marks() -> bool:
-    """Whether a step is being traced, in which marks become nodes."""
+    """Whether a step is being traced in which marks become nodes."""
     return _calls.get() is not None
 
 
 @contextmanager
 def marks_traced(model: nn.Module) -> Iterator[None]:
-    """While a step is traced: marks of modules, functions and tensors become nodes of the graph."""
+    """Inside the `with` block, marks of modules, functions and tensors become nodes of the traced graph."""
     numbers = count()
     token = _calls.set(numbers)
     handles: list[Any] = []
@@ -53,9 +53,11 @@ def marks_traced(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MarkedFunction:
-    """A function with layouts for the tensors of its call; outside of a compiled step it is just that function.
+    """A function with strategies for the tensors of its calls. Outside of a compiled step it is the plain function.
 
-    inputs: one strategy per tensor argument, in the order in which they are given, those in lists included.
+    inputs: one strategy per tensor argument, in the order of the arguments. Tensors in lists count too.
+    outputs: one strategy per tensor of the result; the last ones may be left out.
+    place: the source line of the mark.
     """
 
     function: Callable[..., Any]
@@ -64,7 +66,7 @@ class MarkedFunction:
     place: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ConfigValueError while traced, where there are not as many tensors as strategies."""
+        """Call the function. While it is traced, raises ConfigValueError if tensors and strategies differ in number."""
         numbers = _calls.get()
         if numbers is None:
             return self.function(*args, **kwargs)
@@ -86,7 +88,7 @@ class MarkedFunction:
 
 
 def marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torch.Tensor:
-    """The tensor, marked while a step is traced. Raises ConfigValueError for a strategy that does not fit its shape."""
+    """The tensor, which is marked while a step is traced. Raises ConfigValueError if the strategy does not fit it."""
     numbers = _calls.get()
     if numbers is None:
         return x
@@ -95,7 +97,7 @@ def marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torc
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What messages call a function."""
+    """The name of a function in messages."""
     name = str(getattr(function, "__name__", None) or show(function))
     return f"torch.{name}" if getattr(torch, name, None) is function else name
 
@@ -114,7 +116,7 @@ class _TracedCall:
         return mark_tensor(x, mark, self.gradient)
 
     def mark_results(self, results: Any, strategies: tuple[TensorStrategy | None, ...]) -> Any:
-        """The results of the call, the first tensors of which are marked."""
+        """Mark the first tensors among the results of the call; returns the results."""
         if not any(strategies):
             return results
         flat, structure = pytree.tree_flatten(results)
@@ -132,7 +134,7 @@ class _TracedCall:
 
 @dataclass
 class _ModuleHooks:
-    """Marks inputs and results of one module. Calls may nest: activation checkpointing runs a module inside another."""
+    """Hooks that mark inputs and results of one module. Its calls may nest, as with activation checkpointing."""
 
     module: nn.Module
     path: str
@@ -161,7 +163,7 @@ class _ModuleHooks:
         return self.open.pop().mark_results(output, self.mark.outputs)
 
     def _slot(self, key: int | str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Where an input is found: the list or dict that holds it, and its place there."""
+        """The list or dict that holds an input, and its index or key. Raises ConfigValueError if it is missing."""
         if isinstance(key, int) and key < len(args):
             return args, key
         names = list(inspect.signature(self.module.forward).parameters)

@@ -1,6 +1,6 @@
-"""Which layouts each op can work with. One file per family of ops; `rule_registry` holds them all.
+"""Sharding rules: the placements with which each op can work, one file per family of ops.
 
-Importing this package registers the rules of all families. A new file of rules has to be added to the list below.
+Importing this package registers all rules in `rule_registry`. A new file of rules has to be added to the list below.
 """
 
 from __future__ import annotations

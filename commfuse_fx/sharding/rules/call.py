@@ -1,4 +1,4 @@
-"""One call of an op as a rule sees it, and one way to do it in parallel on the ranks of one mesh axis."""
+"""The input and the output of a sharding rule: a call of an op, and strategies to divide it over one mesh axis."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ INDEX = Rank.INDEX
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of one op on whole tensors, which a rule is to divide among ranks.
+    """A call of one op on whole tensors, for which a rule gives strategies.
 
     target: the op.
     args, kwargs: its arguments, with a `Ref` in place of every tensor. Lists are tuples, so that calls are hashable.
     inputs: the specs of the tensors, in the order of the arguments, nested lists included.
     outputs: one spec per result; None for a result that is no tensor.
     ways: the number of ranks.
-    blocks: the numbers of blocks in which dimensions may be divided, 1 among them. Others that a rule comes
-        upon (by merging dimensions) are as good.
+    blocks: the numbers of blocks in which dimensions may be divided, 1 among them. A rule may also return other
+        numbers, which arise when dimensions are merged.
     """
 
     target: Any
@@ -103,13 +103,13 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy is one way to divide an op: inputs placed so give results placed so.
+    """A strategy is one way to divide an op among the ranks of one mesh axis.
 
     outputs, inputs: the placement of each result and of each tensor input.
-    steps: what every rank runs on its parts. Empty: the op itself with its own arguments, which works wherever
-        these name no sizes. The last step gives what the op gives.
-    results: picks the results from several steps instead, one per output.
-    comm: bytes that the steps themselves send (per rank, of the reduced tensors).
+    steps: the steps that every rank runs on its parts; the last one gives the results. Empty: the op itself with its
+        own arguments, which is right if no argument is a size of the whole.
+    results: the step results that are the outputs, one per output, if the last step does not give all of them.
+    comm: the bytes that the steps send, per rank.
     """
 
     outputs: tuple[Placement, ...]
@@ -120,8 +120,10 @@ class Strategy:
 
 
 Rule = Callable[[OpCall], Sequence[Strategy]]
-"""All strategies of a call but the one that replicates everything, which every op has. A rule need not check that
-sizes divide or that only floating-point tensors are partial sums: strategies for which that fails are dropped."""
+"""A function that gives the strategies of a call. The strategy that replicates everything is added for every op.
+
+A rule need not check that sizes divide, nor that only floating-point tensors are partial sums. Strategies for which
+this fails are dropped."""
 
 
 def references(value: Any) -> list[Ref]:
@@ -158,7 +160,7 @@ class CallBuilder:
 def call_of(
     target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, ways: int = 2
 ) -> tuple[OpCall, list[torch.Tensor]]:
-    """Run `target` on real tensors, and describe that call; returns the tensors too, in the order of the inputs."""
+    """Run `target` on real tensors; returns the call, and its tensors in the order of the inputs."""
     build = CallBuilder()
     taken = tuple(build.take(arg) for arg in args)
     named = tuple((name, build.take(value)) for name, value in (kwargs or {}).items())

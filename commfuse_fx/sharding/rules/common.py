@@ -1,4 +1,4 @@
-"""What the rules share: strategies from dimensions that belong together."""
+"""Helpers of sharding rules: they make strategies from dimensions that are divided together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Steps = tuple[Step | AllReduce, ...]
 
 
 def scales(call: OpCall, *ratios: int) -> list[int]:
-    """All n for which n or n times one of these numbers is a number of blocks of this call."""
+    """All n such that n, or n times one of the ratios, is a number of blocks of this call."""
     found = dict.fromkeys(call.blocks)
     for ratio in ratios:
         found |= dict.fromkeys(n // ratio for n in call.blocks if n % ratio == 0)
@@ -34,7 +34,10 @@ def place(dim: int | None, blocks: int = 1) -> Placement:
 def along(
     call: OpCall, inputs: Sequence[int | None], outputs: Sequence[int | None], steps: Steps = ()
 ) -> list[Strategy]:
-    """One and the same dimension divided in all tensors that have it; given is its place in each."""
+    """Strategies that divide one dimension in all tensors that have it.
+
+    inputs, outputs: the position of the dimension in each tensor; None for a tensor that does not have it.
+    """
     return [
         Strategy(tuple(place(dim, n) for dim in outputs), tuple(place(dim, n) for dim in inputs), steps)
         for n in call.blocks
@@ -42,12 +45,12 @@ def along(
 
 
 def summed(call: OpCall, inputs: Sequence[Placement], steps: Steps = ()) -> Strategy:
-    """All outputs are partial sums."""
+    """The strategy with these inputs whose outputs are all partial sums."""
     return Strategy((P,) * len(call.outputs), tuple(inputs), steps)
 
 
 def all_summed(call: OpCall) -> Strategy:
-    """Of an op that is linear in all its inputs together."""
+    """The strategy of partial sums for an op that is linear in all its inputs together."""
     return summed(call, (P,) * len(call.inputs))
 
 
@@ -79,7 +82,10 @@ def wrap_all(dims: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def own_dim(shape: Sequence[int], dim: int, whole: Sequence[int]) -> int | None:
-    """Which dimension of an input lies under dimension `dim` of the shape to which it is broadcast; None if none."""
+    """The dimension of an input under dimension `dim` of the shape to which it is broadcast.
+
+    None if the input does not have the dimension, or has it with another size.
+    """
     own = dim - (len(whole) - len(shape))
     return own if own >= 0 and shape[own] == whole[dim] else None
 
@@ -90,14 +96,14 @@ def divided(shape: Sequence[int], dim: int | None, ways: int) -> tuple[int, ...]
 
 
 def keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether summands lose nothing when they are converted."""
+    """Whether converting summands from `before` to `after` loses no precision."""
     if not (after.is_floating_point or after.is_complex):
         return False
     return before == after or (before.itemsize < after.itemsize and before.is_complex <= after.is_complex)
 
 
 def unit_of(sizes: Iterable[int]) -> int:
-    """The largest size of which all these are multiples."""
+    """The greatest common divisor of these sizes."""
     return gcd(*sizes)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
-from commfuse_fx.sharding.dividing.decompose import ELEMENTWISE_LOSSES, ELEMENTWISE_LOSSES_BACKWARD
 from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.decompose import ELEMENTWISE_LOSSES, ELEMENTWISE_LOSSES_BACKWARD
 from commfuse_fx.sharding.rules.named import along, on_contiguous, spec_of_argument, strategy, subdivided
 from commfuse_fx.sharding.rules.rule_registry import rule
 

@@ -85,10 +85,12 @@ _GROUPED = {
     (2, 2): ("mk", "kn", "gmn"),
     (3, 3): ("gmk", "gkn", "gmn"),
 }
-"""By the ranks of the factors. The dimension that the groups' rows (columns, summands) lie along in one tensor cannot
-be divided: where a group begins is known only when the step runs."""
+"""The letters of the factors and the result, by the numbers of dimensions of the factors."""
 
 _RAGGED = {(2, 3): "m", (3, 2): "n", (2, 2): "k", (3, 3): ""}
+"""The dimension along which the rows, columns or summands of all groups lie in one tensor.
+
+It cannot be divided, because where a group begins is known only when the step runs."""
 
 
 @rule(aten._grouped_mm.default)

@@ -28,8 +28,11 @@ def strategy(
     steps: Sequence[Step | AllReduce] = (),
     comm: int = 0,
 ) -> Strategy:
-    """`placed` gives placements of tensor arguments by name; others are replicated. Names without a tensor are ignored,
-    and so are placements of outputs that are no tensors."""
+    """A strategy from placements by argument name.
+
+    placed: the placements of tensor arguments; others are replicated. Names without a tensor are ignored.
+    outputs: one placement per output. Those of outputs that are no tensors are ignored.
+    """
     inputs: list[Placement] = [R] * len(call.inputs)
     bound = call.bound()
     for name, placement in placed.items():
@@ -62,7 +65,7 @@ def on_contiguous(call: OpCall, names: Sequence[str], changes: Mapping[str, Any]
 
 
 def along(dim: int, spec: TensorSpec | None, whole: Sequence[int]) -> Placement:
-    """Where dimension `dim` of the shape `whole` is divided: the placement of an operand that broadcasts to it."""
+    """The placement of an operand that broadcasts to the shape `whole`, if dimension `dim` of that is divided."""
     if spec is None:
         return R
     own = dim - len(whole) + len(spec.shape)
@@ -70,10 +73,10 @@ def along(dim: int, spec: TensorSpec | None, whole: Sequence[int]) -> Placement:
 
 
 def summand(placement: Placement) -> Placement:
-    """The placement of the gradient of an operand: whoever holds it whole has only its part of the sum."""
+    """The placement of the gradient of an operand. Ranks that hold the operand whole compute summands of it."""
     return P if placement == R else placement
 
 
 def subdivided(index: Any, ways: int) -> Step:
-    """The position of this rank's part where parts, of which this rank has number `index`, are divided once more."""
+    """The step that numbers this rank's part after part number `index` is divided once more, among `ways` ranks."""
     return Step(shift, (INDEX, index, ways))

@@ -1,4 +1,4 @@
-"""Indexing by tensors: which dimensions of the data are indexed, and where the others come to lie."""
+"""Describe indexing by tensors: the dimensions of the data that are indexed, and the positions of the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from commfuse_fx.sharding.rules.call import OpCall, Ref
 
 @dataclass(frozen=True)
 class Indexing:
-    """data[indices], as numpy's advanced indexing has it.
+    """The dimensions of data[indices], which follows numpy's advanced indexing.
 
-    dims: the dimensions of the data that are indexed. indices: the shapes of the index tensors. positions: the shape
-    to which these are broadcast; it stands in the result from dimension `first` on. kept: of each other dimension of
-    the data, its place in the data and in the result. result: the shape of data[indices].
+    dims: the dimensions of the data that are indexed.
+    indices: the shapes of the index tensors.
+    positions: the shape to which index tensors are broadcast.
+    first: the dimension of the result at which the shape `positions` begins.
+    kept: for each other dimension of the data its position in the data and in the result.
+    result: the shape of data[indices].
     """
 
     dims: tuple[int, ...]
@@ -27,7 +30,7 @@ class Indexing:
 
 
 def indexing_of(call: OpCall) -> Indexing | None:
-    """Of index(data, indices) or index_put(data, indices, ...); None for masks, which select by value."""
+    """The indexing of index(data, indices) or index_put(data, indices, ...). None for masks, which select by value."""
     shape = call.inputs[0].shape
     given = [(dim, each) for dim, each in enumerate(call.args[1]) if isinstance(each, Ref)]
     specs = [call.inputs[each.index] for _, each in given]

@@ -1,4 +1,4 @@
-"""Prove strategies by execution: run each on the parts that the ranks of one axis would have, and compare."""
+"""Prove strategies by execution: run each on the parts that ranks would have, and compare with the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_call(call: OpCall, tensors: Sequence[torch.Tensor], rtol: float = 1e-5
 
 
 def describe(strategy: Strategy) -> str:
-    """As in `R, S(1) -> S(1)`."""
+    """The placements of a strategy as text, such as `R, S(1) -> S(1)`."""
     return f"{', '.join(map(str, strategy.inputs))} -> {', '.join(map(str, strategy.outputs))}"
 
 

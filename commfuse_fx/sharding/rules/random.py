@@ -1,6 +1,6 @@
-"""Random tensors, whose parts are drawn as parts of the whole (position_random.py), and the backward op of dropout.
+"""Ops that draw random tensors by position (position_random.py), so that ranks draw parts of the whole tensor.
 
-The random ops of torch themselves have no rule: ranks that draw parts of a tensor with them would change its values.
+torch's own random ops have no rule: if ranks drew parts of a tensor with them, its values would change.
 """
 
 from __future__ import annotations

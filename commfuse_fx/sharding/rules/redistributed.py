@@ -11,7 +11,7 @@ from commfuse_fx.sharding.rules.rule_registry import rule
 
 
 def _along(call: OpCall, *taken: int) -> Sequence[Strategy]:
-    """Any dimension but those that are being redistributed, and partial sums: all of this is linear."""
+    """Divide any dimension that is not redistributed, or take partial sums, since redistributions are linear."""
     dims = [dim for dim in range(len(call.inputs[0].shape)) if dim not in taken]
     placements: list[Placement] = [S(dim, blocks) for dim in dims for blocks in call.blocks]
     return [Strategy((placement,), (placement,)) for placement in (*placements, P)]

@@ -27,9 +27,9 @@ Over = Callable[[OpCall], Steps]
 
 
 def kept_dims(call: OpCall) -> tuple[tuple[int, ...], list[tuple[int, int]]] | None:
-    """The dimensions that the call reduces, and of each other one the place before and after.
+    """The dimensions that the call reduces, and for each other one its position before and after.
 
-    None where the shape of the result says that they are others than the arguments seem to say.
+    None if the shape of the result does not fit the arguments.
     """
     shape = call.inputs[0].shape
     given = call.bound()

@@ -1,4 +1,4 @@
-"""Rules of users for their own ops."""
+"""`cf.register_rule` takes sharding rules of users for their own ops."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def register_rule(
 
     op: an op of torch.ops, with or without its overload (then its only one), or what torch.library.custom_op
         returns.
-    rule: a function that is given an `OpCall` and returns all its `Strategy`s. The one that replicates
-        everything need not be among them. Strategies that sizes or dtypes do not allow are dropped.
-    examples: argument tuples to prove the rule with. Every strategy is run on the parts that 2 and 4 ranks
-        would have, and compared with the op on the whole tensors.
+    rule: a function that takes an `OpCall` and returns its `Strategy`s. The one that replicates everything is added
+        to them. Strategies that sizes or dtypes do not allow are dropped.
+    examples: argument tuples to prove the rule with. Every strategy runs on the parts that 2 and 4 ranks would have,
+        and its results are compared with those of the op on the whole tensors.
 
-    Placements are `R` (whole on every rank), `S(dim)` (an equal part of a dimension) and `P` (a summand). A
-    rule that is there already is replaced.
+    Placements are `R` (whole on every rank), `S(dim)` (an equal part of a dimension) and `P` (a summand). The rule
+    replaces an earlier rule of the op.
 
-    Raises ConfigTypeError (not an op; rule not callable; a result that is no Strategy) or ConfigValueError (a
-    strategy whose result differs, named with the difference; an example that no strategy but the replicated one
-    fits).
+    Raises ConfigTypeError if `op` is no op, if the rule is not callable or if it returns something else than Strategy.
+    Raises ConfigValueError, with the difference, if a strategy gives a wrong result, and if no strategy but the
+    replicated one fits an example.
     """
     target = _overload(op)
     if rule is None:

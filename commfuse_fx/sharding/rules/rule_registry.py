@@ -1,4 +1,4 @@
-"""The rules of all ops."""
+"""The registry of all sharding rules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ _GENERIC: list[Callable[[Any], Rule | None]] = []
 
 
 def generic(function: Callable[[Any], Rule | None]) -> Callable[[Any], Rule | None]:
-    """Decorator: a function that has rules for whole kinds of ops (pointwise ones), asked where an op has none."""
+    """Decorator for a function that gives rules to kinds of ops, such as pointwise ones. It is called with ops that
+    have no rule of their own."""
     _GENERIC.append(function)
     return function
 
@@ -65,7 +66,7 @@ def _generic(target: Any) -> Rule | None:
 
 
 def replicated(call: OpCall) -> Strategy:
-    """Every rank does the whole work."""
+    """The strategy in which every rank computes the whole."""
     return Strategy((R,) * len(call.outputs), (R,) * len(call.inputs))
 
 
@@ -78,7 +79,7 @@ def compute_strategies(call: OpCall) -> tuple[Strategy, ...]:
 
 
 class _Memo:
-    """Calls of repeated blocks are equal: their strategies are made once."""
+    """A cache of strategies by call. Repeated blocks of a model have equal calls."""
 
     def __init__(self) -> None:
         self._known: dict[OpCall, tuple[Strategy, ...]] = {}

@@ -41,11 +41,12 @@ def _view(call: OpCall) -> Sequence[Strategy]:
 
 
 def reshapings(before: Shape, after: Shape, ways: int, blocks: Sequence[int]) -> list[tuple[Shard, Shard]]:
-    """How a tensor of shape `before` can be divided so that reshaping the parts gives parts of its shape `after`.
+    """Pairs of placements of a tensor before and after a reshape, such that reshaping parts gives parts.
 
-    In the order of elements, a divided tensor is `outer` stretches, each of which the ranks divide among them. So
-    `outer` alone says which rank has which elements, whatever the shape: S(d; blocks) has blocks times the product of
-    the dimensions before d. Tried are all that have one of these numbers of blocks before or after.
+    In the order of its elements, a divided tensor consists of `outer` stretches, and each stretch is divided among the
+    ranks. For S(d; blocks), `outer` is blocks times the product of the dimensions before d. So `outer` alone decides
+    which rank has which elements, whatever the shape. All values of `outer` are tried that have one of the numbers of
+    blocks before or after the reshape.
     """
     if prod(before) == 0:
         return []
