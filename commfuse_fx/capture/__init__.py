@@ -1,1 +1,1 @@
-"""From a user's model, loss and optimizer to one graph of the training step."""
+"""Capture turns a user's model, loss and optimizer into one graph of the training step."""

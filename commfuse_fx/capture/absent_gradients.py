@@ -1,7 +1,7 @@
-"""The backward of a module of which the caller's loss uses only some outputs.
+"""Simplify the backward of a module if the caller's loss uses only some of its outputs.
 
-A backward is linear in the gradients of all outputs together. So a value that only comes from gradients that are zero
-is zero: in a sum it is left out, as autograd does, and where nothing else is left the result is zero, too.
+The backward is linear in the gradients of all outputs together. So a value that follows only from zero gradients is
+zero. A sum leaves it out, as autograd does, and other ops get zeros in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commfuse_fx.ir.program import Program
 
 
 def leave_out(program: Program, outputs: Collection[int]) -> None:
-    """Take what comes from the gradients of these outputs (by their numbers) out of a captured program, in place."""
+    """Treat the gradients of the outputs with these numbers as zero. Changes a captured program in place."""
     build = Builder(program)
     depends: dict[fx.Node, None] = {program.loss: None}
     absent: dict[fx.Node, None] = {}

@@ -1,4 +1,4 @@
-"""torch.autograd.detect_anomaly and tracing."""
+"""Switch off torch.autograd.detect_anomaly while a model is traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("commfuse_fx.trace")
 
 @contextmanager
 def without_anomaly_detection() -> Iterator[None]:
-    """It reads the values of gradients, which a trace does not have."""
+    """Inside the `with` block anomaly detection is off: it reads the values of gradients, and a trace has none."""
     if not torch.is_anomaly_enabled():
         yield
         return

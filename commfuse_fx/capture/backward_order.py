@@ -1,4 +1,4 @@
-"""The order in which autograd's engine runs a backward, after a forward in another order than the traced one."""
+"""The order in which autograd's engine would run the backward of a forward that was put in another order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from commfuse_fx.capture.call_paths import CallPaths
 
 
 class BackwardOrder:
-    """Events of the backward pass, as autograd's engine orders them: of the nodes that are ready, the one whose forward
-    op came last; what autograd does by itself, such as adding up gradients, at once."""
+    """Orders the events of a backward pass as autograd's engine does.
+
+    Of the nodes that are ready, the engine runs the one whose forward op came last. Ops of autograd itself, such as
+    sums of gradients, run as soon as they are ready.
+
+    needs: for each event the earlier events that it needs. forward: the forward events in their new order.
+    added: the events that add up gradients.
+    """
 
     def __init__(
         self, calls: CallPaths, needs: Mapping[int, Sequence[int]], forward: Sequence[int], added: Mapping[int, fx.Node]
@@ -28,7 +34,7 @@ class BackwardOrder:
         self.ranks = [found for _, found in known]
 
     def arranged(self, runs: Sequence[Sequence[int]]) -> list[int]:
-        """The events of these runs."""
+        """The events of these runs, in the engine's order."""
         owner = {number: i for i, part in enumerate(runs) for number in part}
         users: dict[int, list[int]] = {}
         missing = [0] * len(runs)
@@ -53,10 +59,10 @@ class BackwardOrder:
         return order
 
     def _urgency(self, run: Sequence[int]) -> tuple[int, int]:
-        """Low values first."""
+        """The sort key of a run; the lowest runs first."""
         sequence = self.calls.events[run[0]].sequence
         if sequence is None or run[0] in self.added:
             return (0, 0)
-        # A node that no op is known of belongs to the op before it.
+        # A node without a known forward op belongs to the op before it.
         place = bisect_right(self.sequences, sequence) - 1
         return (1, -self.ranks[place] if place >= 0 else 1)

@@ -1,4 +1,4 @@
-"""Batch norms that update their running statistics in a form that says so: their own schemas do not."""
+"""Batch norms whose updates of running statistics are visible in the graph, unlike in the schemas of torch's ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """native_batch_norm updates its running statistics without saying so in its schema; this form says it."""
+    """native_batch_norm with explicit copies into the running statistics, which its schema does not mention."""
     if not training or running_mean is None or running_var is None:
         return NotImplemented  # type: ignore[no-any-return]
     out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(

@@ -1,4 +1,4 @@
-"""Build the `Program` of one training step: trace it, then say what each input and output is."""
+"""Build the `Program` of one training step: trace the step, and describe its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ def capture(
     optimizer: OptimizerInfo | None,
     reads: Reads | None = None,
 ) -> Program:
-    """Trace one call. `leaves` are the call's tensors with their paths, `structure` how they nest. `reads` takes notes.
+    """Trace one call of a step, and return its program.
 
-    Raises CaptureError when the step cannot be one graph; errors of the model itself pass unchanged.
+    structure: how the call's arguments nest. leaves: their tensors, each with its path.
+    training: whether the step has a backward.
+    reads: notes the Python values that the trace reads.
+
+    Raises CaptureError if the step cannot become one graph. Errors of the model itself pass unchanged.
     """
     check_parameters(model)
     found: list[tuple[list[str], Structure]] = []
@@ -69,9 +73,9 @@ def describe(
     training: bool,
     optimizer: OptimizerInfo | None,
 ) -> Program:
-    """The program of a trace: nodes in canonical order with names, inputs with what they stand for, and gradients.
+    """Make a program of a trace: name the nodes in canonical order, and describe inputs and gradients.
 
-    Its output is still that of the trace, and mutations are not written back.
+    The graph's output is still that of the trace, and no mutation is written back yet.
     """
     params = describe_parameters(model)
     sources = canonicalize(
@@ -125,6 +129,7 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
 
 
 def check_parameters(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter that cannot be traced, such as a tensor subclass or one on meta."""
     for name, param in model.named_parameters():
         if not isinstance(param, nn.Parameter):
             raise CaptureError(
@@ -165,7 +170,7 @@ def _annotate(program: Program) -> None:
 
 
 def _inherited(node: fx.Node, origin: Origin) -> Origin:
-    """Autograd's own ops (the first gradient, what a parameter accumulates) belong to what their input belongs to."""
+    """The origin of a node. Autograd's own ops, such as accumulations, get the module and line of an input."""
     if origin.source or origin.phase != "backward":
         return origin
     above = (info(value) for value in node.all_input_nodes if value.op == "call_function")
@@ -179,7 +184,7 @@ def _makes_sparse(node: fx.Node) -> bool:
 
 
 def _set_gradients(program: Program, traced: Traced) -> None:
-    """Of those parameters that have one."""
+    """Set the program's gradients, and note the parameters that have none."""
     program.grads = {
         name: grad
         for name, grad in zip(program.params, traced.grads, strict=True)
@@ -191,7 +196,7 @@ def _set_gradients(program: Program, traced: Traced) -> None:
 
 
 def write_back(program: Program, mutations: Sequence[tuple[fx.Node, fx.Node]], before: fx.Node) -> None:
-    """Inputs that the trace has changed get their new values, by copies that stand before a node."""
+    """Write new values into the inputs that the trace has changed, by copies in front of the node `before`."""
     for target, value in mutations:
         details = info(value)
         with program.graph.inserting_before(before):

@@ -1,4 +1,4 @@
-"""Where in the running program each traced op was called: the calls on the way to it, and the loops around these."""
+"""Call paths say where in the Python program each traced op was called, and in which loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _DISPATCH = ("__torch_function__", "__torch_dispatch__")
 
 
 class Frame(NamedTuple):
-    """One frame on the way to an op: which activation of which code, and the instruction that it is at."""
+    """One Python frame on the call path of an op.
+
+    activation: a number for the frame. code: its code object. at: the offset of its current instruction.
+    """
 
     activation: int
     code: CodeType
@@ -23,15 +26,17 @@ class Frame(NamedTuple):
 
 
 Path = tuple[Frame, ...]
-"""From the function that is traced inwards. Paths share activations as far as the program has not returned."""
+"""The frames from the traced function down to an op. Ops of one activation have the same frame numbers."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One op that was dispatched. A forward op has a path.
+    """One op that was dispatched during a trace.
 
-    A backward op has the sequence number of the autograd node that called it, which is that of a forward op, or None
-    where autograd adds up gradients by itself; ops of one `run` were called one after another by one autograd node.
+    path: the call path of a forward op; empty for a backward op.
+    run: for a backward op the number of its run. One autograd node called all ops of a run, one after another.
+    sequence: autograd's number of the node that called a backward op, which is also the number of a forward op. None
+        if autograd itself added up gradients.
     """
 
     path: Path = ()
@@ -45,8 +50,8 @@ class CallPaths:
     def __init__(self) -> None:
         self.events: list[Dispatch] = []
         self.by_sequence: dict[int, list[int]] = {}
-        """Autograd's sequence number -> the forward op that made the node, after ops that helped to make it and left
-        nothing in the graph, and before those that made no node and found this number taken."""
+        """Autograd's sequence number -> the forward ops that were dispatched while it was the current number. One of
+        them made the autograd node. Ops before it left nothing in the graph, and ops after it made no node."""
         self._frames: list[FrameType] = []  # held, so that no other frame gets the identity of one of these
         self._calls: list[Frame] = []
         self._made = 0
@@ -54,14 +59,20 @@ class CallPaths:
         self._runs = 0
 
     def forward(self, frame: FrameType | None, sequence: int) -> int:
-        """An op that this frame has called. `sequence`: autograd's number of the node that it may have made."""
+        """Note a forward op that this frame has called; returns its event number.
+
+        sequence: autograd's number of the node that the op may have made.
+        """
         self.events.append(Dispatch(self._path(frame)))
         number = len(self.events) - 1
         self.by_sequence.setdefault(sequence, []).append(number)
         return number
 
     def backward(self, sequence: int | None, name: str) -> int:
-        """An op that the autograd node of this name and number has called, or autograd itself."""
+        """Note a backward op; returns its event number.
+
+        sequence, name: the autograd node that called it. sequence is None if autograd itself called it.
+        """
         key = None if sequence is None else (sequence, name)
         if key is None or key != self._run:
             self._runs += 1
@@ -70,7 +81,7 @@ class CallPaths:
         return len(self.events) - 1
 
     def release(self) -> None:
-        """Let go of the program's frames."""
+        """Drop the Python frames."""
         self._frames, self._calls = [], []
 
     def _path(self, frame: FrameType | None) -> Path:
@@ -78,7 +89,7 @@ class CallPaths:
         while frame is not None:
             code = frame.f_code
             if code.co_name in _DISPATCH:
-                frames = []  # what one function of torch does is one call
+                frames = []  # a function of torch is one call, whatever it calls
             frames.append(frame)
             if code.co_filename == _TRACE:
                 break
@@ -102,7 +113,7 @@ class CallPaths:
 
 @cache
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """First and last instruction of each loop."""
+    """The offsets of the first and the last instruction of each loop."""
     ends: dict[int, int] = {}
     for instruction in dis.get_instructions(code):
         if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
@@ -113,7 +124,7 @@ def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 
 def loop_inside(code: CodeType, within: tuple[int, int] | None, at: int) -> tuple[int, int] | None:
-    """The outermost loop, of those inside of another one, that this instruction belongs to."""
+    """The outermost loop around instruction `at` that lies inside the loop `within` (None: anywhere in the code)."""
     found = [
         loop
         for loop in _loops(code)
@@ -124,7 +135,7 @@ def loop_inside(code: CodeType, within: tuple[int, int] | None, at: int) -> tupl
 
 
 def neighbours(events: list[int], kind: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
-    """Runs of events of one kind, which is what `kind(event)` gives."""
+    """Cut events into runs of neighbours for which `kind(event)` is equal; returns pairs of the kind and the run."""
     found: list[tuple[Any, list[int]]] = []
     for number in events:
         now = kind(number)

@@ -1,10 +1,10 @@
-"""An order of a traced graph that does not depend on the order in which loops of the program took their items.
+"""A canonical order of the nodes of a traced graph, which does not depend on the order of loop iterations.
 
-A program runs straight on, but for its loops: what they iterate over may be a set, whose order is another one in each
-process. So the ops of a loop's iterations that need nothing of each other are put in an order of their own: first what
-comes first in the loop's body, then by what they compute, compared as people sort names ("layer.2" before "layer.10").
-In most programs that is the order in which they ran. What depends on another iteration (the next layer, a sum, the
-next random number) stays behind it. The backward is then arranged as autograd would have run it after that forward.
+A loop may iterate over a set, whose order differs between processes. So iterations that need nothing of each other are
+sorted: first by their place in the loop's body, then by what they compute, with numbers in names compared as numbers
+("layer.2" before "layer.10"). In most programs this is the order in which they ran. An iteration that depends on
+another one (the next layer, a sum, the next random number) stays behind it. The backward is then put in the order in
+which autograd would have run it after that forward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _Loop = tuple[int, int] | None
 
 
 def order_canonically(graph: fx.Graph, calls: CallPaths, event_of: Mapping[fx.Node, int], keys: NodeKeys) -> None:
-    """Arrange the nodes of a functional graph. `event_of`: the number of the event that each op comes from, where it
-    comes from one; the others stay at the begin and at the end."""
+    """Put the nodes of a functional graph in canonical order.
+
+    event_of: for each op the number of the event that it comes from. Nodes without an event stay at the begin and at
+    the end.
+    """
     made = _made(graph, event_of)
     forward = [number for number in made if calls.events[number].path]
     needs = _needs_of_events(made, Dependence(graph).direct, event_of)
@@ -47,7 +50,7 @@ def order_canonically(graph: fx.Graph, calls: CallPaths, event_of: Mapping[fx.No
 
 
 def _made(graph: fx.Graph, event_of: Mapping[fx.Node, int]) -> dict[int, list[fx.Node]]:
-    """What each event has become, in the order of the events."""
+    """The nodes that each event has become, in the order of the events."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if node in event_of and node.op == "call_function":
@@ -91,7 +94,7 @@ def _needs_of_events(
 
 
 class _Forward:
-    """Events of the forward pass, loop by loop."""
+    """Orders the events of the forward pass, loop by loop."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class _Forward:
         return self._known[key]
 
     def _iterations(self, events: list[int], depth: int, loop: _Loop) -> list[list[int]]:
-        """Cut where the program goes back, or calls the same instruction again."""
+        """Cut the events of a loop into iterations: at jumps back, and at repeated calls of one instruction."""
         found: list[list[int]] = []
         last: tuple[int, int | None] | None = None
         for number in events:
@@ -156,7 +159,7 @@ class _Forward:
         return found
 
     def _sorted(self, parts: list[list[int]], depth: int) -> list[int]:
-        """Independent iterations by their keys; what needs another one comes later."""
+        """Sort independent iterations by their keys; an iteration that needs another one comes after it."""
         if len(parts) == 1:
             return parts[0]
         owner = {number: i for i, part in enumerate(parts) for number in part}
@@ -176,8 +179,11 @@ class _Forward:
         return order
 
     def _parts(self, iterations: list[list[int]]) -> list[list[int]]:
-        """The iterations. Where the program goes on to a later branch of the loop's body two of them look like one: so
-        one that has nothing to do with the others is cut into what has nothing to do with each other."""
+        """The iterations, with those cut further that may be several.
+
+        If an iteration takes a later branch of the loop's body than the one before, both look like one iteration. So an
+        iteration without links to others is cut into parts without links to each other.
+        """
         owner = {number: i for i, iteration in enumerate(iterations) for number in iteration}
         linked: dict[int, None] = {}
         for number, i in owner.items():
@@ -191,7 +197,7 @@ class _Forward:
         ]
 
     def _connected(self, iteration: list[int]) -> list[list[int]]:
-        """The parts of an iteration that need nothing of each other; all of it where they ran by turns."""
+        """The parts of an iteration that need nothing of each other. It stays whole if their ops ran by turns."""
         inside = dict.fromkeys(iteration)
         root = {number: number for number in iteration}
 
@@ -210,7 +216,7 @@ class _Forward:
         return [iteration] if is_mixed else [part for _, part in parts]
 
     def _key(self, part: Sequence[int], depth: int) -> tuple[Any, ...]:
-        """Where it begins in the loop, what it computes and, for equal ones, what is computed from it."""
+        """The sort key: the place in the loop, what the part computes, and what later ops compute from it."""
         nodes = [node for number in part for node in self.made[number]]
         return (
             self.paths[part[0]][depth].at,

@@ -1,4 +1,4 @@
-"""Make what was traced independent of the order in which Python built it: nodes, inputs and constants."""
+"""Make a trace independent of the order in which Python built it: order its nodes, inputs and constants."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from commfuse_fx.ir.program import Source
 
 
 def canonicalize(traced: Traced, sources: Sequence[Source], model: nn.Module) -> list[Source]:
-    """Arrange the trace canonically. `sources`: of its placeholders; returns them as the placeholders stand now.
+    """Put a trace in canonical order; returns the sources of its placeholders in their new order.
 
-    Where the program's loops ran in their canonical order, all values are bitwise those of the trace. Else gradients of
-    values with more than two uses are summed in the canonical order.
+    sources: the sources of the placeholders in their present order.
+
+    If the program's loops ran in canonical order, all values stay bitwise the same. Otherwise gradients of values with
+    more than two uses are summed in another order.
     """
     graph = traced.graph
     named = dict(zip(traced.placeholders, sources, strict=True))
@@ -36,8 +38,10 @@ def canonicalize(traced: Traced, sources: Sequence[Source], model: nn.Module) ->
 
 
 def _order_buffers(traced: Traced, named: dict[fx.Node, Source], model: nn.Module) -> None:
-    """The buffers of one module by their names: a module may have registered them in the order of a set. Those of
-    torch's own modules stay as they are."""
+    """Sort the buffers of each module by name, since a module may have registered them in the order of a set.
+
+    Buffers of torch's own modules keep their order.
+    """
     buffers = [node for node in traced.placeholders if named[node].kind == "buffer"]
     owners = dict.fromkeys(named[node].name.rpartition(".")[0] for node in buffers)
     rank = {owner: i for i, owner in enumerate(owners)}

@@ -1,4 +1,4 @@
-"""Why a call needs another graph, in words: what differs first between two signatures, and both values."""
+"""Explain in words why a call needs another graph: the first difference between two signatures, with both values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from commfuse_fx.capture.tree import Structure
 from commfuse_fx.ir.meta import dtype_name
 
 NAMES = ("shape", "dtype", "device", "strides", "requires_grad")
-"""Of what a signature has of a tensor."""
+"""Names of the facts that a signature holds about a tensor."""
 
 
 def cause(new: Signature, old: Signature, model: nn.Module | None = None) -> str:
-    """What differs, such as `input.0 (x): f32[32,8] -> f32[17,8]`: the first thing of each kind; empty for nothing.
+    """The differences as text, such as `input.0 (x): f32[32,8] -> f32[17,8]`: the first of each kind, "" for none.
 
-    model: whose arguments the call's inputs are, to tell their names as well.
+    model: the model that takes the inputs. If it is given, the text has the names of its arguments too.
     """
-    if new.model != old.model:  # modes and the optimizer change with it
+    if new.model != old.model:  # modes and the optimizer follow from it
         return new.model.difference(old.model)
     return "; ".join(dict.fromkeys([*_arguments(new, old, model), *_states(new, old)]))
 
@@ -64,7 +64,7 @@ def tensor_paths(structure: Structure, path: str) -> list[str]:
 
 
 def difference_of_structures(old: Structure, new: Structure, path: str) -> tuple[str, str, str] | None:
-    """Where two structures differ first: path, and what is there in each."""
+    """The first difference of two structures: its path, and the content of both there. None if they are equal."""
     if old == new:
         return None
     if old.kind == new.kind and old.key == new.key:

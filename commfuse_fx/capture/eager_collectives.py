@@ -1,7 +1,7 @@
-"""torch.distributed in a model's forward: it would talk to the other ranks while one of them traces, and never again.
+"""Refuse functions of torch.distributed in a model's forward.
 
-The ops behind all of its functions are seen by the tracer, however a function was imported; what talks before it comes
-to an op is caught here by name.
+They would communicate while the model is traced, and would be no part of the compiled step. The tracer sees the ops
+behind most of these functions. Functions that do work before they reach an op are patched here by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SIBLINGS = {  # name in cf.ops -> how torch's names begin; the first that fits 
 
 
 def is_eager_collective(op: Any) -> bool:
-    """Whether this is an op that talks to other ranks here and now."""
+    """Whether this op communicates with other ranks when it is called."""
     return getattr(op, "namespace", "") in ("c10d", "symm_mem")
 
 
@@ -42,7 +42,7 @@ def refuse_eager_collective(op: Any) -> None:
 
 @contextmanager
 def eager_collectives_refused() -> Iterator[None]:
-    """Inside the `with` block, refuse also what would change or read something before it comes to an op."""
+    """Inside the `with` block, functions of torch.distributed that do work before they reach an op are refused too."""
     if not dist.is_available():
         yield
         return

@@ -1,6 +1,6 @@
-"""Ops on tensors without elements: what torch's rules for tensors without data cannot do with them, the kernels can.
+"""Trace ops on tensors without elements by running their kernels, if torch's rules for fake tensors fail.
 
-Such a rule may divide by the number of elements, or refuse with another error than eager execution does.
+Such a rule may divide by the number of elements, or raise another error than eager execution does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEANT = (DataDependentOutputException, DynamicOutputShapeException, Unsupported
 
 
 class FakeTensors(FakeTensorMode):
-    """Tensors without data. Where torch's rule for an op fails and a tensor has no elements, the op itself is run."""
+    """A FakeTensorMode that runs the op itself if torch's rule for it fails and some tensor has no elements."""
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None) -> object:
         try:

@@ -1,4 +1,4 @@
-"""Parts of torch that look at values in Python, in a form that can be traced."""
+"""Traceable forms of parts of torch that read the values of tensors in Python."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Randomness:
             self.generators.watch_defaults()
             with ExitStack() as stack:
                 for module in (torch, torch.random, torch.cuda, torch.cuda.random):
-                    for name in functions.keys() & vars(module).keys():
+                    for name in [name for name in functions if name in vars(module)]:
                         stack.enter_context(patched_here(module, name, functions[name]))
                 yield
         finally:
@@ -83,7 +83,7 @@ class Randomness:
 
 @contextmanager
 def traceable_torch() -> Iterator[None]:
-    """Replace what torch itself decides by the values of tensors, in modules and checks of arguments."""
+    """Inside the `with` block, modules and checks of torch make no decisions that depend on the values of tensors."""
     distribution = torch.distributions.Distribution
     with (
         patch.object(distribution, "_validate_args", ValueHere(False, distribution._validate_args)),
@@ -100,7 +100,7 @@ def traceable_torch() -> Iterator[None]:
 
 
 def _is_declared_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Without a declaration the mask is used as it is, which gives the same result."""
+    """Whether the caller says that the mask is causal. Without that the mask itself is used, with the same result."""
     return is_causal is True
 
 
@@ -108,7 +108,7 @@ _forward = nn.modules.batchnorm._BatchNorm.forward
 
 
 def _batch_norm_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """momentum=None averages over all batches; torch reads their number in Python."""
+    """The forward of batch norms with momentum=None, for which torch reads the number of batches in Python."""
     if self.momentum is not None or not (self.training and self.track_running_stats):
         return _forward(self, input)
     self._check_input_dim(input)
@@ -134,7 +134,7 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Reduces outside of the kernel, which makes a tensor of the lengths that tracing does not see."""
+    """ctc_loss that reduces outside of the kernel: the kernel makes a tensor of lengths that tracing does not see."""
     if isinstance(input_lengths, torch.Tensor) or isinstance(target_lengths, torch.Tensor):
         raise CaptureError(
             "ctc_loss is given lengths as tensors, whose values decide shapes: pass tuples of int, which may differ "

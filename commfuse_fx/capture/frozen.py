@@ -1,4 +1,4 @@
-"""Values of attributes, kept in a form that a later look can be compared with."""
+"""Freeze values of Python attributes, so that they can be compared with the values at a later time."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from commfuse_fx.capture.numpy_types import ARRAYS, SCALARS
 from commfuse_fx.capture.tree import PLAIN
 
 MOST_ITEMS = 1_000
-"""Of larger containers and arrays only identity and length count: looking through them would slow every step down."""
+"""The most items of a container or array that is compared item by item. Of larger ones, which would slow down every
+step, only identity and length are compared."""
 
-_DEEPEST = 8
+_DEEPEST = 8  # nested containers
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-"""The value of an attribute that is not there."""
+"""Stands for the value of an attribute that does not exist."""
 
 CONSTANTS = (*PLAIN, range, *SCALARS, type(ABSENT))
 CONTAINERS = (dict, list, tuple, deque)
 BUFFERS = (bytearray, array)
 _PARTS = ("func", "args", "keywords")
-"""Of a functools.partial."""
+"""The attributes of a functools.partial."""
 
 _PRINTED = (float, complex, slice, *SCALARS)
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A constant, a container with its items, or an object that only counts as itself."""
+    """A frozen value: a constant, a container with frozen items, or an object that is compared by identity."""
 
     kind: type
     value: Any
@@ -58,13 +59,13 @@ class Frozen:
 
 
 def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
-    """A value as it is now, to be compared later.
+    """Freeze the present value, to be compared later.
 
-    own: ids of tensors that all count as the same, because a graph takes whichever is in their place.
+    own: ids of the model's parameters and buffers. They count as equal, since a graph takes any tensor in their place.
     """
     kind = type(value)
     if isinstance(value, CONSTANTS):
-        # Numbers are told apart as they print: 1.0 and -0.0 are other constants than 1 and 0.0, and NaN is itself.
+        # Numbers are compared as text: 1.0 differs from 1, -0.0 differs from 0.0, and NaN equals NaN.
         exact = issubclass(kind, _PRINTED)
         return Frozen(kind, repr(value) if exact else value)
     if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS and depth < _DEEPEST:
@@ -85,14 +86,14 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(kind, None, tuple([freeze(getattr(value, part), own, depth + 1) for part in _PARTS]))
     if isinstance(value, torch.Tensor) and id(value) in own:
         return Frozen(torch.Tensor, None)
-    if isinstance(value, weakref.ref):  # modules make new ones; what they refer to is looked at where it is read
+    if isinstance(value, weakref.ref):  # modules make new ones; the object is noted when it is read
         return Frozen(weakref.ref, None)
     size = len(value) if isinstance(value, (*CONTAINERS, set, frozenset)) else None
     return Frozen(kind, (Itself(value), size))
 
 
 def freeze_values(tensor: torch.Tensor) -> Frozen:
-    """A tensor whose values count."""
+    """Freeze the values of a tensor. Of a large tensor, its version stands for them."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         if tensor.numel() > MOST_ITEMS:
             return Frozen(torch.Tensor, tensor._version)
@@ -100,7 +101,7 @@ def freeze_values(tensor: torch.Tensor) -> Frozen:
 
 
 class Itself:
-    """Equal to another one of the same object. Does not keep the object alive where that can be avoided."""
+    """An object that is compared by identity. It is not kept alive, unless it does not support weak references."""
 
     __slots__ = ("_get", "_id")
 
@@ -123,7 +124,10 @@ class Itself:
 
 
 def first_difference(old: Frozen, new: Frozen, path: str, constants_only: bool = False) -> tuple[str, str, str] | None:
-    """Where two values differ first: path, and both values in words. constants_only: objects do not count."""
+    """The first difference of two frozen values: its path, and both values as text. None if they are equal.
+
+    constants_only: whether differences of objects are ignored.
+    """
     if old == new:
         return None
     if issubclass(old.kind, CONTAINERS) and old.kind is new.kind and old.value == new.value and old.items:

@@ -1,6 +1,7 @@
-"""torch's functional collectives in a model become those of the graph, with the gradients that torch gives them.
+"""Turn torch's functional collectives in a model into collectives of the graph, with the gradients of torch's own.
 
-They arrive below autograd, by the name of a process group. The group of all ranks is all axes of the mesh.
+The tracer sees them below autograd, with the name of a process group. Only the group of all ranks is supported, which
+is the group of all mesh axes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _WORLD = "0"  # the name of the default group, also where there is none
 
 
 def functional_collectives(mesh: Mesh, divided: bool) -> dict[Any, Callable[..., Any]]:
-    """Decompositions of torch.ops._c10d_functional for a graph on this mesh.
+    """Decompositions of torch.ops._c10d_functional for a graph on this mesh, by op.
 
-    divided: the graph is one device's, in which a collective has no meaning.
-    They raise CaptureError for a group that is not the whole mesh, and for what the graph cannot express.
+    divided: whether the compiler divides the graph. The model is then written for one device, and must not communicate.
+
+    The decompositions raise CaptureError for a group that is not the whole mesh, and for calls that the graph cannot
+    express.
     """
     if not dist.is_available():
         return {}
@@ -49,7 +52,7 @@ def functional_collectives(mesh: Mesh, divided: bool) -> dict[Any, Callable[...,
 
 
 class _Collectives:
-    """The same collectives on the mesh, each with the arguments of torch's."""
+    """Collectives over all axes of a mesh, with the arguments of torch's functional collectives."""
 
     def __init__(self, mesh: Mesh, divided: bool) -> None:
         self._mesh = mesh
@@ -92,7 +95,7 @@ class _Collectives:
         return op
 
     def _on(self, group: Any, kind: str) -> tuple[int, str, int]:
-        """Size, axes and fusion id of a collective over this process group."""
+        """The size, the axes and the fusion id of a collective over this process group. Raises CaptureError."""
         if self._divided:
             raise CaptureError(
                 f'the model calls torch\'s functional {kind}, but a step with parallel_mode="semi_auto" is written for '
@@ -112,7 +115,7 @@ class _Collectives:
 
 
 def _ranks_of(group: Any, everyone: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The ranks of a process group, or None where there is none of that name."""
+    """The ranks of a process group, or None if no group has that name."""
     name: Any = group if isinstance(group, str) else group.group_name
     if not dist.is_initialized():
         return everyone if name == _WORLD else None

@@ -1,7 +1,8 @@
-"""torch's random generators while a model is traced: whoever seeds one in forward is found out.
+"""Watch torch's random generators while a model is traced, and refuse forwards that seed one.
 
-Nothing is really drawn in a trace, so a generator that is left alone stands where it stood. Each one that comes in
-sight is given a seed of ours, and another one after every draw: a state that was kept and set again shows as well.
+A trace draws no random numbers, so generators stay where they are. Each generator that the trace meets gets a seed of
+its own, and a new one after every draw. If it has another seed at the next check, the model has seeded it or has set
+an earlier state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Watched:
 
 
 class Generators:
-    """Those that were there before the trace, each as it was."""
+    """The random generators that existed before a trace, with their states."""
 
     def __init__(self) -> None:
         self.is_divided = False  # whether ranks divide the graph, and draw the same numbers
@@ -39,14 +40,14 @@ class Generators:
         self._next = _FIRST_SEED
 
     def watch_defaults(self) -> None:
-        """The generators that are drawn from where none is given."""
+        """Watch torch's default generators."""
         self.watch(torch.default_generator, "")
         if torch.cuda.is_initialized():
             for generator in torch.cuda.default_generators:
                 self.watch(generator, "")
 
     def watch(self, generator: torch.Generator, label: str) -> None:
-        """From now on; label: where it was found, empty for a default one."""
+        """Watch a generator from now on. label: where it was found; empty for a default generator."""
         if _key(generator) in self._watched:
             return
         with _disable_current_modes():
@@ -55,7 +56,7 @@ class Generators:
         self._stamp(watched)
 
     def check(self) -> None:
-        """Raises CaptureError if any of them has been seeded, or set to another state, since the last look."""
+        """Raises CaptureError if any generator has been seeded, or set to another state, since the last check."""
         for watched in self._watched.values():
             if watched.generator.initial_seed() != watched.seed:
                 raise CaptureError(
@@ -66,7 +67,10 @@ class Generators:
                 )
 
     def drawn_from(self, generator: Any) -> None:
-        """An op is about to draw. Raises CaptureError for a generator that was not there before the trace."""
+        """Note that an op draws from a generator (None: a default one).
+
+        Raises CaptureError for a generator that did not exist before the trace, or that divided ranks cannot share.
+        """
         if generator is None:
             for watched in self._watched.values():
                 if not watched.label:
@@ -88,13 +92,13 @@ class Generators:
         self._stamp(watched_one)
 
     def restore(self) -> None:
-        """Set all of them back to where they were."""
+        """Set all generators back to their states before the trace."""
         for watched in self._watched.values():
             watched.generator.set_state(watched.state)
         self._watched.clear()
 
     def initial_seed(self) -> int:
-        """What torch.initial_seed() gives outside of the trace."""
+        """The value that torch.initial_seed() has outside of the trace."""
         watched = self._watched.get(_key(torch.default_generator))
         if watched is None:
             return torch.default_generator.initial_seed()
@@ -110,6 +114,6 @@ class Generators:
 
 
 def _key(generator: Any) -> int:
-    """The same for all Python objects that stand for one generator: an op is given another one than the user has."""
+    """A key that is equal for all Python objects of one generator: ops get another object than the user has."""
     key: int = generator._cdata
     return key

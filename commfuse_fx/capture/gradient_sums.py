@@ -1,6 +1,7 @@
-"""The sums in which autograd collects the gradients of a value that was used several times.
+"""Sums in which autograd collects the gradients of a value that was used several times.
 
-Autograd adds the terms as they arrive. Where the order of the backward is not that of the trace, so is theirs.
+Autograd adds the terms in the order in which they arrive. If the backward gets another order than in the trace, the
+terms have to be added in another order too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass
 class GradientSum:
-    """The node that yields the sum, and its terms."""
+    """A sum of gradients: the node that yields it, and its terms."""
 
     total: fx.Node
     terms: list[fx.Node]
@@ -31,7 +32,7 @@ def added_by_autograd(
 ) -> dict[int, fx.Node]:
     """Backward events that add a gradient to those of other autograd nodes: event -> node.
 
-    Autograd does so when what a node computes is there: these are the last ops of a run.
+    Autograd adds the result of a node when the node has run, so these are the last ops of a run.
     """
     runs: dict[int, list[int]] = {}
     for number in sorted(made):
@@ -51,7 +52,7 @@ def added_by_autograd(
 
 
 def gather(sums: Sequence[fx.Node]) -> list[GradientSum]:
-    """Let each sum take all its terms at once, until `spread`. Sums of two terms are among them."""
+    """Merge chains of additions: until `spread`, the last node of each chain takes all terms of the sum at once."""
     known = dict.fromkeys(sums)
     inner = {
         node.args[0]: node
@@ -82,7 +83,10 @@ def gather(sums: Sequence[fx.Node]) -> list[GradientSum]:
 
 
 def spread(sums: Sequence[GradientSum], run_of: Mapping[fx.Node, int]) -> None:
-    """Add term by term, in the order in which they stand in the graph, each behind the run that yields it."""
+    """Write each sum as a chain of additions again, in the order in which its terms now stand in the graph.
+
+    run_of: the run of autograd ops that each node belongs to. An addition stands behind the run that yields its term.
+    """
     place = {node: i for i, node in enumerate(sums[0].total.graph.nodes)} if sums else {}
     for each in sums:
         graph = each.total.graph
@@ -102,7 +106,7 @@ def spread(sums: Sequence[GradientSum], run_of: Mapping[fx.Node, int]) -> None:
 
 
 def _take_origin(node: fx.Node, term: fx.Node) -> None:
-    """A sum belongs to what has completed it, if that is part of the backward: the gradient of an output is not."""
+    """Give an addition the origin of the term that completes it, if this term belongs to the backward."""
     if ORIGIN in term.meta and term.meta[ORIGIN].phase == "backward":
         node.meta[ORIGIN] = term.meta[ORIGIN]
 

@@ -1,4 +1,4 @@
-"""Whether a graph still serves: the Python values that its trace has read are what they were."""
+"""Guards check whether a graph is still valid: the Python values that its trace has read must not have changed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from commfuse_fx.capture.reads import Read
 _WHAT = {"class": "class attribute ", "cell": "variable ", "content": "", "values": "values of "}
 
 OwnValues = dict[str, list[Frozen]]
-"""By the label of a read: the values that forwards themselves have found and left there, in any trace of a step."""
+"""By the label of a read: the values that the forwards of a step found and left there, in any of its traces."""
 
 
 @dataclass
 class _Flat:
-    """The same in a form that is looked through before every step without a line of Python for each value."""
+    """The values in flat lists, which can be checked before every step without a line of Python per value."""
 
     instances: list[Any] = field(default_factory=list)
     classes: list[type] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Flat:
             return False
 
     def take_equal_constants(self) -> bool:
-        """Whether all that differs is constants that have been set to equal ones; those are the values from now on."""
+        """Whether values differ only as objects that are equal constants. If so, the new objects are kept."""
         try:
             if list(map(type, self.instances)) != self.classes or list(map(len, self.sized)) != self.sizes:
                 return False
@@ -66,11 +66,11 @@ class _Flat:
 
 
 class Guards:
-    """What one graph depends on besides its signature.
+    """The Python values that one graph depends on, besides its signature.
 
-    own_values: shared by all graphs of a step. A value that the forward itself changes does not run on while the graph
-    runs; what forwards have found and left there is accepted, so that several graphs can take turns.
-    own_tensors: gives the ids of the model's parameters and buffers now.
+    own_values: values that the forward itself changes, shared by all graphs of a step. A compiled step does not change
+        them. All values that a forward found or left there are accepted, so that several graphs can take turns.
+    own_tensors: a function that gives the present ids of the model's parameters and buffers.
     """
 
     def __init__(self, reads: Sequence[Read], own_values: OwnValues, own_tensors: Callable[[], Container[int]]) -> None:
@@ -79,10 +79,10 @@ class Guards:
         self._own_tensors = own_tensors
         self._flat: _Flat | None = None
         self.changes = dict(filter(None, map(self._own_change, reads)))
-        """What the forward itself has changed while it was traced, by label: both values in words."""
+        """The values that the forward changed while it was traced, by label: both values as text."""
 
     def hold(self) -> bool:
-        """Looks at everything; cheap where nothing has changed."""
+        """Whether all values are unchanged. The check is cheap if nothing has changed."""
         if self._flat is not None and (self._flat.holds() or self._flat.take_equal_constants()):
             return True
         if self.difference():
@@ -91,12 +91,12 @@ class Guards:
         return True
 
     def difference(self) -> str:
-        """What has changed since the trace, in words; empty where nothing has."""
+        """The first change since the trace, as text; empty if there is none."""
         own = self._own_tensors()
         for read in self._reads:
             owner = read.owner  # held, or garbage collection could take it before its value is read
             if owner is None:
-                continue  # whatever led to it has changed as well, or it only served the trace
+                continue  # the reference to it has changed too, or it existed only during the trace
             if type(owner) is not read.of_class and not isinstance(owner, torch.Tensor):
                 label = read.label.removesuffix(f".{read.name}")
                 return f"class of {label}: {read.of_class.__qualname__} -> {type(owner).__qualname__}"
@@ -112,7 +112,7 @@ class Guards:
         return ""
 
     def release(self) -> None:
-        """Let go of the objects that were looked at; they are found again when the graph is wanted again."""
+        """Drop the references to the objects; `hold` collects them again."""
         self._flat = None
 
     def _now(self, read: Read) -> Frozen:

@@ -1,4 +1,4 @@
-"""Hooks that keep a tensor of the trace: it has no values, and the next calls run no hook."""
+"""Refuse hooks that keep a tensor of the trace: the tensor has no values, and compiled calls run no hooks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from commfuse_fx.errors import CaptureError
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:
-    """Raise CaptureError where a hook of the model has put a traced tensor into a container or an object. Called when a
-    trace has ended."""
+    """After a trace: raise CaptureError if a hook of the model has put a traced tensor into a container or object."""
     for owner, hook in _hooks(model):
         for name, value in _reached(hook):
             if _holds_traced(value):
@@ -39,7 +38,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _reached(hook: Any) -> Iterator[tuple[str, Any]]:
-    """What a function can put something into, by name: variables around it, its object, the arguments that it holds."""
+    """Objects into which a hook can put a tensor, by name: its closure and globals, its object, bound arguments."""
     if isinstance(hook, functools.partial):
         yield from ((f"argument {number}", value) for number, value in enumerate(hook.args))
         yield from hook.keywords.items()

@@ -1,4 +1,4 @@
-"""How a call's arguments become a loss: with a loss function, or from the model's own output."""
+"""Compute the loss of a call, with a loss function or from the model's own output."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def compute_loss(
     recorder: OriginRecorder,
     has_aux: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """Run the model; return its scalar loss and, with has_aux, what comes with it. Raises CaptureError for anything
-    else."""
+    """Run the model; returns its scalar loss and, with has_aux, the auxiliary output (else None).
+
+    Raises CaptureError if there is no scalar floating-point loss, and ConfigTypeError if the target was left out.
+    """
     call = arguments["input"]
     if loss_fn is None:
         output = model(*call["args"], **call["kwargs"])
@@ -83,7 +85,7 @@ def _fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _without_target(model: nn.Module, call: Mapping[str, Any], target: Any) -> ConfigTypeError:
-    """For a call whose inputs the model does not take: nearly always the target was left out."""
+    """The error for a call whose inputs the model does not take: nearly always the target was left out."""
     given = f"a tensor of shape {tuple(target.shape)}" if isinstance(target, torch.Tensor) else _described(target)
     names = f" and the keyword arguments {_listed(call['kwargs'])}" if call["kwargs"] else ""
     return ConfigTypeError(
@@ -102,7 +104,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _described(value: Any) -> str:
-    """What it is, in a few words."""
+    """A short description of a value for messages."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return f"{value!r:.60} of type {type(value).__name__}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What of a model decides its graphs: which modules it has, and what parameters and buffers look like."""
+"""The structure of a model, on which its graphs depend: its modules and hooks, and the specs of its tensors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of a module that hold the hooks which run in a step."""
 
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The same of a parameter; None until there is one."""
+"""Attributes of a parameter that hold its hooks; None until there is one."""
 
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(nn.modules.module, f"_global{name}") for name in HOOKS)
-"""Those of all modules."""
+"""The global hooks, which run for all modules."""
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Hashable. Modules are told apart by identity, as two of one class can differ in a number that the graph has as a
-    constant; parameters and buffers by what they look like, since a graph serves any tensor that looks the same."""
+    """The modules, parameters, buffers and hooks of a model, as hashable values by name.
+
+    Modules and hooks are compared by identity: two modules of one class can differ in a number that is a constant of
+    the graph. Parameters and buffers are compared by shape, dtype and strides, because a graph takes any such tensor.
+    """
 
     modules: tuple[tuple[str, Hashable], ...]
     parameters: tuple[tuple[str, Hashable], ...]
@@ -45,7 +48,7 @@ class ModelStructure:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
-        """Raises what reading the marks of a parameter raises."""
+        """The present structure of a model. Raises the errors of bad fusion marks on its parameters."""
         modules = [(path, weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
         first: dict[int, str] = {}
         parameters = [
@@ -59,7 +62,7 @@ class ModelStructure:
         return cls(tuple(modules), tuple(parameters), tuple(buffers), tuple(_hooks(model)))
 
     def difference(self, other: ModelStructure) -> str:
-        """What has changed since `other`, in words: the first thing that has."""
+        """The first change from `other` to this structure, as text."""
         for kind in ("module", "parameter", "buffer", "hook"):
             new: _Named = dict(getattr(self, f"{kind}s"))
             old: _Named = dict(getattr(other, f"{kind}s"))
@@ -77,7 +80,7 @@ class ModelStructure:
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """Every hook that runs in a step, by a name that tells of which kind it is and where it sits."""
+    """All hooks that run in a step. Their names tell the kind of the hook and its module or parameter."""
     places: list[tuple[str, Sequence[str], Sequence[Any], Mapping[str, Any]]]
     places = [("of all modules", HOOKS, GLOBAL_HOOKS, {})]
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What a traced node computes, as keys that any process finds for it: to sort by, and to tell nodes apart."""
+"""Keys of traced nodes that follow from what a node computes, and are the same in every process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 from torch import fx
 
 _DEPTH = 3
-"""How far up `natural` keys look: enough to tell parts of one tensor apart by their numbers."""
+"""How many ops above a node its `natural` key covers: enough to tell parts of one tensor apart by their numbers."""
 
 
 def natural_text(text: str) -> tuple[Any, ...]:
-    """Sorts as people do: "layer.2" before "layer.10"."""
+    """A sort key that compares numbers in the text as numbers: "layer.2" comes before "layer.10"."""
     return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text)))
 
 
 class NodeKeys:
-    """`names`: of the inputs. `modules`: the path of the module that each op of the forward belongs to. `constants`: by
-    target."""
+    """Node keys compute and cache the keys of one graph's nodes.
+
+    names: the names of the inputs. modules: the module path of each op of the forward. constants: the tensors of the
+    graph's get_attr nodes, by target.
+    """
 
     def __init__(
         self, names: Mapping[fx.Node, str], modules: Mapping[fx.Node, str], constants: Mapping[str, torch.Tensor]
@@ -34,7 +37,7 @@ class NodeKeys:
         self._naturals: dict[tuple[fx.Node, int], tuple[Any, ...]] = {}
 
     def digest(self, node: fx.Node) -> str:
-        """Equal for nodes that compute the same from the same, whenever and in which order they were traced."""
+        """A hash that is equal for nodes that compute the same value, in whatever order they were traced."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -49,7 +52,7 @@ class NodeKeys:
         return self._digests[node]
 
     def uses(self, node: fx.Node) -> str:
-        """Equal for nodes from which the forward computes the same."""
+        """A hash that is equal for nodes whose values the forward uses alike."""
         if not self._uses:
             for each in reversed(node.graph.nodes):
                 users = sorted((self.digest(user), self._uses[user]) for user in each.users if user in self._modules)
@@ -57,7 +60,7 @@ class NodeKeys:
         return self._uses[node]
 
     def natural(self, node: fx.Node, depth: int = _DEPTH) -> tuple[Any, ...]:
-        """A key to sort by, of the node and what is just above it."""
+        """A sort key that follows from the node and the ops just above it."""
         if (node, depth) not in self._naturals:
             above = (lambda value: self.natural(value, depth - 1)) if depth else (lambda value: ())
             self._naturals[node, depth] = self._key(node, above)
@@ -73,7 +76,7 @@ class NodeKeys:
 
 
 def _value(value: Any, above: Any) -> tuple[Any, ...]:
-    """Sortable among all values: first by kind."""
+    """A sort key for any argument of a node. Its first item is the kind, so that keys of all kinds can be compared."""
     if isinstance(value, fx.Node):
         return (5, above(value))
     if isinstance(value, (list, tuple)):

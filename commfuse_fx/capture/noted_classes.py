@@ -1,4 +1,4 @@
-"""Classes whose instances tell, for a while, what is read and written of them."""
+"""Temporarily patch classes so that reads and writes of their instances' attributes are reported."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ _users = 0
 
 
 class Notes(Protocol):
-    def got(self, owner: Any, name: str, value: Any) -> None: ...
+    """Receives a report of each read and write."""
 
-    def missed(self, owner: Any, name: str) -> None: ...
+    def got(self, owner: Any, name: str, value: Any) -> None:
+        """The attribute `name` of `owner` was read, and had this value."""
 
-    def wrote(self, owner: Any, name: str) -> None: ...
+    def missed(self, owner: Any, name: str) -> None:
+        """The attribute `name` of `owner` was read, but does not exist."""
+
+    def wrote(self, owner: Any, name: str) -> None:
+        """The attribute `name` of `owner` is about to be set."""
 
 
 @contextmanager
 def taking_notes(notes: Notes, *classes: type) -> Iterator[None]:
-    """What this thread reads and writes of instances of `classes`, and of classes given to `noted` meanwhile, is told
-    to `notes`. Afterwards all classes are as they were."""
+    """Inside the `with` block, report this thread's reads and writes of instances of `classes` to `notes`.
+
+    `noted` adds more classes meanwhile. When the last block ends, all classes are as they were before.
+    """
     global _users
     with _lock:
         _users += 1
@@ -52,7 +59,7 @@ def taking_notes(notes: Notes, *classes: type) -> Iterator[None]:
 
 
 def can_be_noted(cls: type) -> bool:
-    """Whether this is a class that somebody has written in Python, outside of the libraries that everybody uses."""
+    """Whether this is a Python class of the user: not built-in, and not of torch, numpy or the standard library."""
     flags = cls.__flags__
     if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
         return False
@@ -60,7 +67,7 @@ def can_be_noted(cls: type) -> bool:
 
 
 def noted(cls: type) -> None:
-    """Take notes of instances of this class too, from now on."""
+    """Report reads and writes of instances of this class too, from now on."""
     with _lock:
         if cls in _originals or not _users:
             return

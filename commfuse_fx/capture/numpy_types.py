@@ -8,7 +8,7 @@ from typing import Any
 SCALARS: tuple[Any, ...] = ()
 ARRAYS: tuple[Any, ...] = ()
 GENERATORS: tuple[Any, ...] = ()
-"""Those of numpy's random numbers."""
+"""Classes of numpy's random generators."""
 GLOBAL_GENERATOR: tuple[ModuleType, Any] | None = None
 """The module `numpy.random` and the generator that its functions draw from."""
 

@@ -1,4 +1,4 @@
-"""Tensors that require a gradient and are neither parameters of the model nor inputs: those of a loss module, say."""
+"""Warn of leaves that are neither parameters of the model nor inputs, such as the parameters of a loss module."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ log = logging.getLogger("commfuse_fx.trace")
 
 @contextmanager
 def other_gradients_kept(results: Sequence[torch.Tensor], own: Container[int]) -> Iterator[None]:
-    """A traced backward inside leaves the `.grad` of all leaves but `own` (their ids) as it is, and warns of them."""
-    # Traced ones have come to be in the forward, and are gone after it.
+    """Inside the `with` block a traced backward does not change the `.grad` of other leaves. Warns if there are any.
+
+    own: ids of the leaves that belong to the trace.
+    """
+    # Traced leaves were made in the forward, and nobody sees them after it.
     others = [leaf for leaf in _leaves(results) if id(leaf) not in own and not isinstance(leaf, FakeTensor)]
     kept = [leaf.grad for leaf in others]
     if others:
@@ -36,7 +39,7 @@ def other_gradients_kept(results: Sequence[torch.Tensor], own: Container[int]) -
 
 
 def _leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those whose gradients a backward accumulates, in the order in which a walk from the results meets them."""
+    """The leaves that a backward from these results reaches, in the order of a walk through the autograd graph."""
     seen: dict[Any, None] = {}
     waiting: list[Any] = [result.grad_fn for result in results]
     while waiting:

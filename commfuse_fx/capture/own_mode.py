@@ -1,4 +1,4 @@
-"""A forward that switches the model itself between training and evaluation, which decides what later calls do."""
+"""Refuse a forward that switches the model itself between training and evaluation mode."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from commfuse_fx.errors import CaptureError
 
 @contextmanager
 def own_mode_kept(model: nn.Module) -> Iterator[None]:
-    """Raises CaptureError, and restores the model's own flag, if the code inside leaves it in another mode.
+    """Raises CaptureError, and restores the model's own flag, if the code in the block leaves it in another mode.
 
-    A call in eval mode trains nothing, so the steps after this one would do nothing, or train behind an evaluation.
-    Modes of submodules may change: the next call is traced with those it finds.
+    The mode decides whether the next call trains, so that call would silently do something else than the user expects.
+    Modes of submodules may change: the next call is traced with the modes that it finds.
     """
     before = model.training
     yield

@@ -1,8 +1,7 @@
-"""Where each traced op comes from: module path, source line and phase.
+"""The origin of each traced op: module path, source line and phase.
 
-Forward ops take the module that is running and the innermost stack frame outside of torch. Backward
-ops take those of the forward op whose gradient they compute, found through the sequence number that
-autograd gives to both.
+A forward op gets the module that is running and the innermost source line outside of torch. A backward op gets those of
+the forward op whose gradient it computes: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -56,7 +55,10 @@ def _line_of_forward(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """`event`: the number of the traced op in `CallPaths`, or -1."""
+    """The origin of a traced op.
+
+    phase: "forward" or "backward". module: its path. source: `file:line`, or "". event: a number of `CallPaths`, or -1.
+    """
 
     phase: str
     module: str
@@ -95,7 +97,7 @@ def annotate_after(graph: fx.Graph, last: fx.Node, origin: Origin) -> None:
 
 
 class OriginRecorder(TorchDispatchMode):
-    """Annotates every op that passes through it while make_fx records the graph."""
+    """Annotates every op with its origin while make_fx records the graph, and refuses ops that cannot be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,7 +124,7 @@ class OriginRecorder(TorchDispatchMode):
         if is_eager_collective(func):
             refuse_eager_collective(func)
         if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
-            raise CaptureError(self.attributes.refusal(args[0]))  # it would be changed here and now
+            raise CaptureError(self.attributes.refusal(args[0]))  # the op would change a real tensor
         self.random.generators.check()
         origin = self._origin()
         graph = traced_graph()
@@ -140,7 +142,7 @@ class OriginRecorder(TorchDispatchMode):
         sequence = torch.autograd._get_sequence_nr() - 1
         event = self.calls.forward(sys._getframe(2), sequence)
         origin = Origin("forward", self._stack[-1], user_line(sys._getframe(2)), event)
-        # An op that makes no autograd node finds the number of the op before it taken.
+        # An op that makes no autograd node has the number of the op before it.
         self._by_sequence.setdefault(sequence, origin)
         return origin
 
@@ -169,7 +171,7 @@ class OriginRecorder(TorchDispatchMode):
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Attribute what runs inside to a name of our own, such as the loss function."""
+        """Inside the `with` block, ops get this name as their module, such as that of the loss function."""
         self._stack.append(name)
         yield
         self._stack.pop()
@@ -182,7 +184,7 @@ class OriginRecorder(TorchDispatchMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
-            return  # the hooks are those of all modules in all threads
+            return  # global hooks run in all threads
         self._stack.append(self._names.get(id(module), self._stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -197,7 +199,7 @@ class OriginRecorder(TorchDispatchMode):
 
 
 class OriginKeeper(fx.Interpreter):
-    """Re-traces a graph so that the new nodes inherit the origins of the old ones, and results lie as they did."""
+    """Traces a graph again, so that new nodes inherit the origins of old ones, and results keep their strides."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)

@@ -15,9 +15,10 @@ _READING = ("getstate", "get_state")
 
 
 class PythonNumbers:
-    """Finds out that such numbers are drawn, and where.
+    """Notes where the model draws random numbers of Python and numpy.
 
-    found: whose numbers, and where, for each place. where: gives module and line of the code that runs.
+    found: texts such as "numpy.random in block at file:line", in order.
+    where: a function that gives the module and the line of the code that runs.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -28,7 +29,7 @@ class PythonNumbers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look while the model runs inside."""
+        """Inside the `with` block, notice when the model draws numbers."""
         known: list[tuple[ModuleType, Any, str]] = [(random, random._inst, "Python's random")]
         if GLOBAL_GENERATOR is not None:
             known.append((*GLOBAL_GENERATOR, "numpy.random"))
@@ -42,14 +43,14 @@ class PythonNumbers:
             self.check(self._where())
 
     def watch(self, generator: Any, label: str) -> None:
-        """A generator of Python or numpy has come in sight."""
+        """Watch a generator of Python or numpy from now on. label: where it was found."""
         if id(generator) not in self._states:
             state = _state_of(generator)
             self._states[id(generator)] = (generator, label, state)
             self._before[id(generator)] = state()
 
     def check(self, where: str) -> None:
-        """Note those that have moved since the last look: the code that did it ran somewhere in `where`."""
+        """Note the generators that have drawn since the last check, by code that ran somewhere in `where`."""
         for key, (_, label, state) in self._states.items():
             now = state()
             if now != self._before[key]:

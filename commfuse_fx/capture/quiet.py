@@ -1,4 +1,4 @@
-"""Torch's own log lines while a model is traced: what they tell stands in the error that the trace raises."""
+"""Hold back torch's own log lines while a model is traced. The error that a trace raises has the same information."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOGGERS = (
 
 
 class _Quiet(logging.Filter, threading.local):
-    """Holds back warnings and errors of the threads that trace; what somebody asked for with TORCH_LOGS is below."""
+    """Holds back warnings and errors of threads that trace. TORCH_LOGS turns on lower levels, which pass."""
 
     depth = 0
 
@@ -30,7 +30,7 @@ _quiet = _Quiet()
 
 @contextmanager
 def torch_is_quiet(is_wanted: bool = True) -> Iterator[None]:
-    """Inside the `with` block torch's tracing logs no warnings and errors from this thread."""
+    """Inside the `with` block torch's tracing logs no warnings or errors from this thread, if `is_wanted`."""
     if not is_wanted:
         yield
         return

@@ -1,4 +1,4 @@
-"""Writes of the forward to parameters whose values differ between ranks, each of which has a batch of its own."""
+"""Warn of forwards that write to a parameter a value that differs between ranks, which have different batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NAMESPACES = ("commfuse", "_c10d_functional")
 
 
 def warn_of_rank_writes(program: Program, mutations: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Warn where a parameter becomes another one on every rank: only gradients are reduced.
+    """Warn of written parameters that would differ between ranks, since only gradients are reduced.
 
-    A value follows from the batch or from random numbers unless a collective of the model has made it the same.
+    A value differs if it follows from the batch or from random numbers, unless a collective of the model made it equal.
     """
     config = program.config
     if program.mesh.world == 1 or config.parallel_mode not in ("data_parallel", "hybrid_parallel"):

@@ -1,7 +1,7 @@
-"""What Python objects a trace looked at: attributes of modules, of the loss and of objects that hang on them.
+"""Record the Python values that a trace reads: attributes of modules, of the loss and of objects reached from them.
 
-While the model is traced, classes of such objects get a `__getattribute__` and a `__setattr__` that take notes. An
-attribute that the forward writes before it reads it does not count: nothing depends on what it was before.
+While the model is traced, the classes of these objects get a `__getattribute__` and a `__setattr__` that take notes.
+An attribute that the forward writes before it reads it does not count, since nothing depends on its old value.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ _STRUCTURE = frozenset(
         "_non_persistent_buffers_set",
     ]
 )
-"""What `Watch` looks at, of the modules of the model itself."""
+"""Attributes of the model's own modules that `Watch` compares already."""
 
 
 class Read:
-    """One thing that was read.
+    """A read is one value that a trace has read.
 
     kind: "attribute" of an instance, "class" attribute, "slot", "cell" of a closure, "content" of a container, "values"
-    of a tensor, or "names" that an instance has no attributes of. first: the value that was read; last: the value when
-    the trace was over.
+        of a tensor, or "names" that were looked up in an instance and are no attributes of it.
+    name: the name of the attribute.
+    label: the path of the value in messages.
+    first: the frozen value that was read.
+    last: the frozen value at the end of the trace.
     """
 
     __slots__ = ("_owner", "first", "kind", "label", "last", "name", "of_class")
@@ -58,11 +61,11 @@ class Read:
 
     @property
     def owner(self) -> Any:
-        """None once it is gone."""
+        """The object that holds the value; None after it was garbage-collected."""
         return self._owner()
 
     def value(self) -> Any:
-        """As it is now. Of names: those that are there."""
+        """The present value. For "names", those that exist now."""
         owner = self.owner
         if self.kind in ("attribute", "class"):
             return vars(owner).get(self.name, ABSENT)
@@ -79,15 +82,15 @@ class Read:
         return owner
 
     def now(self, own: Container[int]) -> Frozen:
-        """The same, to compare. own: as for `freeze`."""
+        """The present value, frozen. own: as for `freeze`."""
         return freeze_values(self.owner) if self.kind == "values" else freeze(self.value(), own)
 
 
 class Reads:
-    """Takes the notes of one trace.
+    """Notes the values that one trace reads.
 
-    on_generator, on_python_generator: are told of each random generator of torch, and of Python and numpy, that comes
-    in sight, and where it was.
+    on_generator, on_python_generator: called with each random generator that is found, and its label. The first is for
+        generators of torch, the second for those of Python and numpy.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
@@ -101,13 +104,13 @@ class Reads:
         self._alive: dict[int, Any] = {}  # so that no other object gets the id of one of these
         self._made: dict[int, nn.Module] = {}  # modules that the forward makes, as a slice of a ModuleList does
         self.python_numbers: Mapping[str, None] = {}
-        """Whose random numbers the trace has drawn besides torch's, and where."""
+        """The places where the trace has drawn random numbers of Python or numpy."""
         self.on_generator: Callable[[torch.Generator, str], None] = lambda generator, label: None
         self.on_python_generator: Callable[[Any, str], None] = lambda generator, label: None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Take notes of what this thread reads inside."""
+        """Inside the `with` block, note the values that this thread reads."""
         with taking_notes(self, nn.Module):
             self.see(self._loss_fn, "loss_fn")
             for name, module in self._model.named_modules():
@@ -120,7 +123,7 @@ class Reads:
             yield
 
     def finish(self) -> list[Read]:
-        """Everything that was read, with its value now; what was only there while tracing is left out."""
+        """All reads, with the values at the end of the trace. Objects that existed only while tracing are left out."""
         for owner, names in self._not_there.values():
             for name in names:
                 if name in (_instance_dict(owner) or {}):
@@ -136,8 +139,8 @@ class Reads:
         self._not_there.clear()
         self._alive.clear()
         self._made.clear()
-        owner = None  # or the last of them would count as in use
-        # Garbage may be collected at any time: an owner that is still there is held until its value is taken.
+        owner = None  # else this variable would keep the last owner alive
+        # Garbage may be collected at any time, so the list holds each owner until its value is taken.
         there = [(read, owner) for read in found if (owner := read.owner) is not None]
         for read, _ in there:
             read.last = read.now(self.own)
@@ -178,7 +181,7 @@ class Reads:
             return
 
     def got_of_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        """An attribute was read that a parameter or buffer has from the user, or does not have."""
+        """An attribute was read that the user may have stored on a parameter or buffer."""
         if (id(tensor), name) in self._notes:
             return
         if name in vars(tensor):
@@ -195,7 +198,7 @@ class Reads:
         self._not_there.setdefault(id(owner), (owner, {}))[1][name] = None
         if isinstance(owner, nn.Module) and id(owner) not in self._inside:
             parts = [vars(owner).get(held) for held in sorted(_OF_MODULES)]
-            # nn.Module.__init__ reads an attribute before it sets any; what torch makes for its trace begins empty.
+            # nn.Module.__init__ reads an attribute before it sets any; modules that tracing itself makes are empty.
             if None in parts or not (any(parts) or id(owner) in self._labels):
                 self._made[id(owner)] = owner
             if id(owner) not in self._made:
@@ -218,14 +221,14 @@ class Reads:
             self._notes[id(owner), name] = None
 
     def values(self, tensor: torch.Tensor) -> None:
-        """Python was given the values of a tensor that is not traced."""
+        """The values of a tensor that is not traced were read in Python."""
         named = (read.label for read in self._notes.values() if read is not None and read.value() is tensor)
         read = Read("values", tensor, "", next(named, "a tensor"), freeze_values(tensor))
         self._notes.setdefault((id(tensor), "values"), read)
         self._alive[id(tensor)] = tensor
 
     def see(self, value: Any, label: str) -> None:
-        """An object has come in sight: note what is read of it from now on, or what it holds."""
+        """An object was found: note reads of its attributes from now on, or the items that it holds."""
         if isinstance(value, (*CONSTANTS, enum.Enum, torch.Tensor, type, ModuleType)) or id(value) in self._alive:
             return
         self._alive[id(value)] = value
@@ -295,7 +298,7 @@ class Reads:
         self._see_globals(function)
 
     def _see_globals(self, function: FunctionType) -> None:
-        """Of globals only generators: any number may be among them."""
+        """See the torch generators among a function's globals. Other globals are too many to be noted."""
         for name in function.__code__.co_names:
             if isinstance(function.__globals__.get(name), torch.Generator):
                 self.see(function.__globals__[name], name)

@@ -1,7 +1,7 @@
-"""Recurrent modules on CUDA as one cuDNN op that a graph can hold.
+"""Trace recurrent modules on CUDA as one cuDNN op.
 
-torch looks for a buffer in which all weights lie, by their storages, which a trace cannot hold. cuDNN runs without it:
-it then copies the weights into one.
+torch passes cuDNN a buffer that holds all weights, and finds it by their storages, which traced tensors do not have.
+Without such a buffer cuDNN copies the weights into one of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commfuse_fx.errors import CaptureError
 _cudnn_rnn: Callable[..., Any] = torch._cudnn_rnn
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""Name in torch._VF -> what cuDNN calls it."""
+"""Name in torch._VF -> number of cuDNN's mode."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Parameters and buffers that a traced forward replaces, by assignment or through `.data`, instead of writing to them.
+"""Handle parameters and buffers that a traced forward replaces, by assignment or through `.data`.
 
-A step writes to the tensors that the model has. An assigned buffer, or `param.data = ...`, becomes such a write. What
-cannot become one is refused: the step would go on with the old tensor in silence.
+A compiled step only writes to the tensors that the model has. So an assigned buffer, or `param.data = ...`, becomes
+such a write. Other replacements are refused, because the step would silently go on with the old tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ log = logging.getLogger("commfuse_fx.trace")
 
 
 class ReplacedTensors:
-    """Of one trace. params and buffers: the stand-ins that the model has while it is traced, by name."""
+    """Watches one trace for replaced parameters and buffers.
+
+    params, buffers: the stand-ins that the model has while it is traced, by name.
+    """
 
     def __init__(
         self, model: nn.Module, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
@@ -45,7 +48,7 @@ class ReplacedTensors:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note where modules are given parameters and buffers. `module.to(...)` swaps those of a traced module."""
+        """Inside the `with` block, note the lines that register parameters and buffers, and follow `module.to(...)`."""
 
         def note(module: nn.Module, name: str, value: Any) -> None:
             self._lines[id(module), name] = user_line(sys._getframe(1))
@@ -59,7 +62,7 @@ class ReplacedTensors:
                 hook.remove()
 
     def set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        """`target.data = value`, in the forward. Raises CaptureError where that is more than a write."""
+        """Follow `target.data = value` in the forward. Raises CaptureError if it does more than write values."""
         named = {**self._params, **self._buffers}
         name = next((name for name, each in named.items() if each is target), None)
         if name is None:
@@ -85,7 +88,7 @@ class ReplacedTensors:
         target.data.copy_(value)  # as in eager execution, what the backward has saved does not count as changed
 
     def settle(self) -> None:
-        """After the forward: let assigned buffers be written. Raises CaptureError for what cannot be."""
+        """After the forward, write assigned buffers. Raises CaptureError for replacements that cannot be writes."""
         params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         for name in (*self._params, *params):
             if name not in self._params:
@@ -129,7 +132,7 @@ class ReplacedTensors:
                     f"the model replaces its buffer {name} ({held.dtype}{list(held.shape)}) by "
                     f"{value.dtype}{list(value.shape)}: a buffer of a compiled step keeps its shape and dtype",
                 )
-        # Read all before the first is written: buffers may have changed places.
+        # Read all values before the first write, since buffers may have swapped their tensors.
         stand_ins = (*self._params.values(), *self._buffers.values())
         values = [_own_copy(value.detach(), stand_ins) for _, _, value in assigned]
         for (_, held, _), value in zip(assigned, values, strict=True):

@@ -1,7 +1,7 @@
-"""Keep the layout of every value when a trace is made functional.
+"""Keep the strides of every value when a trace is made functional.
 
-Autograd has seen the layouts of the first trace, and left out copies that had nothing to do. An in-place op leaves its
-tensor where it is; the functional op in its place (`masked_fill`, say) may lay its result out as it likes.
+Autograd has seen the strides of the first trace, and has left out copies that were not needed. An in-place op keeps the
+strides of its tensor, but the functional op in its place (`masked_fill`, say) may return others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commfuse_fx.ir.random_draws import draws_random_numbers
 
 
 def in_place_ops_that_move(graph: fx.Graph) -> dict[fx.Node, Callable[..., torch.Tensor]]:
-    """The in-place ops of a traced graph whose functional form, which is returned, has its result in another layout."""
+    """The in-place ops of a traced graph whose functional form returns other strides, with that form."""
     found: dict[fx.Node, Callable[..., torch.Tensor]] = {}
     for node in graph.nodes:
         written = written_nodes(node)
@@ -37,7 +37,7 @@ def in_place_ops_that_move(graph: fx.Graph) -> dict[fx.Node, Callable[..., torch
 
 
 def laid_out_like(value: Any, before: Any) -> Any:
-    """`value`, or a copy of it that lies as `before` does."""
+    """`value` itself if it has the strides of `before`, else a copy that has them."""
     if isinstance(value, (tuple, list)) and isinstance(before, (tuple, list)):
         return type(value)(map(laid_out_like, value, before)) if len(value) == len(before) else value
     spec = spec_of(before)

@@ -1,4 +1,4 @@
-"""What a graph was traced for: anything here that changes means another graph."""
+"""The signature of a call: calls with different signatures need different graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TENSOR_HOOKS = tuple(map(operator.attrgetter, TENSOR_HOOKS))
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashable. What differs between two of them: `capture.differences.cause`."""
+    """A hashable signature of a call. `capture.differences.cause` explains how two signatures differ."""
 
     argument_structure: Structure
     tensors: tuple[Any, ...]
@@ -39,8 +39,10 @@ class Signature:
 
 
 class Watch:
-    """Looks at model and optimizer before every step, cheaply, and knows when modules, parameters, buffers or hooks
-    have been replaced, added or removed."""
+    """Watches a model and its optimizer, and makes the signatures of calls.
+
+    Before every step it checks cheaply whether modules, parameters, buffers or hooks were replaced, added or removed.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, trains_in_eval_mode: bool = False
@@ -54,7 +56,7 @@ class Watch:
         self._known_layouts: dict[tuple[Any, ...], int] = {}
         self._layout: tuple[tuple[Any, ...] | None, int] = (None, 0)
         self._structure: ModelStructure | None = None  # until the first look
-        # Dicts in which modules hold their parameters, buffers and submodules, and what they held at the last look.
+        # Dicts in which modules hold their parameters, buffers and submodules, and their content at the last look.
         self._empty: list[dict[Any, Any]] = []
         self._filled: list[dict[Any, Any]] = []
         self._views: list[ValuesView[Any]] = []
@@ -69,12 +71,12 @@ class Watch:
         self.buffers: Mapping[str, torch.Tensor] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy looks at its own model first."""
+        """A copy starts with a new look at its own model."""
         return Watch, (self._model, self._optimizer, self._trains_in_eval_mode)
 
     @property
     def structure(self) -> ModelStructure:
-        """That of the model, as it was at the last look."""
+        """The structure of the model at the last look."""
         assert self._structure is not None, "a signature was asked for"
         return self._structure
 
@@ -85,7 +87,7 @@ class Watch:
 
     @property
     def own_tensors(self) -> Container[int]:
-        """The ids of the model's parameters and buffers, as they were at the last look."""
+        """The ids of the model's parameters and buffers at the last look."""
         return self._own_tensors
 
     def _look(self) -> None:
@@ -107,7 +109,7 @@ class Watch:
         self._held = list(chain.from_iterable(self._views))
 
     def _is_up_to_date(self) -> bool:
-        # Without a line of Python per module: this runs before every step.
+        # This runs before every step, so it runs no line of Python per module.
         return (
             self._structure is not None
             and not any(self._empty)
@@ -117,7 +119,7 @@ class Watch:
         )
 
     def _look_at_hooks(self) -> list[dict[int, Any]]:
-        """All dicts of hooks. Whoever adds one takes a number, so those without are only looked at after that."""
+        """All dicts of hooks. Every new hook takes a number, so empty dicts are only checked when that has grown."""
         self._next_hook = RemovableHandle.next_id
         self._params = list(self.params.values())
         self._tensor_hooks = list(self._hooks_of_tensors())
@@ -152,7 +154,7 @@ class Watch:
         )
 
     def _number_of_layouts(self) -> int:
-        """One for each way in which parameters and buffers have lain: the strides of hundreds are slow to hash."""
+        """A number for the present shapes, strides and dtypes, since those of hundreds of tensors are slow to hash."""
         held = self._laid_out
         layout = (*map(torch.Tensor.size, held), *map(torch.Tensor.stride, held), *map(_DTYPE, held))
         if layout != self._layout[0]:

@@ -1,4 +1,4 @@
-"""While a model is traced: stand-ins for its parameters and buffers, and nothing traced left behind in it."""
+"""Give a model stand-ins for its parameters and buffers while it is traced, and clean it up afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VALUES_IN_PYTHON = frozenset(
     getattr(torch.Tensor, name)
     for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 )
-"""What gives Python the values of a tensor; only one that is not traced has any."""
+"""Functions that give Python the values of a tensor. Traced tensors have none."""
 
 
 @contextmanager
@@ -32,13 +32,12 @@ def substituted(
     set_data: Callable[[torch.Tensor, torch.Tensor], None],
     on_values: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> Iterator[None]:
-    """Give the model other parameters and buffers; afterwards it has the same ones as before, and no others.
+    """Inside the `with` block the model has stand-ins for its parameters and buffers; afterwards it has its own again.
 
-    set_data(target, value): called for `target.data = value` on a traced tensor.
-
-    Works by identity, so that tied tensors stay tied, modules that occur twice are handled once, and
-    references taken earlier (by a regulariser, a hook, the list of weights of an LSTM) mean the stand-in too.
-    on_values: is told of other tensors whose values are read in Python.
+    stand_ins: the stand-in of each tensor. Tensors are compared by identity, so tied tensors stay tied. References that
+        were taken earlier (by a regulariser, a hook, the weight list of an LSTM) mean the stand-in too.
+    set_data: called as set_data(target, value) for `target.data = value` on a traced tensor.
+    on_values: called with each tensor that is not traced and whose values are read in Python.
     """
     slots = [
         (module, owned, name, value)
@@ -105,9 +104,9 @@ class _References(TorchFunctionMode):
 
 
 class Attributes:
-    """The plain attributes of all modules, to undo what a traced forward stores there.
+    """The plain attributes of all modules, so that a traced forward leaves no traced tensors in them.
 
-    A step cannot update such an attribute: only parameters and buffers are part of it.
+    A compiled step cannot update such attributes, only parameters and buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,7 +116,7 @@ class Attributes:
         ]
 
     def restore(self) -> list[torch.Tensor]:
-        """Put back the old value of every attribute that holds a traced tensor now; returns those that were tensors."""
+        """Restore every attribute that holds a traced tensor; returns the restored values that are tensors."""
         replaced: list[torch.Tensor] = []
         for path, module, held in self._held:
             for key, value in list(vars(module).items()):
@@ -143,7 +142,7 @@ class Attributes:
         return replaced
 
     def refusal(self, tensor: torch.Tensor) -> str:
-        """Why a tensor that is neither parameter, buffer nor input must not be changed."""
+        """The message for a forward that changes a tensor which is no parameter, buffer or input."""
         name = self._name_of(tensor)
         return (
             f"the model changes {f'its attribute {name}' if name else 'a tensor that it does not own'}: only "

@@ -1,4 +1,4 @@
-"""SyncBatchNorm with its sums reduced in the graph, in place of collectives that torch would send while tracing."""
+"""SyncBatchNorm whose sums are reduced by collectives of the graph. Torch's own would communicate while tracing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from commfuse_fx.ir.mesh import Mesh
 
 
 def sync_batch_norm(mesh: Mesh, divided: bool) -> Callable[[nn.SyncBatchNorm, torch.Tensor], torch.Tensor]:
-    """A forward for nn.SyncBatchNorm on this mesh. divided: the graph is one device's, whose batch is the whole one.
+    """A forward for nn.SyncBatchNorm on this mesh.
 
-    What it returns raises CaptureError for a process group of some ranks only.
+    divided: whether the compiler divides the graph. The traced batch is then the whole one, and needs no collective.
+
+    The forward raises CaptureError if the module's process group is not that of all ranks.
     """
 
     def forward(self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
@@ -39,11 +41,14 @@ def _check_group(group: Any, mesh: Mesh) -> None:
 
 
 def _over_all_ranks(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """Two reductions, of sums and of squared distances from the mean: one of squares would lose digits."""
+    """Batch norm with two all_reduces: of the sums, then of squared distances from the mean.
+
+    One all_reduce of sums of squares would lose digits.
+    """
     given = x.float() if x.dtype.itemsize < 4 else x
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
-    # Counted, not computed from the shape: ranks may have batches of other sizes, but have one graph.
+    # The graph counts rows, since ranks with batches of different sizes share one graph.
     count = torch.ones_like(given.detach()[:, :1]).sum().view(1)
     sums = ops.all_reduce(torch.cat([given.sum(dims), count]))
     total = sums[-1:].detach()

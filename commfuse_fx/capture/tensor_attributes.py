@@ -1,4 +1,4 @@
-"""What users have stored on parameters and buffers themselves (`weight.gain = 2.0`), while a model is traced."""
+"""Attributes that users store on parameters and buffers (`weight.gain = 2.0`) can be read while a model is traced."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OF_TORCH = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 @contextmanager
 def own_attributes(stand_ins: Mapping[torch.Tensor, torch.Tensor], reads: Reads | None) -> Iterator[None]:
-    """Attributes that a stand-in does not have are those of its original. `reads` takes notes.
+    """Inside the `with` block, a stand-in has the attributes that the user has stored on its original.
 
-    Without this `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set.
+    Otherwise `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set. `reads` notes these reads.
     """
     originals = {id(stand_in): original for original, stand_in in stand_ins.items()}
 

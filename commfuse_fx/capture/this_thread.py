@@ -1,4 +1,4 @@
-"""Tracing takes the place of parts of torch: one trace at a time, and for its own thread only."""
+"""Tracing patches parts of torch: one trace runs at a time, and other threads see the original functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 
 class _Lock:
-    """Held by the thread that traces, and around a fork: a child must not inherit what a trace has replaced."""
+    """The lock of the thread that traces. A fork takes it too, so that a child never inherits patches of a trace."""
 
     def __init__(self) -> None:
         self.renew()
@@ -34,7 +34,7 @@ _tracing = _Lock()
 
 @contextmanager
 def one_trace_at_a_time() -> Iterator[None]:
-    """Other threads wait until this one has traced: what a trace replaces in torch is there for all of them."""
+    """Inside the `with` block no other thread can trace."""
     with _tracing.lock:
         yield
 

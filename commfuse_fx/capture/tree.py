@@ -1,8 +1,7 @@
 """Flatten the arguments of a call into tensors and a structure that can serve as a cache key.
 
-torch's pytree leaves dataclasses alone unless they are registered; users hand them to models, so
-they are taken apart here. Everything that is not a tensor becomes part of the structure: a new value
-means a new graph.
+torch's pytree does not flatten dataclasses that are not registered, but users pass them to models, so this module does.
+All values that are not tensors become part of the structure, so a new value means a new graph.
 """
 
 from __future__ import annotations
@@ -39,7 +38,11 @@ _CONSTANTS = (*PLAIN, enum.Enum)
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """The shape of a nest of containers: how to rebuild it from its tensors. Hashable."""
+    """The structure of nested containers, from which they can be rebuilt with other tensors. It is hashable.
+
+    kind: "tensor", "constant", or a kind of container. key: the type, with the names of the items or the constant.
+    children: the structures of the items.
+    """
 
     kind: str
     key: Any = None
@@ -63,8 +66,11 @@ def flatten(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Stru
 
 
 def flatten_output(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Structure]:
-    """Split what a model returns. Objects that are no containers are taken apart by their attributes; what has none is
-    a constant."""
+    """Split what a model returns into its tensors, each with a path, and its structure.
+
+    Other objects than containers are flattened by their attributes; an object without attributes is a constant. Raises
+    CaptureError for an object that holds itself.
+    """
     leaves: list[tuple[str, torch.Tensor]] = []
     return leaves, _flatten(value, path, leaves, _attributes)
 
@@ -89,10 +95,10 @@ def _attributes(value: Any, path: str) -> tuple[str, list[tuple[Any, Any]]]:
 
 
 _DEEPEST = 40
-"""Attributes of attributes that are looked into."""
+"""How deep attributes of attributes are flattened. A deeper object is taken for one that holds itself."""
 
 Unknown = Callable[[Any, str], tuple[str, list[tuple[Any, Any]]]]
-"""What to do with an object that is no container: (value, path) -> kind and items."""
+"""A function that handles an object which is no container: (value, path) -> kind and items."""
 
 
 def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]], unknown: Unknown = _refuse) -> Structure:

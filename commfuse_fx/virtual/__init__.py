@@ -1,1 +1,1 @@
-"""All ranks of a world in one process."""
+"""Run all ranks of a world in one process, to debug and to check compiled steps."""

@@ -1,4 +1,4 @@
-"""Collectives carried out on the list of all ranks' tensors: each fills the result of one rank."""
+"""Collectives as functions on the list of all ranks' tensors. Each call fills the result of one rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _reduce(values: Tensors, op: str) -> torch.Tensor:
-    """In rank order, in the tensors' own dtype."""
+    """Reduce in rank order, in the dtype of the tensors."""
     total = values[0]
     for value in values[1:]:
         total = _REDUCE[op](total, value)
     return total / len(values) if op == "avg" else total
 
 
-# Each fills one rank's result. `sent`: what the group's ranks send, in order; `mine`: this rank's place in it.
+# `out`: the result of one rank. `sent`: the tensors that the group's ranks send, in order. `mine`: the rank's position
+# in the group.
 
 
 def _all_reduce(out: torch.Tensor, sent: Tensors, mine: int, op: str, group: str) -> None:
@@ -53,7 +54,7 @@ def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int],
 
 
 def own_part(out: torch.Tensor, sent: Tensors, mine: int, *args: Any) -> None:
-    """A dropped collective: this rank's own data, repeated or sliced to the shape of the result."""
+    """Stand in for a dropped collective: repeat or slice the rank's own data to the shape of the result."""
     own = sent[mine]
     if own.shape == out.shape:
         out.copy_(own)

@@ -1,4 +1,4 @@
-"""`lockstep`: all ranks of a compiled step in this process, to see where ranks that must agree do not."""
+"""`lockstep` runs all ranks of a compiled step in this process, and finds where they begin to disagree."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class LockstepResult:
 
     @cached_property
     def grads(self) -> Mapping[str, torch.Tensor]:
-        """Parameter name -> synchronised gradient of the whole parameter, of rank 0.
+        """The synchronised gradients of rank 0, each of the whole parameter, by name. Empty for a step in eval mode.
 
-        A step with an optimizer has none to show: its gradients are computed when this is asked for, by the same step
-        without one, and with no collective left out. In eval mode there are none.
+        A step with an optimizer does not keep its gradients. So the first access computes them: it runs the same step
+        without the optimizer, from the values before the step, and drops no collective.
         """
         return self._ranks[0].grads if self._gradients is None else self._gradients.compute()
 
@@ -66,11 +66,11 @@ class LockstepResult:
 
 
 class Lockstep:
-    """All ranks of a compiled step in this process. `lockstep` makes it.
+    """All ranks of a compiled step in this process, as `lockstep` makes them.
 
-    A call runs one step of all ranks, and the next call goes on from there.
+    Each call runs one step of all ranks, from the state in which the call before has left them.
 
-    models, optimizers: those of the ranks, which are copies. The user's own stay as they are.
+    models, optimizers: copies of the user's model and optimizer, one per rank. The user's own never change.
     """
 
     def __init__(self, lowered: Lowered, drop: Collection[str], tolerance: float) -> None:
@@ -85,14 +85,14 @@ class Lockstep:
 
     @user_frames_only
     def __call__(self, *args: Any, **kwargs: Any) -> LockstepResult:
-        """Run one step on a global batch; without arguments, on the one that `lower` was given.
+        """Run one step of all ranks on a global batch. Without arguments the batch is the one that `lower` got.
 
-        Tensors whose dimension 0 is that of the first one are divided among the ranks as `Program.batch_axes`
-        says, or among all of them with data_parallel. With full_batch=True every rank is handed the whole
-        batch.
+        The global batch has the rows of all ranks together. Tensors with as many rows as the first tensor are divided:
+        among all ranks with data_parallel, else along the mesh axes of `Program.batch_axes`. With full_batch=True
+        every rank gets the whole batch.
 
-        Raises ConfigValueError for a batch that does not divide, or a name in `drop` that is no collective of
-        this step.
+        Raises ConfigValueError if the batch does not divide among the ranks, or if a name in `drop` is no collective
+        of this step.
         """
         if not args and not kwargs:
             args, kwargs = self.lowered._call.args, dict(self.lowered._call.kwargs)
@@ -120,7 +120,7 @@ class Lockstep:
         return next((result.disagreement for result in self._results if result.disagreement is not None), None)
 
     def report(self) -> str:
-        """What the steps so far have shown, one line per step."""
+        """The results of the steps so far as text, one line per step."""
         dropped = f", without {', '.join(self.drop)}" if self.drop else ""
         lines = [f"lockstep of {self._step.mesh.world} ranks ({self._step.mesh}){dropped}"]
         lines += [f"  step {number}: {result}" for number, result in enumerate(self._results)]
@@ -172,16 +172,16 @@ def lockstep(
         check(x, y)
         print(check.report())
 
-    It finds where ranks begin to differ. It cannot see that all of them agree on a wrong number: for that,
-    compare loss, grads and parameters() of the result with one device.
+    It finds where ranks begin to differ. It does not notice when all ranks agree on a wrong number: for that, compare
+    `loss`, `grads` and `parameters()` of the result with a run on one device.
 
-    lowered: from `CompiledStep.lower`.
-    world: the number of ranks, for the reader: that of the step's mesh.
+    lowered: what `CompiledStep.lower` returned.
+    world: the number of ranks. It may be left out, and has to be that of the step's mesh.
     drop: names of collectives (as in `lowered.text()`) to leave out. Ranks then go on with their own data.
-    tolerance: by how much values that ranks must share may differ, relative to their size or to 1. 0 compares
-        bit by bit.
+    tolerance: how much values that ranks must share may differ, relative to their size or to 1. 0 compares bit by bit.
 
-    Raises ConfigTypeError for something that is not a Lowered, ConfigValueError for another world than the step's.
+    Raises ConfigTypeError if `lowered` is not a Lowered, ConfigValueError for another world than the step's or for a
+    Lowered that `cf.load` read, and NotAvailableError for a compiled module.
     """
     if not isinstance(lowered, Lowered):
         raise ConfigTypeError(f"lowered={lowered!r} is not a lowered step: pass step.lower(*args)")
@@ -225,7 +225,7 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """What it takes to compute the gradients of a step that has run: the ranks' values and random state before it."""
+    """The ranks' values and the random state before a step, from which its gradients can be computed afterwards."""
 
     step: CompiledStep
     values: Sequence[Mapping[str, torch.Tensor]]

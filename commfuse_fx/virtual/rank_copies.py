@@ -15,8 +15,11 @@ from commfuse_fx.ir.shared_memory import overlaps
 def copy_for_rank(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """A deep copy. Tensors that modules keep from an earlier forward (the weight that `weight_norm` computes) come
-    without their history, which torch refuses to copy."""
+    """A deep copy of a model and its optimizer.
+
+    Modules may keep tensors of an earlier forward, such as the weight that `weight_norm` computes. Torch refuses to
+    copy those with their autograd history, so they are copied without it.
+    """
     memo: dict[int, Any] = {
         id(value): value.detach().clone()
         for module in model.modules()
@@ -28,7 +31,7 @@ def copy_for_rank(
 
 
 def _copy_in_place(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Copies of parameters that have gaps or share memory lie as they do; torch would make them dense, and separate."""
+    """Copy parameters that have gaps or share memory as they are. Torch would make them dense and separate."""
     shared = overlaps(dict([*model.named_parameters(), *model.named_buffers()]))
     for name, param in model.named_parameters():
         if type(param) is nn.Parameter and param.layout == torch.strided:

@@ -1,11 +1,10 @@
 """Run one program for all ranks in one process, node by node, with no devices and no process groups.
 
-Collectives are carried out on the list of the ranks' tensors, with the worst timing that a real
-network could have: the result of a start is poisoned until its wait, and what is sent is read at the wait
-where the runtime does not copy it at the start. A piece of a bucket is on the wire from the moment it is
-sent. Memory that nobody has written yet is poisoned, and so is memory that is kept between steps, once its step has
-used it for the last time. A graph that touches memory on the wire, or reads memory of another step, gives NaN or
-wrong numbers here, every time.
+Collectives work on the list of the ranks' tensors, with the worst timing that a real network could have. The result
+of a start is poisoned (filled with NaN) until its wait. If the runtime does not copy the input at the start, the input
+is read at the wait. A piece of a bucket is on the wire from the moment it is sent. Memory that no node has written yet
+is poisoned, and so is memory that is kept between steps, after its last use in a step. So a graph that touches memory
+on the wire, or reads memory of another step, always gives NaN or wrong numbers here.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from commfuse_fx.virtual.exchanges import COPIES_ITS_INPUT, EXCHANGE, IN_PLACE, 
 from commfuse_fx.virtual.rank_streams import RankStreams
 
 Observer = Callable[[fx.Node, Sequence[Mapping[fx.Node, Any]]], None]
-"""Sees a node once all ranks have run it, and each rank's values so far."""
+"""A function that is called with each node after all ranks have run it, and with each rank's values so far."""
 
 
 class RanksProgram:
-    """All ranks of one program, step after step.
+    """Runs the steps of one program on all ranks.
 
-    executors: one per rank of the program's mesh, with storage that is bound. Values that the program updates
-        (parameters, state, buffers) are updated in place, so ranks must not share them.
+    executors: one per rank of the program's mesh, with bound storage. The program updates parameters, states and
+        buffers in place, so ranks must not share them.
 
-    Nodes that belong into the following step run there, just before the node that they are to precede; `finish`
-    runs those that are left.
+    Nodes of the tail run in the following step, just before the node that they have to precede. `finish` runs the
+    rest of them.
     """
 
     def __init__(self, program: Program, executors: Sequence[Executor]) -> None:
@@ -66,18 +65,18 @@ class RanksProgram:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last step has left something to the following one."""
+        """Whether nodes of the last step's tail have not run yet."""
         return self._left is not None
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], drop: Collection[str] = ()) -> list[tuple[Any, ...]]:
-        """One step of every rank; returns each rank's outputs, (loss, *gradients).
+        """Run one step of every rank; returns each rank's outputs, (loss, *gradients, *auxiliary outputs).
 
         inputs: for each rank, the leaves of its call's arguments.
         drop: names of collectives of this step to leave out, as in the canonical text. A dropped one does not
             communicate: every rank goes on with its own data, in the right shape.
 
-        Raises ConfigValueError when a name in `drop` is not that of a collective. If the step itself raises, the step
-        before is complete.
+        Raises ConfigValueError if a name in `drop` is not that of a collective. If the step itself raises, the tail of
+        the step before has been finished.
         """
         for name in drop:
             if name not in self.starts:
@@ -104,16 +103,16 @@ class RanksProgram:
             return step.outputs
 
     def finish(self) -> None:
-        """Run what the last step has left."""
+        """Run the rest of the last step's tail."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
             self._advance(len(self.deferred))
 
     def memory(self, node: fx.Node, rank: int) -> torch.Tensor:
-        """What a node that stands for kept memory yields on a rank, the same in every step."""
+        """The memory that a node for kept memory yields on a rank, the same in every step."""
         return self.executors[rank].storage.pool.memory(info(node).name, tensor_spec(node))
 
     def _advance(self, until: int) -> None:
-        """Run the deferred nodes of the step before up to this one, if it has not."""
+        """Run the deferred nodes of the step before, up to number `until`, that have not run yet."""
         while self._left is not None and self._next < until:
             self._left.run(self.deferred[self._next])
             self._next += 1
@@ -122,7 +121,7 @@ class RanksProgram:
 
 
 def _last_uses(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it."""
+    """For each node the values whose last user it is."""
     last = {value: node for node in order for value in node.all_input_nodes}
     found: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
@@ -133,7 +132,7 @@ def _last_uses(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 def _last_uses_of_memory(
     order: Sequence[fx.Node], kept: Sequence[fx.Node], roots: Roots
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the kept memory that its step does not need after it."""
+    """For each node the kept memory whose last user in the step it is."""
     memory = dict.fromkeys(kept)
     last = {
         roots[value]: node
@@ -148,13 +147,13 @@ def _last_uses_of_memory(
 
 
 def _on_wire(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a wait still needs besides its input: a collective that makes no copy sends until then."""
+    """The memory that a collective reads until this wait, if it made no copy of it."""
     sent = memory_on_wire(node) if is_wait(node) else None
     return () if sent is None else (sent,)
 
 
 class _Step:
-    """One step of all ranks: its values, and what it has on the wire."""
+    """One step of all ranks: its values, and its collectives on the wire."""
 
     def __init__(
         self, world: RanksProgram, inputs: Sequence[Mapping[str, torch.Tensor]], dropped: Collection[fx.Node]
@@ -282,6 +281,6 @@ def _poison(value: torch.Tensor) -> None:
     if value.is_floating_point() or value.is_complex():
         value.fill_(float("nan"))
     elif value.dtype == torch.bool:
-        value.fill_(True)  # either value may be right: at least it is the same on every rank and in every run
+        value.fill_(True)  # it may be the right value; at least it is the same on every rank and in every run
     else:
         value.fill_(torch.iinfo(value.dtype).min)

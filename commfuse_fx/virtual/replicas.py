@@ -1,4 +1,4 @@
-"""Which values ranks have in common, and where in a step they cease to."""
+"""Compare the values that ranks must have in common, and find the first node where they differ."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
 class Disagreement:
     """A disagreement: two ranks should hold the same value, and do not.
 
-    node: the canonical name of the node that computes it.
-    ranks: the two.
-    difference: the largest absolute one; NaN where one of them is NaN, or where shapes differ.
-    phase, module, source: where in the step that is; the source is `file:line`, "" if unknown.
+    node: the canonical name of the node that computes the value.
+    ranks: the two ranks.
+    difference: the largest absolute difference of elements. NaN if one rank has a NaN, or if shapes differ.
+    phase, module, source: the place of the node in the step. The source is `file:line`, or "" if it is unknown.
     """
 
     node: str
@@ -46,11 +46,11 @@ class Disagreement:
 
 
 class Replicas:
-    """Compares, node by node, what ranks of a program must have in common; an observer of `RanksProgram`.
+    """An observer of `RanksProgram` that compares, node by node, the values that ranks must have in common.
 
-    tolerance: 0 compares bit by bit (NaN equals NaN); otherwise values may differ by this much, relative to their
-    size or to 1. `first` is the first disagreement in the order of the step, `compared` the number of values that
-    were looked at.
+    tolerance: how much values may differ, relative to their size or to 1. 0 compares bit by bit; NaN equals NaN.
+    first: the first disagreement in the order of the step, or None.
+    compared: the number of values that were compared.
     """
 
     def __init__(self, program: Program, tolerance: float = 0.0) -> None:
@@ -64,14 +64,14 @@ class Replicas:
         self._partners: dict[str, list[tuple[int, int]]] = {}
 
     def given(self, values: Sequence[Mapping[fx.Node, Any]], nodes: Sequence[fx.Node]) -> None:
-        """The inputs of a step, before it begins."""
+        """Compare the inputs of a step, before it begins."""
         for node in nodes:
             self._compare(node, node, values)
         self._memory = [{node: each[node] for node in nodes} for each in values]
 
     def __call__(self, node: fx.Node, values: Sequence[Mapping[fx.Node, Any]]) -> None:
         if is_start(node) or is_unwritten(node):
-            return  # nobody knows what it yields before the wait, or before somebody writes
+            return  # its value is undefined until the wait, or until a node writes to it
         self._compare(node, node, values)
         for written in self._written.get(node, ()):
             self._compare(written, node, self._memory)
@@ -91,7 +91,7 @@ class Replicas:
                 return
 
     def _pairs(self, varies: str) -> list[tuple[int, int]]:
-        """Each rank with the first one that must hold the same."""
+        """Pairs of ranks to compare: each rank with the first rank that must hold the same value."""
         if varies not in self._partners:
             first: dict[tuple[int, ...], int] = {}
             axes = [self.mesh.names.index(name) for name in varies.split(",") if name]
@@ -106,10 +106,10 @@ class Replicas:
 
 
 def variation(program: Program) -> dict[fx.Node, str]:
-    """For each value of which it is known: the group of mesh axes along which ranks may hold different ones.
+    """The mesh axes along which ranks may hold different values of a node; nodes without known axes are left out.
 
-    From `NodeInfo.varies`; and where that is None, from collectives (what all ranks of a group get is the same on all
-    of them) and from parameters and optimizer state, which are the same on ranks that hold the same part.
+    The axes come from `NodeInfo.varies`. If that is None, they follow from collectives, whose results are equal on all
+    ranks of the group, and from parameters and optimizer states, which are equal on ranks that hold the same part.
     """
     found: dict[fx.Node, str] = {}
     for node in program.graph.nodes:
@@ -144,7 +144,7 @@ def _of_source(program: Program, source: Source) -> str | None:
 
 
 def _of_parameters(program: Program, names: Sequence[str]) -> str | None:
-    """None for parameters that every rank trains by itself."""
+    """The axes that divide these parameters; None if every rank trains them by itself."""
     mode = program.config.parallel_mode
     params = [program.params[name] for name in names]
     if mode == "stand_alone" or (mode == "hybrid_parallel" and any(param.layerwise_parallel for param in params)):
@@ -165,7 +165,7 @@ def _others(mesh: Mesh, group: str) -> str:
 
 
 def _updated(program: Program, varies: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """For each update the parameters, states and buffers that it writes, of which it is known who shares them."""
+    """For each update node the parameters, states and buffers that it writes, if ranks must have them in common."""
     roots = Roots(program.graph, program.aliases())
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
@@ -179,7 +179,7 @@ def _updated(program: Program, varies: Mapping[fx.Node, str]) -> dict[fx.Node, l
 
 
 def _difference(one: Any, other: Any, tolerance: float) -> float | None:
-    """The largest absolute difference of two values, or None where they count as the same."""
+    """The largest absolute difference of two values; None if they count as equal."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         found = [_difference(a, b, tolerance) for a, b in zip(one, other, strict=True)]
         known = [each for each in found if each is not None]

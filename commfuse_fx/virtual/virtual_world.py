@@ -33,23 +33,27 @@ from commfuse_fx.virtual.ranks_program import Observer, RanksProgram
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank's step gives. `grads`: parameter name -> synchronised gradient of this step, empty with an
-    optimizer."""
+    """The result of one rank's step.
+
+    loss: the rank's own loss, a scalar.
+    grads: the synchronised gradients of this step, by parameter name. Empty for a step with an optimizer.
+    """
 
     loss: torch.Tensor
     grads: Mapping[str, torch.Tensor]
 
 
 class LockstepWorld:
-    """The ranks of a step. Rank 0 is the step's own model and optimizer, unless `own_model` is False.
+    """All ranks of a compiled step in this process. `world(batches)` runs one step of all ranks.
 
-    `models` and `optimizers` hold one copy per rank (of the values at construction), as each process of a
-    real world would; attach one learning-rate scheduler to each optimizer. `world(batches)` runs one
-    step of all ranks. Reading a parameter that the step divides among ranks gathers the parts of all ranks. Whoever
-    replaces modules or parameters does so in the step's own model as well, which is the one that is looked at.
+    models, optimizers: one per rank, as each process of a real world would have them. They are copies of the values at
+        construction. Rank 0 has the step's own model and optimizer, unless `own_model` is False.
 
-    With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, here as on devices. Reading a
-    parameter or an optimizer's state of any rank finishes them; so does `synchronize`.
+    Attach a learning-rate scheduler to each optimizer. Reading a divided parameter gathers the parts of all ranks. If
+    you replace modules or parameters, do so in the step's own model too, because tracing looks at that one.
+
+    With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, as on devices. Reading a
+    parameter or an optimizer state of any rank finishes them, and so does `synchronize`.
     """
 
     def __init__(self, step: CompiledStep, own_model: bool = True) -> None:
@@ -61,9 +65,9 @@ class LockstepWorld:
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
         self._ranks = [RankExecutors(rank, self._exchange(rank), self.synchronize) for rank in range(len(ranks))]
         self._made: weakref.WeakKeyDictionary[Plan, RanksProgram] = weakref.WeakKeyDictionary()
-        self._running: RanksProgram | None = None  # that of the last step, which may have left updates
+        self._running: RanksProgram | None = None  # the program of the last step, which may have left updates
         self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
-        self._params_of: list[dict[str, nn.Parameter]] = []  # of each rank's model, then
+        self._params_of: list[dict[str, nn.Parameter]] = []  # the parameters of each rank's model, at the last step
         self._seeds = Seeds(0, None)
         self._steps = 0
         self._guard = Guard(self.synchronize)
@@ -72,11 +76,13 @@ class LockstepWorld:
     def __call__(
         self, batches: Sequence[tuple[Any, ...]], *, drop: Collection[str] = (), observe: Observer | None = None
     ) -> list[RankResult]:
-        """One step. `batches[rank]` are the arguments of that rank's call (with full_batch: the same for all).
+        """Run one step of all ranks; returns their results by rank.
 
-        drop: names of collectives to leave out; what follows must then differ from a correct step. observe: sees
-        every node and the ranks' values.
-        Raises ConfigValueError when batches differ in structure or shapes, or their number is not the world's.
+        batches: for each rank the arguments of its call. With full_batch they are the same for all ranks.
+        drop: names of collectives to leave out, to see that results then differ from those of a correct step.
+        observe: is called with every node and the ranks' values.
+
+        Raises ConfigValueError if batches differ in structure or shapes, or if their number is not the world's.
         """
         if len(batches) != len(self.models):
             raise ConfigValueError(f"{len(batches)} batches for {len(self.models)} ranks: give one per rank")
@@ -85,7 +91,7 @@ class LockstepWorld:
     def run(
         self, calls: Sequence[Call], *, drop: Collection[str] = (), observe: Observer | None = None
     ) -> list[RankResult]:
-        """As a call, with each rank's arguments taken apart already."""
+        """The same as a call, with arguments that are flattened already."""
         with outside_inference_mode():
             return self._run(calls, drop, observe)
 
@@ -104,7 +110,7 @@ class LockstepWorld:
             self.synchronize()
             raise
         results: list[RankResult] = []
-        # Looks at guarded parameters, but not at their values.
+        # This handles guarded parameters without reading their values.
         with torch._C.DisableTorchFunctionSubclass():
             for executor, (loss, *others) in zip(running.executors, outputs, strict=True):
                 executor.publish()
@@ -117,7 +123,7 @@ class LockstepWorld:
 
     @user_frames_only
     def synchronize(self) -> None:
-        """Finish what the last step has left to the following one."""
+        """Finish the updates that the last step has left to the following one."""
         with self._guard.lock:
             try:
                 if self._running is not None:
@@ -139,7 +145,7 @@ class LockstepWorld:
         return [info(node).name for node in program.collectives()]
 
     def _calls(self, batches: Sequence[tuple[Any, ...]]) -> list[Call]:
-        """The ranks' arguments, which have to be alike."""
+        """Flatten the ranks' arguments. Raises ConfigValueError if they differ in structure or shapes."""
         with torch._C.DisableTorchFunctionSubclass():
             calls = [self.step.planner.take_apart(batch, {}) for batch in batches]
             signatures = [self.step.planner.signature(call) for call in calls]
@@ -151,7 +157,7 @@ class LockstepWorld:
         return calls
 
     def _runner(self, call: Call) -> RanksProgram:
-        """What runs this call; another program than that of the last step begins when that step is complete."""
+        """The ranks' program for this call. Before the program changes, the last step is finished."""
         planner = self.step.planner
         with torch._C.DisableTorchFunctionSubclass():
             known, running = planner.known_plan(call), self._running
@@ -171,7 +177,7 @@ class LockstepWorld:
             return self._bound(plan)
 
     def _take_parameters(self) -> None:
-        """Some were replaced: whatever works on the models' parameters is made anew."""
+        """After the user has replaced parameters, drop all programs that work on the old ones."""
         for rank in self._ranks:
             rank.open()
         self._made.clear()
@@ -184,12 +190,12 @@ class LockstepWorld:
 
     @contextmanager
     def _shapes_only(self) -> Iterator[None]:
-        """To trace the step's own model, which may be that of rank 0."""
+        """Inside the `with` block the step's own model can be traced. It may be the model of rank 0."""
         with self.step.session.shapes_only(), self._ranks[0].shapes_only():
             yield
 
     def _bound(self, plan: Plan) -> RanksProgram:
-        """The ranks of a plan, with storage that is bound. Raises LayoutConflict."""
+        """The ranks' program of a plan, with bound storage. Raises LayoutConflict if the plan's layout does not fit."""
         found = self._made.get(plan)
         if found is None or found.program is not plan.compiled.program:
             found = self._made[plan] = self._make(plan.compiled.program)
