@@ -50,6 +50,13 @@ def x(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def with_nan(*shape: int) -> Tensor:
+    """Some ranks have a NaN that others do not have."""
+    found = x(*shape)
+    found.view(-1)[[0, -1]] = torch.nan
+    return found
+
+
 def positive(*shape: int) -> Tensor:
     return x(*shape).abs() + 0.1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.sharding.calls import Case, aten, case, ints, mask, x, z
+from tests.sharding.calls import Case, aten, case, ints, mask, with_nan, x, z
 
 
 def matmul_cases() -> Iterator[Case]:
@@ -59,6 +59,9 @@ def reduction_cases() -> Iterator[Case]:
     yield case(aten.amin.default, x(8, 24), [0], having="S(0) -> R | S(1) -> S(0)")
     yield case(aten.amin.default, ints(99, 8, 24), [0], having="S(1) -> S(0)", without="S(0) -> R")
     yield case(aten.max.default, x(8, 24), having="S(0) -> R")
+    for extreme in (aten.amax.default, aten.amin.default):
+        yield case(extreme, with_nan(8, 24), [0], having="S(0) -> R")
+    yield case(aten.linalg_vector_norm.default, with_nan(8, 24), float("inf"), having="S(0) -> R")
     yield case(aten.min.default, x(8, 24), having="S(1) -> R")
     yield case(aten.max.dim, x(8, 24), 1, having="S(0) -> S(0), S(0)", without="S(1) -> R, R")
     yield case(aten.min.dim, x(8, 24), 0, True, having="S(1) -> S(1), S(1)")

@@ -274,6 +274,8 @@ def test_a_reduction_inside_of_an_operation_is_compared() -> None:
     inside = [node for node in lowered.program.collectives() if "/step." in node.meta["commfuse"].name]
     assert {node.args[1] for node in inside} >= {"max"}
     for node in inside:
+        if node.meta["commfuse"].spec.dtype == torch.int32:
+            continue  # tells where a NaN is: on no rank
         name = node.meta["commfuse"].name
         found = cf.lockstep(lowered, drop=[name])(batch).disagreement
         assert found is not None and found.node.rsplit("/", 1)[0] == name.rsplit("/", 1)[0]

@@ -30,6 +30,8 @@ def test_softmax_with_masked_scores(ways: int) -> None:
     x = made(4, 8)
     x[0, :6] = float("-inf")  # all of the first ranks' parts
     x[1] = float("-inf")  # a row of nothing: nan in torch, zeros in the safe form
+    x[2] = float("-inf")
+    x[2, 0] = torch.nan  # on one rank: the whole row is nan
     for target in (aten._softmax.default, aten._log_softmax.default):
         assert "S(1) -> S(1)" in proved(target, [x, 1, False], ways)
     assert "S(1) -> S(1)" in proved(aten._safe_softmax.default, [x, 1], ways)

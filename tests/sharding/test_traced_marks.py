@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,18 @@ def test_functions_and_tensors_in_forward():
     }
     assert not found.parameters
     assert found.data_axes == ("dp",)
+
+
+class Doubled:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_the_names_of_marked_functions_have_no_addresses():
+    softmax = cf.shard(partial(torch.softmax, dim=-1), ((2, 1),))
+    doubled = cf.shard(Doubled(), ((2, 1),))
+    found = resolved(Run(lambda x, w: doubled(softmax(x @ w)), w=(8, 8)), TWO_FOUR, x8())
+    assert list(activation_layouts(found)) == ["torch.softmax in0", "Doubled in0"]
 
 
 @pytest.mark.parametrize(

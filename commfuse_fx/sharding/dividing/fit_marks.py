@@ -106,7 +106,7 @@ def factors_needed(
     """
     found: dict[str, tuple[int, ...]] = {}
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True)):
-        cuts: dict[int, str] = {}  # where the axis is cut -> who was the first to need it
+        cuts: dict[int, str] = {}  # where the axis is cut -> the first mark that needs it
         for call, members in zip(calls, fitted, strict=True):
             for member, each in zip(call.members, members, strict=True):
                 for piece, _ in each.divided:

@@ -21,7 +21,7 @@ _PRODUCTS = (aten.mm.default, aten.matmul.default, aten.bmm.default)
 
 
 def sections(node: fx.Node, dim: int) -> int:
-    """Into how many equal sections dimension `dim` of this node is split further on; 1 if it is not."""
+    """The number of equal sections into which later nodes split dimension `dim` of this node; 1 if they do not."""
     pending: list[tuple[fx.Node, int]] = [(node, dim)]
     seen: dict[tuple[fx.Node, int], None] = {}
     while pending:

@@ -145,7 +145,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def _blocks(path: str, module: nn.Module) -> int:
-    """How many projections one fused layer holds: query, key and value of GPT-2, key and value in cross-attention."""
+    """The number of projections in a fused layer: query, key and value in GPT-2, key and value in cross-attention."""
     if path.split(".")[-1] != "c_attn":
         return 1
     taken, given = _sizes(module)

@@ -73,7 +73,8 @@ def shard(
         cf.shard(model, cf.plans.tensor_parallel(model, axis="tp"))
         cf.shard(model, {"**.up": ColwiseParallel(), "**.down": RowwiseParallel()}, axis="tp")
 
-    Outside of a compiled step marked modules, functions and tensors behave as if they were not marked.
+    Outside of a compiled step marked modules, functions and tensors behave as if they were not marked. A mark on a
+    parameter itself is an attribute of it, which `copy.deepcopy(model)` drops: mark the copy again.
 
     Slices of one call take the axes of the mesh in the order of its dimensions: in ((2, 1), (1, 4)) of a matmul on
     mesh=(2, 4) the rows of x are divided by "dp" and the columns of w by "tp"; on mesh=(8,), "dp" is split into "dp.0"
@@ -118,7 +119,7 @@ class _Arguments:
     place: str
 
     def refuse_for_others(self, target: Any) -> None:
-        """What only modules take."""
+        """Raises ConfigTypeError if an argument is given that only modules take."""
         for name, value in (("plan", self.plan), ("axis", self.axis), *self.parameters.items()):
             if value is not None:
                 raise ConfigTypeError(
@@ -232,7 +233,7 @@ def _apply_plan(model: nn.Module, plan: Any, axis: str | None, place: str) -> No
 
 
 def _layouts_of(entry: Any, module: nn.Module, path: str, pattern: str, place: str) -> list[Layouts]:
-    """What a plan says of one module: one or several layouts or styles."""
+    """The layouts of one entry of a plan, for one module. An entry is a layout, a style or a list of both."""
     entries = entry if isinstance(entry, list) else [entry]
     found: list[Layouts] = []
     for each in entries:

@@ -31,7 +31,7 @@ def expand_style(style: Any, module: nn.Module, path: str, place: str) -> list[L
 
     Raises ConfigTypeError for an unknown style, or for a module that the style does not fit.
     """
-    from torch.distributed.tensor import parallel  # slow to import, and there already if somebody has made a style
+    from torch.distributed.tensor import parallel  # slow to import, and loaded already if there is a style
 
     where = f"{place}: {type(style).__name__} of module {path or type(module).__name__}"
     if isinstance(style, (parallel.ColwiseParallel, parallel.RowwiseParallel)):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -97,8 +98,10 @@ def marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torc
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function in messages."""
-    name = str(getattr(function, "__name__", None) or show(function))
+    """The name of a function in messages and graphs, without addresses: all ranks have the same graph."""
+    if isinstance(function, partial):
+        return name_of(function.func)
+    name = str(getattr(function, "__name__", None) or type(function).__name__)
     return f"torch.{name}" if getattr(torch, name, None) is function else name
 
 

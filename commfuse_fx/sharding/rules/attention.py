@@ -13,7 +13,7 @@ import torch
 
 from commfuse_fx.ir.placement import Placement, R, S
 from commfuse_fx.sharding.rules.call import OpCall, Strategy
-from commfuse_fx.sharding.rules.named import along, spec_of_argument, strategy, summand
+from commfuse_fx.sharding.rules.named import operand_placement, spec_of_argument, strategy, summand
 from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def _placed(call: OpCall, dim: int) -> dict[str, Placement]:
         placed.update({"key": R, "value": R})
     for name in _MASKS:
         if name in bound:
-            placed[name] = along(dim, spec_of_argument(call, name), scores)
+            placed[name] = operand_placement(dim, spec_of_argument(call, name), scores)
     return placed
 
 

@@ -16,21 +16,21 @@ from commfuse_fx.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In the arguments of a call, a reference to its tensor input number `index`."""
+    """A reference to tensor input number `index`, in the arguments of a call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """In the arguments of a call: a number that a node of the graph computes, such as this rank's position."""
+    """A number that a node of the graph computes, such as this rank's position, in the arguments of a call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """In the arguments of a step, the result of an earlier step of the same strategy.
+    """The result of an earlier step of the same strategy, in the arguments of a step.
 
     step: the number of that step.
     item: which item of the result, if that is a tuple.
@@ -41,7 +41,7 @@ class Result:
 
 
 class Rank(Enum):
-    """In the arguments of a step: this rank's position on the axis, an int."""
+    """This rank's position on the axis, an int, in the arguments of a step."""
 
     INDEX = "index"
 

@@ -26,7 +26,7 @@ def _weight_dims(call: OpCall) -> tuple[Placement, Placement]:
 
 @rule(aten.convolution.default)
 def convolution(call: OpCall) -> Sequence[Strategy]:
-    """By batch, by output channels, by input channels, by groups."""
+    """Strategies by batch, by output channels, by input channels and by groups."""
     bound, ways = call.bound(), call.ways
     found = [strategy(call, {"input": S(0)}, (S(0),))]
     if bound["groups"] == 1:

@@ -224,7 +224,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Where it writes no running statistics."""
+    """native_batch_norm without running statistics, which it would write in place."""
     if not training or running_mean is not None or running_var is not None:
         return NotImplemented
     return _normalize(x, weight, bias, eps)[:3]
@@ -261,8 +261,11 @@ def _batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Ioffe and Szegedy 2015 (arXiv:1502.03167), section 3: with x' the normalised input and n elements per channel,
-    the gradient is weight / deviation * (grad - (sum(grad) + x' * sum(grad * x')) / n)."""
+    """The gradient of batch norm, from Ioffe and Szegedy 2015 (arXiv:1502.03167), section 3.
+
+    With x' the normalised input and n elements per channel it is
+    weight / deviation * (grad - (sum(grad) + x' * sum(grad * x')) / n).
+    """
     if not train or save_mean is None or save_invstd is None:
         return NotImplemented
     dtype, dims = _sum_type(x), x.dim()

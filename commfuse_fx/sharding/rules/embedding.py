@@ -73,7 +73,7 @@ def embedding_backward(call: OpCall) -> Sequence[Strategy]:
 
 @rule(embedding_of_rows)
 def embedding_of_rows_again(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis."""
+    """Strategies to divide the function once more, over another mesh axis."""
     rows, indices, index = call.args
     last = len(call.inputs[1].shape)
     found = [Strategy((S(d),), (R, S(d))) for d in range(last)]
@@ -83,7 +83,7 @@ def embedding_of_rows_again(call: OpCall) -> Sequence[Strategy]:
 
 @rule(embedding_gradient_of_rows)
 def embedding_gradient_of_rows_again(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis."""
+    """Strategies to divide the function once more, over another mesh axis."""
     grad, indices, rows, padding_idx, scale_grad_by_freq, index = call.args
     last = len(call.inputs[1].shape)
     found = [] if scale_grad_by_freq else [Strategy((P,), (S(d), S(d))) for d in range(last)]
@@ -94,7 +94,7 @@ def embedding_gradient_of_rows_again(call: OpCall) -> Sequence[Strategy]:
 
 @rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(call: OpCall) -> Sequence[Strategy]:
-    """By features. Where a bag begins is known only when the step runs, so bags cannot be divided."""
+    """Strategies by features. Bags cannot be divided, because the step finds only when it runs where a bag begins."""
     of_maximum = S(1) if _takes_maximum(call) else R
     return [strategy(call, {"weight": S(1)}, (S(1), R, R, of_maximum))]
 

@@ -12,7 +12,7 @@ from commfuse_fx.sharding.rules.rule_registry import rule
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
 def _like(call: OpCall) -> Sequence[Strategy]:
-    """As the input is divided; its values do not matter."""
+    """The result is divided as the input is. The values of the input do not matter."""
     found = [Strategy((R,), (P,))]
     for dim in range(len(shape_of(call))):
         found += along(call, (dim,), (dim,))

@@ -154,7 +154,7 @@ def _index(call: OpCall) -> Sequence[Strategy]:
 
 
 def _own(at: Indexing, i: int) -> list[int | None]:
-    """Where each index tensor has dimension i of their common shape."""
+    """For each index tensor the position of dimension i of their common shape; None if it is broadcast along it."""
     return [own_dim(shape, i, at.positions) for shape in at.indices]
 
 

@@ -14,7 +14,7 @@ from commfuse_fx.ir.functions import pure
 from commfuse_fx.ir.placement import P, Placement, R, S
 from commfuse_fx.sharding.rules.call import INDEX, OpCall, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.decompose import ELEMENTWISE_LOSSES, ELEMENTWISE_LOSSES_BACKWARD
-from commfuse_fx.sharding.rules.named import along, on_contiguous, spec_of_argument, strategy, subdivided
+from commfuse_fx.sharding.rules.named import on_contiguous, operand_placement, spec_of_argument, strategy, subdivided
 from commfuse_fx.sharding.rules.rule_registry import rule
 
 aten = torch.ops.aten
@@ -141,7 +141,7 @@ def _placed_at(call: OpCall, placed: Sequence[tuple[object, Placement]]) -> tupl
 
 @rule(nll_loss_of_classes)
 def nll_loss_of_classes_again(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis."""
+    """Strategies to divide the function once more, over another mesh axis."""
     x, target, weight, reduction, ignore_index, dim, index = call.args
     found: list[Strategy] = []
     for d in (d for d in range(len(call.inputs[x.index].shape)) if d != dim):
@@ -155,7 +155,7 @@ def nll_loss_of_classes_again(call: OpCall) -> Sequence[Strategy]:
 
 @rule(nll_loss_gradient_of_classes)
 def nll_loss_gradient_of_classes_again(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis. The gradient is one number, or one per target."""
+    """Strategies to divide the function once more, over another mesh axis. `grad` is one number, or one per target."""
     grad, x, target, weight, ignore_index, dim, index = call.args
     found: list[Strategy] = []
     for d in (d for d in range(len(call.inputs[x.index].shape)) if d != dim):
@@ -180,7 +180,7 @@ def elementwise_loss(call: OpCall) -> Sequence[Strategy]:
     shape = torch.broadcast_shapes(*(call.inputs[bound[name].index].shape for name in compared))
     found: list[Strategy] = []
     for d in range(len(shape)):
-        placed = {name: along(d, spec_of_argument(call, name), shape) for name in names}
+        placed = {name: operand_placement(d, spec_of_argument(call, name), shape) for name in names}
         if backward and reduction == SUM:
             placed["grad_output"] = R
         if all(placed[name] == R for name in compared):

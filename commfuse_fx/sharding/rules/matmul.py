@@ -38,7 +38,7 @@ def _product(call: OpCall) -> Sequence[Strategy]:
 
 @rule(aten.matmul.default)
 def _matmul(call: OpCall) -> Sequence[Strategy]:
-    """As numpy has it: vectors stand for matrices, and leading dimensions are broadcast."""
+    """matmul follows numpy: vectors stand for matrices, and leading dimensions are broadcast."""
     ranks = [len(spec.shape) for spec in call.inputs]
     result = shape_of(call)
     rows, columns = ("m" if ranks[0] > 1 else ""), ("n" if ranks[1] > 1 else "")

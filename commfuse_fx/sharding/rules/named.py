@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import P, Placement, R, S
+from commfuse_fx.ir.placement import P, Placement, R
 from commfuse_fx.kernels.position_random import shift
 from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.common import own_dim, place
 
 aten = torch.ops.aten
 
@@ -64,12 +65,9 @@ def on_contiguous(call: OpCall, names: Sequence[str], changes: Mapping[str, Any]
     return (*steps, changed(call, replaced))
 
 
-def along(dim: int, spec: TensorSpec | None, whole: Sequence[int]) -> Placement:
+def operand_placement(dim: int, spec: TensorSpec | None, whole: Sequence[int]) -> Placement:
     """The placement of an operand that broadcasts to the shape `whole`, if dimension `dim` of that is divided."""
-    if spec is None:
-        return R
-    own = dim - len(whole) + len(spec.shape)
-    return S(own) if own >= 0 and spec.shape[own] == whole[dim] and whole[dim] != 1 else R
+    return R if spec is None or whole[dim] == 1 else place(own_dim(spec.shape, dim, whole))
 
 
 def summand(placement: Placement) -> Placement:

@@ -49,7 +49,7 @@ def rms_norm_backward(call: OpCall) -> Sequence[Strategy]:
 
 @rule(aten.native_group_norm.default)
 def group_norm(call: OpCall) -> Sequence[Strategy]:
-    """By batch, and by groups of channels."""
+    """Strategies by batch, and by groups of channels."""
     bound, ways = call.bound(), call.ways
     by_batch = changed(call, {"N": bound["N"] // ways})
     found = [strategy(call, {"input": S(0)}, (S(0),) * 3, [by_batch])]
@@ -97,7 +97,7 @@ def _channels(call: OpCall) -> dict[str, Placement]:
     aten.cudnn_batch_norm.default,
 )
 def batch_norm(call: OpCall) -> Sequence[Strategy]:
-    """By channel; by batch too where the statistics are given (in training, decompose.py writes batch norm as sums)."""
+    """Strategies by channel, and in evaluation by batch. In training, decompose.py writes batch norm as sums."""
     training = call.bound().get("training", False)
     if training and call.target is aten.cudnn_batch_norm.default:
         return []  # its last result is memory whose layout only cuDNN knows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def describe(strategy: Strategy) -> str:
 def check_strategy(
     call: OpCall, strategy: Strategy, tensors: Sequence[torch.Tensor], rtol: float = 1e-5, atol: float = 1e-6
 ) -> str:
-    """What is wrong with the strategy's result, or an empty string."""
+    """Run a strategy; returns what is wrong with its result as text, or an empty string."""
     whole = _results(_invoke(call.target, call.args, call.kwargs, lambda ref: tensors[ref.index], None, 0))
     parts = [_divide(tensor, p, call.ways) for tensor, p in zip(tensors, strategy.inputs, strict=True)]
     try:
@@ -62,7 +63,8 @@ def run(call: OpCall, strategy: Strategy, parts: Sequence[Tensors]) -> list[list
     for step in strategy.steps:
         if isinstance(step, AllReduce):
             values = [_look_up(step.value, parts, made[rank], rank) for rank in ranks]
-            total = torch.stack(values).sum(0) if step.op == "sum" else torch.stack(values).amax(0)
+            # Like the backends of torch.distributed, fmax drops a NaN.
+            total = torch.stack(values).sum(0) if step.op == "sum" else reduce(torch.fmax, values)
             for rank in ranks:
                 made[rank].append(total)
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from commfuse_fx.sharding.rules.common import (
     wrap_all,
 )
 from commfuse_fx.sharding.rules.rule_registry import rule
-
-Over = Callable[[OpCall], Steps]
 
 
 def kept_dims(call: OpCall) -> tuple[tuple[int, ...], list[tuple[int, int]]] | None:
@@ -111,15 +109,35 @@ def _histogram(call: OpCall) -> Sequence[Strategy]:
 def _largest(call: OpCall) -> Sequence[Strategy]:
     if tensor_of(call).dtype == torch.bool:
         return _beside(call)
-    return _beside(call) + _over(call, (_itself(call), AllReduce(Result(0), "max")))
+    return _beside(call) + _over(call, _maximum_of_ranks(call, (_itself(call),)))
+
+
+def _maximum_of_ranks(call: OpCall, steps: Steps) -> Steps:
+    """These steps, and further ones that reduce the result of the last one to the maximum over the ranks.
+
+    A NaN on any rank gives NaN, as on one device. Gloo and NCCL drop it, so the ranks also reduce where NaNs are.
+    """
+    end = len(steps)
+    value = Result(end - 1)
+    if not tensor_of(call).dtype.is_floating_point:
+        return (*steps, AllReduce(value, "max"))
+    return (
+        *steps,
+        Step(aten.isnan.default, (value,)),
+        Step(aten._to_copy.default, (Result(end),), (("dtype", torch.int32),)),
+        AllReduce(Result(end + 1), "max"),
+        Step(aten.ne.Scalar, (Result(end + 2), 0)),
+        AllReduce(value, "max"),
+        Step(aten.masked_fill.Scalar, (Result(end + 4), Result(end + 3), float("nan"))),
+    )
 
 
 @rule(aten.amin.default, aten.min.default)
 def _smallest(call: OpCall) -> Sequence[Strategy]:
     if not tensor_of(call).dtype.is_floating_point:  # the smallest integer has no negative
         return _beside(call)
-    negative, back = Step(aten.neg.default, (Result(0),)), Step(aten.neg.default, (Result(2),))
-    return _beside(call) + _over(call, (_itself(call), negative, AllReduce(Result(1), "max"), back))
+    steps = _maximum_of_ranks(call, (_itself(call), Step(aten.neg.default, (Result(0),))))
+    return _beside(call) + _over(call, (*steps, Step(aten.neg.default, (Result(len(steps) - 1),))))
 
 
 @rule(aten.any.default, aten.any.dim, aten.any.dims)
@@ -187,7 +205,7 @@ def _norm_over(call: OpCall, order: Any) -> list[Strategy]:
         square = Step(aten.mul.Tensor, (Result(0), Result(0)))
         return _over(call, (_itself(call), square, AllReduce(Result(1)), Step(aten.sqrt.default, (Result(2),))))
     if order == float("inf"):
-        return _over(call, (_itself(call), AllReduce(Result(0), "max")))
+        return _over(call, _maximum_of_ranks(call, (_itself(call),)))
     return []
 
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In the precision in which torch's own softmax adds up: float32 for narrower types."""
+    """Convert to the precision in which torch's own softmax sums: float32 for narrower types."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -31,9 +31,10 @@ def maximum_of_part(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> tor
 
 
 def exp_below_maximum(x: torch.Tensor, maximum: torch.Tensor, dtype: torch.dtype | None, safe: bool) -> torch.Tensor:
-    """exp(x - maximum). safe: rows of nothing but -inf give zeros."""
-    shifted = _wide(x if dtype is None else x.to(dtype)) - _wide(maximum)
-    return shifted.masked_fill(maximum == float("-inf"), float("-inf")).exp() if safe else shifted.exp()
+    """exp(x - maximum). safe: elements of -inf give zeros, also where the maximum is -inf."""
+    given = _wide(x if dtype is None else x.to(dtype))
+    shifted = given - _wide(maximum)
+    return shifted.masked_fill(given == float("-inf"), float("-inf")).exp() if safe else shifted.exp()
 
 
 def normalized_by(exponentials: torch.Tensor, total: torch.Tensor, dtype: torch.dtype, safe: bool) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _sum_bytes(dtype: torch.dtype) -> int:
 
 
 def _others(call: OpCall, names: Sequence[str], dim: int) -> list[Strategy]:
-    """Along all dimensions but that of the softmax."""
+    """Strategies along all dimensions but that of the softmax."""
     dims = range(len(call.inputs[0].shape))
     return [strategy(call, dict.fromkeys(names, S(d)), (S(d),)) for d in dims if d != dim]
 
@@ -104,7 +105,7 @@ def _dim(call: OpCall) -> int:
 
 
 def _rows(call: OpCall, dim: int) -> int:
-    """How many softmaxes the call takes."""
+    """The number of softmaxes in the call, which is that of all elements over the size of `dim`."""
     shape = call.inputs[0].shape
     return call.inputs[0].numel // max(shape[dim], 1) if shape else 1
 
@@ -163,13 +164,16 @@ def _with_rows(call: OpCall, d: int) -> tuple[Placement, ...]:
 
 @rule(exp_below_maximum, normalized_by, log_normalized_by, softmax_gradient, log_softmax_gradient)
 def elementwise_part(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis: along any dimension."""
+    """Strategies to divide the function once more, over another mesh axis: along any dimension."""
     return [Strategy((S(d),), _with_rows(call, d)) for d in range(len(call.inputs[0].shape))]
 
 
 @rule(maximum_of_part, sum_of_exp_below_maximum, sum_of_products, sum_of_gradients)
 def reducing_part(call: OpCall) -> Sequence[Strategy]:
-    """On a further mesh axis: along any dimension; along that of the softmax what comes out is a part once more."""
+    """Strategies to divide the function once more, over another mesh axis, along any dimension.
+
+    Along the dimension of the softmax a maximum is reduced over that axis, and a sum becomes a partial sum.
+    """
     own = call.args[1] if call.target in (maximum_of_part, sum_of_gradients) else call.args[2]
     out = call.outputs[0]
     assert out is not None
