@@ -38,9 +38,9 @@ def warn_of_rank_writes(program: Program, mutations: Sequence[tuple[fx.Node, fx.
         if value in differs and not param.layerwise_parallel:
             source = info(value).source
             why = (
-                f"the forward writes to it{f' at {source}' if source else ''} what follows from the batch or from "
-                "random numbers of each rank, so ranks hold different values from then on: reduce what is written, "
-                'with cf.ops.all_reduce(value, op="avg")'
+                f"the forward writes a value to it{f' at {source}' if source else ''} that follows from the rank's "
+                "batch or random numbers, so ranks hold different values from then on: reduce the value before it is "
+                'written, with cf.ops.all_reduce(value, op="avg")'
             )
             program.note("differs between ranks", param.name, why)
             log.warning("parameter %s: %s", param.name, why)

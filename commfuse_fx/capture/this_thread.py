@@ -41,7 +41,7 @@ def one_trace_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """As `unittest.mock.patch.object` for a function, but other threads go on to call the original."""
+    """Like `unittest.mock.patch.object` for a function, except that other threads still call the original."""
     original, thread = getattr(owner, name), threading.get_ident()
 
     @functools.wraps(original)

@@ -63,8 +63,8 @@ class FlatPool:
     def warn_of_shared_memory(self, name: str) -> None:
         """Warn that a parameter leaves memory that it shares with other processes."""
         self._warn(
-            "parameter %s lies in memory shared with other processes, and the step takes it out of there: they "
-            "keep the values of now. Send copies after a step, such as param.detach().clone()",
+            "parameter %s lies in memory shared with other processes, and the step moves it out of there: the "
+            "other processes keep its present values. Send them copies after a step, such as param.detach().clone()",
             name,
         )
 
@@ -72,8 +72,8 @@ class FlatPool:
         """Warn that a parameter leaves memory that other tensors use too."""
         self._warn(
             "the step moves parameter %s into flat storage, but another tensor looks at its memory (a view of it, "
-            "param.data, what state_dict() returned) and keeps the values of now. Make such tensors anew after the "
-            "first step. Two modules that are to share a parameter need the same nn.Parameter",
+            "param.data, an entry of an earlier state_dict) and keeps the present values. Make such tensors anew after "
+            "the first step. If two modules share a parameter, give both the same nn.Parameter",
             name,
         )
 

@@ -107,9 +107,9 @@ class Shards:
                 self._has_warned = True
                 log.warning(
                     "parameter %s is divided among ranks, but another tensor looks at its memory (a view of it, "
-                    "param.data, what state_dict() returned, a larger tensor that it is a part of): that one keeps the "
-                    "values of now until the parameter itself is read, and what is written there may be lost. Use the "
-                    "parameter instead, or leave it whole",
+                    "param.data, an entry of an earlier state_dict, a larger tensor that contains it): that tensor "
+                    "keeps the present values until the parameter itself is read, and values written to it may be "
+                    "lost. Use the parameter instead, or leave it whole",
                     each.name,
                 )
         self._has_released = True

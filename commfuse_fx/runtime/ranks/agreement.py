@@ -255,9 +255,10 @@ class Agreement:
                     advice = "the same optimizer state and, with a memory_limit, batches of the same size"
                 elif same_but_for_order(ballot.captured, first.captured):
                     advice = (
-                        "the same order: their models compute the same, in another order or with other terms of a sum "
-                        "first. A set of strings, say, is iterated in another order in every process. Iterate over "
-                        "sorted(...) there, or start all ranks with the same hash seed: PYTHONHASHSEED=0 torchrun ..."
+                        "the same order: their models compute the same ops, but in different orders, or they add the "
+                        "terms of a sum in different orders. A set of strings, for example, has another order in every "
+                        "process. Iterate over sorted(...) there, or start all ranks with the same hash seed: "
+                        "PYTHONHASHSEED=0 torchrun ..."
                     )
                 return (
                     f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +13,10 @@ from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.runtime.ranks.broadcast import buckets
 from commfuse_fx.runtime.ranks.forks import check_process, process
+from commfuse_fx.runtime.ranks.polling import value_of
 from commfuse_fx.runtime.ranks.world import world_timeout
 
 LONGEST_WAIT = timedelta(seconds=60)
-_PAUSE = 0.005  # seconds
 _TOGETHER = "together"
 
 
@@ -111,14 +110,9 @@ class ProcessExchange:
         return 0 if self.mesh.devices is None else self.mesh.devices[0]
 
     def _await(self, verdict: str) -> str:
-        until = monotonic() + self.limit.total_seconds()
-        while monotonic() < until:
-            # Poll: a wait of the store that times out prints a warning, and Ctrl-C does not interrupt it.
-            if self._store.check([verdict]):
-                return str(self._store.get(verdict).decode())
-            sleep(_PAUSE)
+        said = value_of(self._store, verdict, self.limit)
         # The first verdict counts for all ranks: this rank gives up, unless the last rank has come just now.
-        return self._decide(verdict, f"rank {self.rank}")
+        return self._decide(verdict, f"rank {self.rank}") if said is None else said
 
     def _decide(self, verdict: str, said: str) -> str:
         return str(self._store.compare_set(verdict, "", said).decode())

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.runtime.ranks.polling import value_of
+from commfuse_fx.runtime.ranks.world import world_timeout
+
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -22,7 +26,10 @@ class Seeds:
         self._first: int | None = None
 
     def of_step(self, number: int) -> int:
-        """The seed of a step, in 0..2**62-1. The first call of all ranks waits for rank 0's."""
+        """The seed of a step, in 0..2**62-1. In their first call, ranks wait for the number of rank 0.
+
+        Raises CollectiveError if rank 0 does not get there within the time-out of the world.
+        """
         if self._first is None:
             self._first = self._agree()
         return _mixed(self._first + number * _GOLDEN) >> 2
@@ -33,7 +40,12 @@ class Seeds:
             return own
         if self._rank == 0:
             return _publish(self._name, own)
-        return int(dist.distributed_c10d._get_default_store().get(_key(self._name)))
+        number = value_of(dist.distributed_c10d._get_default_store(), _key(self._name), world_timeout())
+        if number is None:
+            raise CollectiveError(
+                f"rank {self._rank}: rank 0 has not begun its first step within the time-out: look at its output"
+            )
+        return int(number)
 
 
 def draw_seed() -> int:

@@ -17,12 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError
+from commfuse_fx.runtime.ranks.polling import PAUSE, value_of
 
 log = logging.getLogger("commfuse_fx.runtime")
 
 _KEY = "commfuse_fx/start"
-_PAUSE = 0.005  # seconds between two looks into the store
-
 _GROUPS_OF_A_START = 1 << 20  # torch numbers process groups; a start makes fewer than this
 
 
@@ -65,16 +64,16 @@ def _agree(store: Any, rank: int, size: int, timeout: timedelta) -> str:
 
     Each rank asks under a key that nobody has used before, and rank 0 answers every key. So no answer is an old one.
     """
-    until = monotonic() + timeout.total_seconds()
     if rank:
-        return _ask(store, rank, until)
+        return _ask(store, rank, timeout)
+    until = monotonic() + timeout.total_seconds()
     number = store.add(f"{_KEY}/count", 1)
     restart, run = (os.environ.get(f"TORCHELASTIC_{what}", "0") for what in ("RESTART_COUNT", "RUN_ID"))
     name = f"{run}/{restart}/{number}"
     if number > 1:
         log.warning(
-            "start %d of these ranks in one store (restart %s of run %s): what earlier starts have written there is "
-            "left alone",
+            "start %d of these ranks in one store (restart %s of run %s): entries of earlier starts in the store are "
+            "ignored",
             number,
             restart,
             run,
@@ -87,20 +86,19 @@ def _agree(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         answered = asked
         joined = store.add(f"{_KEY}/joined/{number}", 0)
         if joined < size - 1:
-            _pause(until, rank, f"{size - 1 - joined} of {size - 1} other ranks have not started")
+            if monotonic() > until:
+                raise _late(rank, f"{size - 1 - joined} of {size - 1} other ranks have not started")
+            sleep(PAUSE)
     return name
 
 
-def _ask(store: Any, rank: int, until: float) -> str:
-    answer = f"{_KEY}/answer/{store.add(f'{_KEY}/asked', 1)}"
-    while not store.check([answer]):
-        _pause(until, rank, "rank 0 has not started")
-    name = str(store.get(answer).decode())
+def _ask(store: Any, rank: int, timeout: timedelta) -> str:
+    name = value_of(store, f"{_KEY}/answer/{store.add(f'{_KEY}/asked', 1)}", timeout)
+    if name is None:
+        raise _late(rank, "rank 0 has not started")
     store.add(f"{_KEY}/joined/{name.rsplit('/', 1)[1]}", 1)
     return name
 
 
-def _pause(until: float, rank: int, what: str) -> None:
-    if monotonic() > until:
-        raise CollectiveError(f"rank {rank}: {what} within the time-out: look at the output of all ranks")
-    sleep(_PAUSE)
+def _late(rank: int, what: str) -> CollectiveError:
+    return CollectiveError(f"rank {rank}: {what} within the time-out: look at the output of all ranks")
