@@ -16,6 +16,7 @@ from commfuse_fx.frontends.compile_arguments import (
     check_form_of_step,
     chosen_form,
 )
+from commfuse_fx.frontends.dynamo_module import DynamoModule
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -181,6 +182,8 @@ def compile(
     find_unused_parameters: for a module: whether parameters that a backward does not reach on some rank are reduced
         all the same, with zeros. One that no rank has reached keeps its `.grad`. False: ranks that reach other
         parameters end the backward with an error that names them.
+    capture: "trace", or for a module "dynamo": PyTorch's Dynamo cuts a model whose Python code looks at values of
+        tensors into several graphs. Each reduces its gradients in buckets of its own.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
@@ -203,4 +206,4 @@ def compile(
         check_form_of_step(config)
         return CompiledStep(model, loss_fn, optimizer, config)
     check_form_of_module(config)
-    return CompiledModule(model, config)
+    return DynamoModule(model, config) if config.capture == "dynamo" else CompiledModule(model, config)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commfuse_fx.capture.call_paths import CallPaths
 from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_eager_collective
 from commfuse_fx.capture.emulate import Randomness
+from commfuse_fx.capture.graph_of_dynamo import locator_of
 from commfuse_fx.capture.python_numbers import PythonNumbers
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
@@ -110,6 +111,7 @@ class OriginRecorder(TorchDispatchMode):
         self.random = Randomness()
         self.numbers = PythonNumbers(lambda: self._place(user_line(sys._getframe(2))))
         self.attributes = Attributes(model)
+        self._locator = locator_of(model)
 
     @property
     def module(self) -> str:
@@ -141,7 +143,8 @@ class OriginRecorder(TorchDispatchMode):
             return self._backward_origin()
         sequence = torch.autograd._get_sequence_nr() - 1
         event = self.calls.forward(sys._getframe(2), sequence)
-        origin = Origin("forward", self._stack[-1], user_line(sys._getframe(2)), event)
+        place = None if self._locator is None else self._locator.find(sys._getframe(2))
+        origin = Origin("forward", *(place or (self._stack[-1], user_line(sys._getframe(2)))), event)
         # An op that makes no autograd node has the number of the op before it.
         self._by_sequence.setdefault(sequence, origin)
         return origin

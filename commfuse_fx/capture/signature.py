@@ -90,6 +90,11 @@ class Watch:
         """The ids of the model's parameters and buffers at the last look."""
         return self._own_tensors
 
+    def look(self) -> None:
+        """Bring `params` and `buffers` up to date."""
+        if not self._is_up_to_date():
+            self._look()
+
     def _look(self) -> None:
         self._structure = ModelStructure.of(self._model)
         self._modules = list(self._model.modules())
@@ -139,8 +144,7 @@ class Watch:
 
     def signature(self, structure: Structure, tensors: Sequence[torch.Tensor]) -> Signature:
         """The signature of a call with these tensors, as things stand now."""
-        if not self._is_up_to_date():
-            self._look()
+        self.look()
         return Signature(
             structure,
             tuple((t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors),

@@ -290,7 +290,8 @@ def _not_traceable(error: BaseException, recorder: OriginRecorder) -> CaptureErr
     return CaptureError(
         f"cannot trace {module} at {where}: {inside or 'the program'} depends on the value of a tensor there "
         "(an `if` or `while` on a tensor, .item(), .tolist(), a boolean mask or nonzero() whose size is not known). "
-        "Write it without a Python decision on tensor values, for example with torch.where or a fixed size. "
+        "Write it without a Python decision on tensor values, for example with torch.where or a fixed size; or let "
+        'cf.compile(model, capture="dynamo") cut the model into several graphs. '
         f"[{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}]"
     )
 

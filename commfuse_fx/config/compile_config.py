@@ -35,7 +35,6 @@ _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
         "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
         "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
         "pipeline_stages": "every rank runs the whole model",
-        "capture": "the model is traced as a whole, so Python decides by no value of a tensor",
         "backend": "the compute between collectives runs op by op",
         "exchange_factors": "gradients are reduced as they are",
         "gradient_compression": "gradients are sent as they are",

@@ -63,6 +63,11 @@ def check_form_of_module(config: CompileConfig) -> None:
             "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
             "caller's; hand every rank its own rows, or pass loss_fn"
         )
+    if config.capture == "dynamo" and config.device_num is not None:
+        raise NotAvailableError(
+            f'capture="dynamo" with device_num={config.device_num} is not available yet: which graphs there are '
+            "follows from the values that a call computes, and a virtual world computes none; leave one of them out"
+        )
     if config.across_steps:
         raise ConfigValueError(
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "
@@ -76,6 +81,11 @@ def check_form_of_step(config: CompileConfig) -> None:
         raise NotAvailableError(
             f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '
             "part of the outputs; leave it out, or use data_parallel"
+        )
+    if config.capture == "dynamo":
+        raise ConfigValueError(
+            'capture="dynamo" is an option of the module form (form="module", or compile without loss_fn and '
+            "optimizer): a step is one graph from the loss to the update, and Dynamo makes several; leave it out"
         )
     if config.find_unused_parameters:
         raise ConfigValueError(

@@ -23,7 +23,9 @@ from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
-class _Compiled(CompiledCall):
+class ModuleCompiler(CompiledCall):
+    """What a compiled module knows of its model, ranks and plans."""
+
     form = "module"
 
     def _make_session(self) -> ModuleSession:
@@ -50,7 +52,7 @@ class CompiledModule(nn.Module, Joinable):
         self.module = model
         self.require_backward_grad_sync = True
         self.training = model.training
-        self._compiled = _Compiled(model, None, None, config)
+        self._compiled = ModuleCompiler(model, None, None, config)
         self._calls = Calls()
         self._ran = False
         if not self._compiled.virtual:
@@ -84,6 +86,9 @@ class CompiledModule(nn.Module, Joinable):
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
             refuse_wrappers(self.module)
             self._ran = True
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session
         forward = session.forward(args, kwargs, self.require_backward_grad_sync)
         if self._join_config.enable and session.agreement is not None:

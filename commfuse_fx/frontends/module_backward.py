@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from commfuse_fx.frontends.module_session import Forward, ModuleSession, write_g
 from commfuse_fx.support.tracebacks import user_frames_only
 
 Gradients = tuple[torch.Tensor | None, ...]
+
+OnWritten = Callable[[Sequence[str], str], None]
+"""Is told the names of parameters whose `.grad` has been written, and the mode of `ModuleSession.backward`."""
 
 
 class Calls:
@@ -59,11 +62,14 @@ class ModuleCall:
     does not lead to such a parameter.
     """
 
-    def __init__(self, session: ModuleSession, forward: Forward, calls: Calls, syncs: bool) -> None:
+    def __init__(
+        self, session: ModuleSession, forward: Forward, calls: Calls, syncs: bool, on_written: OnWritten | None = None
+    ) -> None:
         self.session = session
         self.forward = forward
         self.calls = calls
         self.syncs = syncs
+        self.on_written = on_written
         self.done_in = -1
         params = session.planner.watch.params
         self.params = {name: param for name, param in params.items() if param.requires_grad}
@@ -96,7 +102,14 @@ class ModuleCall:
         mode = self._mode(node, bool(written))
         keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         grads, of_inputs = self.session.backward(self.forward, gradients, mode, keep)
-        write_gradients(self.params, {name: grads[name] for name in written if name in grads}, mode)
+        reached = [name for name in written if name in grads]
+        write_gradients(self.params, {name: grads[name] for name in reached}, mode)
+        if mode == "local":
+            self.session.reached.update(dict.fromkeys(reached))
+        else:
+            self.session.reached.clear()
+        if self.on_written is not None:
+            self.on_written(reached, mode)
         for name in written:
             if name not in asked:  # of the others autograd calls them
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):

@@ -15,6 +15,7 @@ from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.runners import ballot_of_module
 from commfuse_fx.frontends.session import Session
+from commfuse_fx.ir.halves import USED
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.program import Program
@@ -69,12 +70,14 @@ class ModuleSession(Session):
     """The state behind one compiled module on one rank.
 
     roll: which ranks still have batches, in a `Join` context. mean_of_active: whether only these count in means.
+    reached: names of parameters whose `.grad` holds what has not been reduced.
     """
 
     def __init__(self, planner: Planner, rank: int) -> None:
         super().__init__(planner, rank)
         self.roll: Roll | None = None
         self.mean_of_active = False
+        self.reached: dict[str, None] = {}
         self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
         self._last: Plan | None = None  # the plan of the last forward
         self._given: Program | None = None  # what other ranks run, where this one has run nothing
@@ -147,12 +150,20 @@ class ModuleSession(Session):
                     self.agreement.leave_step(error, expected=True)
             raise
 
+    def compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Make the plan of a call. Raises what compiling raises; the other ranks are not told."""
+        with lock_of(self.planner.model):
+            self._compiled(self.planner.take_apart(args, kwargs))
+
+    def _compiled(self, call: Call) -> Plan:
+        if self.agreement is not None and self.planner.config.plans_by_cost:
+            self._plan_by_prices_of_rank_0(self.agreement, call)
+        return self.planner.plan(call)
+
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         with lock_of(self.planner.model):
             call = self.planner.take_apart(args, kwargs)
-            if self.agreement is not None and self.planner.config.plans_by_cost:
-                self._plan_by_prices_of_rank_0(self.agreement, call)
-            plan = self.planner.plan(call)
+            plan = self._compiled(call)
             executor = self._executor_of(plan)
             outputs, saved = executor.forward(dict(call.leaves))
             # Autograd lets nobody change a view in place that a function of its own returns.
@@ -238,7 +249,9 @@ class ModuleSession(Session):
         if not keep:
             forward.values = values = None
             forward.versions.clear()
-        held = {name: param.grad for name, param in executor.params.items()}
+        held: dict[str, torch.Tensor | None] = {name: param.grad for name, param in executor.params.items()}
+        if self.planner.config.find_unused_parameters:
+            held[USED] = self._reached_before(plan.compiled.program)
         self._watch_wire(executor)
         executor.wire.buffers_from = None if self.roll is None else self.roll.source
         grads, of_inputs = executor.backward(taken, gradients, held)
@@ -246,6 +259,13 @@ class ModuleSession(Session):
             for grad in grads.values():
                 grad.mul_(self.planner.mesh.world / len(self.roll.active))
         return grads, of_inputs
+
+    def _reached_before(self, program: Program) -> torch.Tensor:
+        """Parameters whose gradients have not been reduced since a backward has reached them."""
+        params = self.planner.watch.params
+        names = [name for name, param in program.params.items() if param.trainable]
+        counts = [name in self.reached and params[name].grad is not None for name in names]
+        return torch.tensor(counts, dtype=torch.int32, device=self.device)
 
     def _taking(self, forward: Forward, mode: str, absent: tuple[int, ...]) -> tuple[Plan, HalvesExecutor, list[int]]:
         """What runs this backward, and where among the saved values are those that it takes."""

@@ -72,8 +72,17 @@ class Session:
         with making_a_step():
             groups = Groups.of_world(self.planner.mesh, device, device_mesh)
             self.agreement = Agreement()
-        _holders_of_groups.add(self)
+        self._holds_groups()
         return groups
+
+    def _holds_groups(self) -> None:
+        """Let go of process groups when the program ends."""
+        _holders_of_groups.add(self)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the ranks have agreed on the first values of parameters."""
+        return self._voting.is_started
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of the step: its loss, or a pair of the loss and auxiliary outputs."""

@@ -12,7 +12,7 @@ from commfuse_fx.inspect.dumps.write_dump import dump
 from commfuse_fx.inspect.report.page import report
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.timeline import Timeline
-from commfuse_fx.planning.compiled import Snapshot
+from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -66,3 +66,11 @@ class Lowered(CompiledGraph):
         be written.
         """
         return dump(self, directory)
+
+
+def lowered_of(compiled: Compiled, rank: int) -> Lowered:
+    """What has been compiled, to read. It knows no call with which it could be run."""
+    nobody = LoweredCall(None, (), {})
+    return Lowered(
+        compiled.program, rank, compiled.records, compiled.replay, nobody, compiled.captured, compiled.pipeline
+    )

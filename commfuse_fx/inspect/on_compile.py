@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from commfuse_fx.inspect.lowered import Lowered, LoweredCall
+from commfuse_fx.inspect.lowered import lowered_of
 from commfuse_fx.inspect.table import collectives_table
 from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.program import LAYOUT
@@ -44,7 +44,7 @@ class Publisher:
         if self.keeps_captured():
             _dump(compiled, self.rank)
         if is_tracing():
-            number, lowered = next(_traced), _lowered(compiled, self.rank)
+            number, lowered = next(_traced), lowered_of(compiled, self.rank)
             name = f"commfuse_{number:03d}_{_mode(compiled)}"
             write_artifact(f"{name}_graph", lowered.text)
             write_artifact(f"{name}_explain", lambda: lowered.explain().text())
@@ -52,13 +52,6 @@ class Publisher:
 
 def _mode(compiled: Compiled) -> str:
     return "train" if compiled.program.training else "eval"
-
-
-def _lowered(compiled: Compiled, rank: int) -> Lowered:
-    nobody = LoweredCall(None, (), {})
-    return Lowered(
-        compiled.program, rank, compiled.records, compiled.replay, nobody, compiled.captured, compiled.pipeline
-    )
 
 
 def _log_compile(compiled: Compiled) -> None:
@@ -114,7 +107,7 @@ def _dump(compiled: Compiled, rank: int) -> None:
     number = _dumped.get(directory, 0)
     _dumped[directory] = number + 1
     try:
-        _lowered(compiled, rank).dump(Path(directory) / f"{number:03d}-{_mode(compiled)}")
+        lowered_of(compiled, rank).dump(Path(directory) / f"{number:03d}-{_mode(compiled)}")
     except Exception as error:  # of a tool that looks on: the run goes on
         _warn_once(error)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.gradients import end_of_backward
 from commfuse_fx.ir.halves import USED
@@ -22,19 +22,23 @@ from commfuse_fx.passes.declaration import Pass, Situation
 
 @dataclass(frozen=True)
 class UseAllParameters(Pass):
-    """Every trainable parameter has a gradient; the ranks of `group` count who has reached it."""
+    """Every trainable parameter has a gradient; the ranks of `group` count who has reached it.
+
+    accumulates: whether `.grad` holds sums of earlier backwards that were not reduced, which count as well.
+    """
 
     name = "use_all_parameters"
     numerics = "defines"
     requires = ("simplified",)
 
     group: str
+    accumulates: bool
 
     @classmethod
     def when(cls, situation: Situation) -> UseAllParameters | None:
         if not situation.config.find_unused_parameters or situation.reduced_group is None:
             return None
-        return cls(situation.reduced_group)
+        return cls(situation.reduced_group, situation.gradients == "accumulated")
 
     def __call__(self, program: Program) -> bool:
         if not program.has_two_halves or program.mesh.size(self.group) == 1:
@@ -63,6 +67,9 @@ class UseAllParameters(Pass):
         with build.before(min(program.grads.values(), key=place.__getitem__).next):
             mine = program.graph.create_node("get_attr", _NAME)
             set_info(mine, NodeInfo("input", spec, name=program.names.numbered("constant")))
+            if self.accumulates:
+                before = build.placeholder("gradient", USED, spec)
+                mine = build.call(aten.add.Tensor, (mine, before), spec=spec, like=like, name=f"{USED}/sum")
             details = CollectiveInfo(
                 "all_reduce", self.group, torch.int32, spec.nbytes, (USED,), -1, reduce_op="sum", role="used"
             )

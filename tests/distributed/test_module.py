@@ -65,6 +65,28 @@ def test_unused_parameters(ranks: Ranks, accumulates: bool) -> None:
     ranks.values(unused_parameters, accumulates)
 
 
+def reached_before() -> None:
+    """A parameter that a rank reaches in a micro-batch only, and another rank not at all."""
+    model = Branches()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, find_unused_parameters=True, cpu_kernels=False)
+    other = nn.parallel.DistributedDataParallel(twin, find_unused_parameters=True)
+    for step in range(3):
+        for each, call in ((model, wrapped), (twin, other)):
+            with call.no_sync():
+                each.branch = 2 if dist.get_rank() == 0 else 0
+                call(batch(step + 10)).square().mean().backward()
+            each.branch = dist.get_rank()
+            call(batch(step)).square().mean().backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+        for each in (model, twin):
+            each.zero_grad(set_to_none=step == 0)
+
+
+def test_what_was_reached_without_reducing_counts(ranks: Ranks) -> None:
+    ranks.values(reached_before)
+
+
 def other_branches() -> str:
     model = Branches()
     wrapped = cf.compile(model)

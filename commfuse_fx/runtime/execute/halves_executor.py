@@ -65,7 +65,8 @@ class HalvesExecutor(Executor):
 
         saved: the values that the forward has saved, in the order of the property `saved`. The list is emptied.
         gradients: the gradients of the outputs; None counts as zero.
-        held: `.grad` of the parameters by name, for a program that adds to it; None counts as zero.
+        held: `.grad` of the parameters by name, for a program that adds to it; None counts as zero. Under
+            `USED` a count for each trainable parameter (int32): 1 where backwards that did not reduce have reached it.
         """
         for node, source in self.program.sources.items():
             if source.kind == "gradient":
@@ -91,6 +92,7 @@ class HalvesExecutor(Executor):
     def _held(self, name: str, spec: TensorSpec, held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         value = held[name]
         if value is None:
+            assert name != USED, "the session counts"
             return spec.empty(self.params[name].device).zero_()
         found: torch.Tensor = as_recorded(value.detach(), spec)
         return found

@@ -1,0 +1,77 @@
+"""What runs one graph of a model that Dynamo has cut into several: one vote and one set of groups serve all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from commfuse_fx.capture.tree import unflatten
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.module_backward import Calls, ModuleCall, OnWritten
+from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.inspect.lowered import Lowered, lowered_of
+from commfuse_fx.inspect.on_compile import Publisher
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.runtime.ranks.groups import Groups
+
+
+class GraphSession(ModuleSession):
+    """The session of one graph. It votes as a part of `owner`, so that ranks may make graphs in any order."""
+
+    def __init__(self, planner: Planner, owner: ModuleSession) -> None:
+        self._owner = owner
+        super().__init__(planner, owner.rank)
+        self._voting.is_started = owner.is_started
+
+    def _join(self, config: CompileConfig) -> Groups:
+        self.agreement = self._owner.agreement
+        self._holds_groups()
+        groups = self._owner.runners.groups
+        assert groups is not None, "the owner's world has several ranks"
+        return groups
+
+
+class GraphCalls:
+    """The calls of one graph, which is a model of its own.
+
+    owner: what all graphs of the user's model belong to. buffers: the names of those that its backward sends.
+    """
+
+    def __init__(self, model: nn.Module, owner: CompiledCall) -> None:
+        # What no graph of a backward reaches is seen at its end, over the whole model.
+        config = replace(owner.config, find_unused_parameters=False)
+        assert isinstance(owner.session, ModuleSession)
+        self._planner = Planner(model, None, None, config, owner.mesh, Publisher(owner.rank), "module")
+        self._session = GraphSession(self._planner, owner.session)
+        self._calls = Calls()
+        self.buffers = [name for name, _ in model.named_buffers()] if config.broadcast_buffers else []
+
+    def compile(self, args: Sequence[Any]) -> None:
+        """Trace and compile the graph for these arguments. Raises what tracing raises."""
+        self._session.compile(tuple(args), {})
+
+    def run(self, args: Sequence[Any], syncs: bool, on_written: OnWritten) -> Any:
+        """Run the forward. syncs: whether its backward is to reduce gradients."""
+        forward = self._session.forward(tuple(args), {}, syncs)
+        outputs = ModuleCall(self._session, forward, self._calls, syncs, on_written).apply()
+        return unflatten(forward.described.nest, iter(outputs))
+
+    def reduce(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Reduce gradients over the ranks, for a model that returns its parameters."""
+        with torch.enable_grad():
+            forward = self._session.forward((), {}, True)
+        given = tuple(gradients[name] for name in self._planner.watch.params)
+        return self._session.backward(forward, given, "reduced", False)[0]
+
+    def lowered(self) -> list[Lowered]:
+        """What has been compiled for this graph, to read."""
+        return [lowered_of(plan.compiled, self._session.rank) for plan in self._planner.plans.values()]
+
+    def retrace(self) -> None:
+        """Forget what has been compiled."""
+        self._planner.retrace()

@@ -1,0 +1,134 @@
+"""The backend "commfuse" of torch.compile: `torch.compile(model, backend="commfuse", options={...})`.
+
+torch finds it by an entry point. It knows the graphs that Dynamo hands over, and nothing of the model:
+docs/coming-from-ddp.md says what that means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from commfuse_fx.capture.graph_of_dynamo import Names, is_dynamic, path_in_source, register, sources_of
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.options import DEFAULTS
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.frontends.compile_arguments import check_form_of_module
+from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, Graph
+from commfuse_fx.frontends.module import ModuleCompiler
+from commfuse_fx.support.checks import show
+
+_USE_COMPILE: Mapping[str, str] = {
+    "find_unused_parameters": "parameters that no graph has",
+    "parameter_broadcast": "the parameters of the model before its first forward",
+    "device_num": "what a graph would be on other ranks",
+    "global_rank": "what a graph would be on other ranks",
+}
+"""Options that need a model, and what a backend does not see."""
+
+
+def commfuse(graph: fx.GraphModule, examples: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    """Compile one graph of Dynamo. torch calls it.
+
+    options: the options of `cf.compile` for the module form, as a dict.
+
+    Raises ConfigTypeError, ConfigKeyError or ConfigValueError for bad options, and inside of DistributedDataParallel.
+    """
+    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+        raise ConfigValueError(
+            'torch.compile(backend="commfuse") runs inside of DistributedDataParallel, which would reduce gradients a '
+            "second time: compile the model itself, without DistributedDataParallel"
+        )
+    options = given.pop("options", None)
+    given.pop("mode", None)
+    return _engine({} if options is None else options).backend(graph, examples)
+
+
+class _Engine:
+    """Everything that was compiled with the same options.
+
+    It begins with the first graph that runs, as ranks need process groups for it. Parameters are called what Dynamo
+    calls them, with a number behind the name where several modules have one of that name.
+    """
+
+    def __init__(self, config: CompileConfig) -> None:
+        self._config = config
+        self._graphs: DynamoGraphs | None = None
+        self._world: Any = None
+        self._names: dict[int, str] = {}
+        self._held: dict[str, torch.Tensor] = {}
+
+    def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """What runs this graph."""
+        made: dict[DynamoGraphs, Graph] = {}
+        sources = sources_of(graph)  # while Dynamo still knows them
+        is_for_any_size = is_dynamic(examples)
+
+        def run(*values: Any) -> Any:
+            graphs = self._of(values)
+            if graphs not in made:
+                made.clear()
+                made[graphs] = Graph(graphs, graph, is_for_any_size, sources)
+            return made[graphs].run(*values)
+
+        return run
+
+    def _of(self, values: Sequence[Any]) -> DynamoGraphs:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._graphs is None or world is not self._world:
+            self._world = world
+            self._names, self._held = {}, {}
+            model = nn.Module()  # what prices are for: its device, and the sizes of parameters
+            for number, value in enumerate(values):
+                if isinstance(value, nn.Parameter):
+                    register(model, f"argument_{number}", value)
+            self._graphs = DynamoGraphs(ModuleCompiler(model, None, None, self._config), self._names_of)
+        return self._graphs
+
+    def _names_of(self, graph: Graph, values: Sequence[Any]) -> Names:
+        assert self._graphs is not None, "a graph runs"
+        found: list[str | None] = []
+        for value, source in zip(values, graph.sources, strict=True):
+            is_buffer = isinstance(value, torch.Tensor) and "_buffers[" in source
+            found.append(self._name(value, source) if is_buffer or isinstance(value, nn.Parameter) else None)
+        params = {name: held for name, held in self._held.items() if isinstance(held, nn.Parameter)}
+        self._graphs.late.watch(params)
+        if self._config.broadcast_buffers:
+            self._graphs.late.send_buffers({name: held for name, held in self._held.items() if name not in params})
+        return tuple(found)
+
+    def _name(self, value: torch.Tensor, source: str) -> str:
+        if id(value) not in self._names:
+            path = path_in_source(source) or source
+            number = sum(name == path or name.startswith(f"{path}_") for name in self._held)
+            name = f"{path}_{number}" if number else path
+            self._names[id(value)], self._held[name] = name, value
+        return self._names[id(value)]
+
+
+_engines: dict[str, _Engine] = {}
+
+
+def _engine(options: Any) -> _Engine:
+    if not isinstance(options, Mapping):
+        raise ConfigTypeError(f"options is {show(options)}: pass a dict of options of cf.compile")
+    for name in options:
+        if name in _USE_COMPILE:
+            raise NotAvailableError(
+                f"options={{{name!r}: ...}} is not available for the backend of torch.compile, which does not see "
+                f'{_USE_COMPILE[name]}: use cf.compile(model, capture="dynamo", {name}=...)'
+            )
+        if name in ("capture", "has_aux") or name not in DEFAULTS:
+            known = ", ".join(each for each in DEFAULTS if each not in (*_USE_COMPILE, "capture", "has_aux"))
+            raise ConfigKeyError(f"options has {show(name)}, which is not an option here; use one of {known}")
+    key = json.dumps(options, sort_keys=True, default=repr)
+    if key not in _engines:
+        config = CompileConfig.resolve({**options, "parameter_broadcast": False, "capture": "dynamo"}, "module")
+        check_form_of_module(config)
+        _engines[key] = _Engine(config)
+    return _engines[key]

@@ -1,0 +1,202 @@
+"""With Dynamo in front a module does what DistributedDataParallel does, whatever graphs the model is cut into."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commfuse_fx as cf
+from tests.distributed.harness import Ranks
+from tests.distributed.loops_of_modules import LOOPS, Net, batch, grads
+from tests.distributed.models_that_break import Breaks, Counts, Reentrant, Routes
+from tests.logs import logged
+
+pytestmark = pytest.mark.dist
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"whole": Net, "breaks": Breaks, "counts": Counts, "reentrant": Reentrant}
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
+    """The model compiled, and a copy in DistributedDataParallel."""
+    torch._dynamo.reset()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, capture="dynamo", cpu_kernels=False, **options)
+    unused = options.get("find_unused_parameters", False)
+    return wrapped, model, nn.parallel.DistributedDataParallel(twin, find_unused_parameters=unused), twin
+
+
+def compare(loop: Callable[..., Iterator[Any]], model: nn.Module, **options: Any) -> int:
+    """How often the two were compared."""
+    wrapped, model, other, twin = pair(model, **options)
+    torch.manual_seed(3 + dist.get_rank())
+    state = torch.get_rng_state()
+    ours = list(loop(wrapped, model))
+    torch.set_rng_state(state)
+    theirs = list(loop(other, twin))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    return len(ours)
+
+
+def loop_of(number: int, name: str) -> int:
+    return compare(LOOPS[number], MODELS[name]())
+
+
+NAMES = [loop.__name__ for loop in LOOPS]
+EARLY_HOOKS = NAMES.index("optimizer_in_backward")
+CASES = [(number, "breaks") for number in range(len(LOOPS)) if number != EARLY_HOOKS]
+CASES += [(NAMES.index("optimizer_in_backward"), "whole"), (NAMES.index("accumulation"), "counts")]
+CASES += [(NAMES.index("accumulation"), "reentrant")]
+
+
+@pytest.mark.parametrize(("number", "name"), CASES, ids=[f"{NAMES[number]}-{name}" for number, name in CASES])
+def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, name: str) -> None:
+    assert min(ranks.values(loop_of, number, name))
+
+
+def hooks_that_come_too_early() -> str:
+    with pytest.raises(cf.NotAvailableError) as error:
+        loop_of(EARLY_HOOKS, "breaks")
+    return str(error.value)
+
+
+def test_hooks_that_would_see_local_gradients_are_refused(ranks: Ranks) -> None:
+    for text in ranks.values(hooks_that_come_too_early):
+        assert "register_post_accumulate_grad_hook" in text and 'capture="trace"' in text
+
+
+def graphs_of_breaks() -> list[Any]:
+    """Graph breaks give several graphs, with buckets within each, and the rest is reduced at the end."""
+    wrapped, *_ = pair(Breaks())
+    with logged() as messages:
+        for step in range(3):
+            wrapped(batch(step)).square().mean().backward()
+    found = [
+        sorted(member for each in graph.collectives if each.kind == "all_reduce" for member in each.members)
+        for graph in wrapped.graphs
+    ]
+    return [found, messages, wrapped.graphs[0].text()]
+
+
+def test_every_graph_has_buckets_of_its_own(ranks: Ranks) -> None:
+    for (first, second, third, late), messages, text in ranks.values(graphs_of_breaks):
+        assert first == [name.replace("blocks.1", "blocks.0") for name in second]
+        assert first[0] == "blocks.0.linear.bias" and "head.weight" in third
+        assert late == [
+            "blocks.0.linear.weight",
+            "python.0.bias",
+            "python.0.weight",
+            "python.1.bias",
+            "python.1.weight",
+        ]
+        (warning,) = [message for message in messages if "no compiled graph" in message]
+        assert "and 4 other parameters" in warning and "TORCH_LOGS=graph_breaks" in warning
+        assert "%blocks.0.linear/addmm.0" in text and "%blocks.0.norm/" in text and "%blocks.0/sum.0" in text
+
+
+def rows(way: int) -> torch.Tensor:
+    return torch.full((4, 6), float(way), dtype=torch.float64)
+
+
+def routed(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    """Each rank goes its own way through the model, which values decide; one part is used in a micro-batch only, and
+    one nowhere, so that its gradient is kept."""
+    for param in model.parts[3].parameters():  # type: ignore[index, union-attr]
+        param.grad = torch.ones_like(param)
+    for step in range(5):
+        if step % 2:
+            with wrapped.no_sync():
+                wrapped(
+                    torch.full((4, 6), 2.0 * (dist.get_rank() == 0), dtype=torch.float64)
+                ).square().mean().backward()
+        way = (dist.get_rank() + step) % 2 if step < 4 else 0
+        wrapped(torch.full((4, 6), float(way), dtype=torch.float64)).square().mean().backward()
+        yield grads(model)
+        model.zero_grad(set_to_none=step % 3 == 0)
+
+
+def ways() -> int:
+    return compare(routed, Routes(), find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_may_run_other_graphs(ranks: Ranks, size: int) -> None:
+    assert min(ranks.values(ways, size=size))
+
+
+def other_ways() -> str:
+    model = Routes()
+    wrapped, *_ = pair(model)
+    with pytest.raises(cf.PlanMismatchError) as error:
+        wrapped(rows(dist.get_rank())).square().mean().backward()
+    model.zero_grad()
+    wrapped(rows(0)).square().mean().backward()  # and on
+    return str(error.value)
+
+
+def test_ranks_that_run_other_graphs_are_told(ranks: Ranks) -> None:
+    for text in ranks.values(other_ways):
+        assert "rank 1 has no gradient of parts.0.weight" in text and "find_unused_parameters=True" in text
+
+
+def sizes(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    for rows in (3, 3, 5, 6, 7, 4):
+        wrapped(batch(rows, rows)).square().mean().backward()
+        yield grads(model)
+
+
+def of_any_size() -> list[Any]:
+    """The second size makes Dynamo compile for any: then nothing is compiled again."""
+    with logged() as messages:
+        compare(sizes, Net())
+    wrapped, *_ = pair(Net())
+    counts = []
+    for rows in (3, 5, 6, 7):
+        wrapped(batch(rows, rows)).square().mean().backward()
+        counts.append(len(wrapped.graphs))
+        for buffer in wrapped.buffers():
+            held = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+            dist.all_gather(held, buffer)
+            assert torch.equal(*held)
+    return [counts, [message for message in messages if "no compiled graph" in message]]
+
+
+def test_nothing_is_compiled_per_size(ranks: Ranks) -> None:
+    for counts, warnings in ranks.values(of_any_size):
+        assert counts == [1, 2, 2, 2] and not warnings
+
+
+def compiled_too_often() -> list[str]:
+    """A frame past Dynamo's limit runs in Python: its gradients are reduced, and a warning names them."""
+    with torch._dynamo.config.patch(recompile_limit=1), logged() as messages:
+        compare(modes, Net())
+    return messages
+
+
+def modes(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    for step in range(4):
+        model.dropout.p = 0.1 * step
+        wrapped(batch(step)).square().mean().backward()
+        yield grads(model)
+
+
+def test_a_frame_past_the_limit_is_reduced(ranks: Ranks) -> None:
+    for messages in ranks.values(compiled_too_often):
+        assert any("got a gradient that no compiled graph has computed" in message for message in messages)
+
+
+def sums() -> str:
+    wrapped, *_ = pair(Routes(shared=True), gradients_mean=False)
+    with pytest.raises(cf.NotAvailableError) as error:
+        wrapped(rows(0)).square().mean().backward()
+    return str(error.value)
+
+
+def test_sums_of_a_parameter_in_several_graphs_are_refused(ranks: Ranks) -> None:
+    for text in ranks.values(sums):
+        assert "gradients_mean=False" in text and "parts.0.weight" in text

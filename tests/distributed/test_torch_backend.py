@@ -1,0 +1,92 @@
+"""`torch.compile(model, backend="commfuse")` on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.frontends.torch_backend import commfuse
+from tests.distributed.harness import Ranks
+from tests.distributed.loops_of_modules import batch, grads
+from tests.distributed.models_that_break import Block, Breaks
+from tests.logs import logged
+
+pytestmark = pytest.mark.dist
+
+OPTIONS: dict[str, Any] = {"cpu_kernels": False}
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block()).double()
+
+
+def beside_ddp() -> None:
+    """Two models whose parameters have the same names, and graphs that blocks share."""
+    torch._dynamo.reset()
+    models = [blocks(), blocks()]
+    twins = copy.deepcopy(models)
+    ours = [torch.compile(model, backend=commfuse, options=OPTIONS) for model in models]
+    theirs = [nn.parallel.DistributedDataParallel(twin) for twin in twins]
+    for calls in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        for rows in (4, 4, 5, 6):
+            for call in calls:
+                call(batch(rows, rows)).square().mean().backward()
+    for model, twin in zip(models, twins, strict=True):
+        torch.testing.assert_close(grads(model), grads(twin), rtol=1e-10, atol=1e-10)
+        for buffer in model.buffers():
+            held = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+            dist.all_gather(held, buffer)
+            assert torch.equal(*held)
+
+
+def test_the_backend_gives_what_ddp_gives(ranks: Ranks) -> None:
+    ranks.values(beside_ddp)
+
+
+def in_ddp() -> str:
+    torch._dynamo.reset()
+    call = nn.parallel.DistributedDataParallel(torch.compile(Breaks(), backend=commfuse, options=OPTIONS))
+    with pytest.raises(Exception, match="a second time") as error:
+        call(batch(0))
+    return type(error.value.__cause__ or error.value).__name__
+
+
+def test_the_backend_refuses_ddp(ranks: Ranks) -> None:
+    assert set(ranks.values(in_ddp)) <= {"ConfigValueError", "BackendCompilerFailed"}
+
+
+def other_values() -> list[str]:
+    """A backend sends no first values, but ranks that differ in them are told."""
+    torch._dynamo.reset()
+    model = blocks()
+    with torch.no_grad():
+        next(model.parameters()).add_(dist.get_rank())
+    with logged() as messages:
+        torch.compile(model, backend=commfuse, options=OPTIONS)(batch(0)).square().mean().backward()
+    return messages
+
+
+def test_other_first_values_are_noticed(ranks: Ranks) -> None:
+    for messages in ranks.values(other_values):
+        assert any("parameters differ between ranks" in message for message in messages)
+
+
+def other_graphs() -> str:
+    torch._dynamo.reset()
+    model = Breaks() if dist.get_rank() else blocks()
+    with pytest.raises(cf.PlanMismatchError) as error:
+        torch.compile(model, backend=commfuse, options=OPTIONS)(batch(0)).square().mean().backward()
+    return str(error.value)
+
+
+def test_ranks_with_other_graphs_are_told(ranks: Ranks) -> None:
+    for text in ranks.values(other_graphs):
+        assert "use different parameters" in text

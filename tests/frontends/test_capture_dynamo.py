@@ -1,0 +1,185 @@
+"""What `capture="dynamo"` and the backend of torch.compile are to their user, on one device."""
+
+from __future__ import annotations
+
+import copy
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import commfuse_fx as cf
+from commfuse_fx.frontends.torch_backend import commfuse
+from tests.logs import logged
+
+
+class Checkpointed(nn.Module):
+    """Computes again in the backward, with the same dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(checkpoint(self.inner, x, use_reentrant=False))
+        return out
+
+
+class Chosen(Checkpointed):
+    """An op that is not traced, in a graph of Dynamo."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.cond(x.sum() > 0, lambda x: self.first(x), lambda x: -self.first(x), (x,))
+        return super().forward(x) + self.second(h)
+
+
+class Clipped(nn.Module):
+    """Python looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if h.norm() > 1:
+            h = h / h.norm()
+        out: torch.Tensor = self.second(h)
+        return out
+
+
+def made(kind: type[nn.Module] = Clipped, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
+    torch._dynamo.reset()
+    model = kind()
+    twin = copy.deepcopy(model)
+    return cf.compile(model, capture="dynamo", cpu_kernels=False, **options), model, twin
+
+
+def trains_as(call: Any, model: nn.Module, twin: nn.Module) -> None:
+    for scale in (0.01, 1.0, 1.0):
+        x = torch.randn(5, 4) * scale
+        for each, run in ((model, call), (twin, twin)):
+            each.zero_grad()
+            torch.manual_seed(3)
+            run(x).square().mean().backward()
+        for (name, param), other in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other[1].grad, rtol=0, atol=0, msg=name)
+
+
+def test_the_plain_form_says_what_to_do() -> None:
+    with pytest.raises(cf.CaptureError, match='capture="dynamo"'):
+        cf.compile(Clipped())(torch.randn(5, 4))
+
+
+def test_control_flow_on_values() -> None:
+    call, model, twin = made()
+    trains_as(call, model, twin)
+    assert isinstance(call, cf.CompiledModule) and call.state_dict().keys() == model.state_dict().keys()
+    first, *_ = call.graphs
+    assert "%first/addmm.0" in first.text() and "(unknown)" not in first.explain().text()
+    assert cf.diff(first, first).is_same
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Chosen])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_activation_checkpointing_draws_the_same_dropout(kind: type[nn.Module], dynamic: bool) -> None:
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        call, model, twin = made(kind)
+        with logged() as messages:
+            trains_as(call, model, twin)
+    assert len(call.graphs) == (kind is Checkpointed and not dynamic)
+    assert any("runs as it is" in message and "first.weight" in message for message in messages) == (not call.graphs)
+
+
+def test_it_is_compiled_again_on_request() -> None:
+    call, model, twin = made()
+    trains_as(call, model, twin)
+    call.retrace()
+    assert call.graphs == []
+    trains_as(call, model, twin)
+
+
+def test_a_copy_has_graphs_of_its_own() -> None:
+    call, model, twin = made()
+    trains_as(call, model, twin)
+    other = copy.deepcopy(call)
+    assert other.graphs == []
+    trains_as(other, other.module, copy.deepcopy(twin))
+    trains_as(call, model, twin)
+
+
+def test_gradients_disabled_and_frozen() -> None:
+    call, model, twin = made()
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        assert torch.equal(call(x), twin(x))
+    model.requires_grad_(False)
+    assert not call(x).requires_grad
+    model.requires_grad_(True)
+    trains_as(call, model, twin)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"loss_fn": F.mse_loss}, cf.ConfigValueError, 'capture="dynamo" is an option of the module form'),
+        ({"device_num": 4}, cf.NotAvailableError, "a virtual world computes none"),
+        ({"capture": "trace2"}, cf.ConfigValueError, "capture is 'trace2'|capture='trace2'"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        cf.compile(Clipped(), **{"capture": "dynamo", **options})
+
+
+@pytest.mark.parametrize(("name", "text"), [("lower", "attribute graphs"), ("join", "drop_last")])
+def test_what_takes_one_graph_says_so(name: str, text: str) -> None:
+    call, _, _ = made()
+    with pytest.raises(cf.NotAvailableError, match=text):
+        getattr(call, name)()
+
+
+def backend(**options: Any) -> tuple[Any, nn.Module, nn.Module]:
+    torch._dynamo.reset()
+    model = Clipped()
+    return (
+        torch.compile(model, backend=commfuse, options={"cpu_kernels": False, **options}),
+        model,
+        copy.deepcopy(model),
+    )
+
+
+def test_the_backend_of_torch_compile() -> None:
+    trains_as(*backend())
+    trains_as(*backend(comm_fusion={"allreduce": {"mode": "size", "config": 1}}))
+
+
+def test_torch_finds_the_backend_by_its_name() -> None:
+    (found,) = [each for each in entry_points(group="torch_dynamo_backends") if each.name == "commfuse"]
+    assert found.load() is commfuse
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"find_unused_parameters": True}, cf.NotAvailableError, 'capture="dynamo", find_unused_parameters'),
+        ({"parameter_broadcast": True}, cf.NotAvailableError, "before its first forward"),
+        ({"bucket_cap": 3}, cf.ConfigKeyError, "options has 'bucket_cap'|options has \"bucket_cap\""),
+        ({"loss_fn": 3}, cf.ConfigKeyError, "not an option here"),
+        ({"comm_fusion": {"allreduce": 3}}, cf.ConfigTypeError, "comm_fusion"),
+        ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps"),
+    ],
+)
+def test_options_that_the_backend_does_not_have(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    call, _, _ = backend(**options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"{error.__name__}: .*({text})"):
+        call(torch.randn(5, 4))
