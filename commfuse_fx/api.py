@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         """The options of `compile` that do not decide what it returns."""
 
         has_aux: Any
+        return_loss: Any
         parallel_mode: Any
         mesh: Any
         device_num: Any
@@ -122,6 +123,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     form: str | None = None,
     has_aux: Any = Default(False),
+    return_loss: Any = Default(True),
     parallel_mode: Any = Default("data_parallel"),
     mesh: Any = Default(None),
     device_num: Any = Default(None),
@@ -166,6 +168,8 @@ def compile(
     form: "step" or "module". None: what `loss_fn` and `optimizer` say.
     has_aux: whether `loss_fn`, or the model where there is none, returns a pair of the loss and anything else, such as
         logits and metrics. The step then returns such a pair, with tensors that are detached.
+    return_loss: whether a step returns its loss. False: it returns None, or with `has_aux` a pair of None and the
+        rest. A call in eval mode returns its loss all the same.
     parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
         "semi_auto" (parameters and activations are divided as `shard` says) or "stand_alone" (no collectives).
     mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.

@@ -49,6 +49,8 @@ class CompileConfig:
     comm_fusion: FusionConfig
     has_aux: bool
     """Whether a step returns more than its loss."""
+    return_loss: bool
+    """Whether a training step returns its loss, rather than None."""
     parallel_mode: str
     """One of "stand_alone", "data_parallel", "hybrid_parallel" and "semi_auto"; aliases are resolved."""
     mesh: Any

@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "comm_fusion": None,
         "has_aux": False,
+        "return_loss": True,
         "parallel_mode": "data_parallel",
         "mesh": None,
         "device_num": None,
@@ -176,6 +177,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
     {
         "parallel_mode": partial(check_choice, choices=(*PARALLEL_MODES, *PARALLEL_MODE_ALIASES)),
         "has_aux": check_bool,
+        "return_loss": check_bool,
         "mesh": _check_mesh,
         "device_num": _check_device_num,
         "global_rank": _check_global_rank,

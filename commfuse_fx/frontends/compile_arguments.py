@@ -58,6 +58,11 @@ def check_form_of_module(config: CompileConfig) -> None:
         raise ConfigValueError(
             "has_aux=True with the module form: a module returns all that the model returns; leave it out"
         )
+    if not config.return_loss:
+        raise ConfigValueError(
+            "return_loss=False with the module form: a module returns what the model returns, and the loss is the "
+            "caller's; leave it out, or pass loss_fn or optimizer"
+        )
     if config.full_batch:
         raise ConfigValueError(
             "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "

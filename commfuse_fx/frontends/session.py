@@ -235,7 +235,8 @@ class Session:
         count = len(executor.program.grads)
         hand_out(executor, others[:count])
         described = plan.compiled.outputs
-        loss = finished(loss) if executor.program.training else loss
+        if executor.program.training:
+            loss = finished(loss) if self.planner.config.return_loss else None
         return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
 
     def _plan_that_runs(self, call: Call) -> Plan | None:

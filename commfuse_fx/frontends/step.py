@@ -34,6 +34,8 @@ class CompiledStep(CompiledCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on this rank and return its loss; with `has_aux`, a pair of the loss and auxiliary outputs.
 
+        With `return_loss=False` a call in training mode returns None in place of the loss.
+
         The arguments are those of the model, with the target behind them where there is a `loss_fn`. Tensors of
         another shape or dtype trace the model again.
 

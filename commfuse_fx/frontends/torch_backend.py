@@ -32,6 +32,9 @@ _USE_COMPILE: Mapping[str, str] = {
 """Options that need a model, and what a backend does not see."""
 
 
+_OF_STEPS = ("capture", "has_aux", "return_loss")
+
+
 def commfuse(graph: fx.GraphModule, examples: Sequence[Any], **given: Any) -> Callable[..., Any]:
     """Compile one graph of Dynamo. torch calls it.
 
@@ -123,8 +126,8 @@ def _engine(options: Any) -> _Engine:
                 f"options={{{name!r}: ...}} is not available for the backend of torch.compile, which does not see "
                 f'{_USE_COMPILE[name]}: use cf.compile(model, capture="dynamo", {name}=...)'
             )
-        if name in ("capture", "has_aux") or name not in DEFAULTS:
-            known = ", ".join(each for each in DEFAULTS if each not in (*_USE_COMPILE, "capture", "has_aux"))
+        if name in _OF_STEPS or name not in DEFAULTS:
+            known = ", ".join(each for each in DEFAULTS if each not in (*_USE_COMPILE, *_OF_STEPS))
             raise ConfigKeyError(f"options has {show(name)}, which is not an option here; use one of {known}")
     key = json.dumps(options, sort_keys=True, default=repr)
     if key not in _engines:

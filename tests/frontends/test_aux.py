@@ -66,6 +66,27 @@ def test_logits_and_metrics_come_out_of_the_same_graph(options: dict[str, Any]) 
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_step_whose_loss_nobody_wants(has_aux: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    twin = copy.deepcopy(model)
+    x, target = batch()
+    loss_fn: Any = loss_and_metrics if has_aux else F.cross_entropy
+    calls = []
+    for each, wanted in ((model, False), (twin, True)):
+        sgd = torch.optim.SGD(each.parameters(), lr=0.1)
+        step = cf.compile(each, loss_fn=loss_fn, optimizer=sgd, has_aux=has_aux, return_loss=wanted)
+        calls.append(step(x, target))
+        loss = each.eval() and step(x, target)
+        assert (loss[0] if has_aux else loss).ndim == 0
+    if has_aux:
+        assert calls[0][0] is None and torch.equal(calls[0][1]["all"].logits, calls[1][1]["all"].logits)
+    else:
+        assert calls[0] is None and calls[1].ndim == 0
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=0, atol=0)
+
+
 def test_a_model_that_returns_both_and_nothing_else_to_return() -> None:
     model = OwnLoss()
     x, target = batch()
@@ -93,6 +114,7 @@ def test_the_text_names_them_and_ranks_in_lockstep_agree() -> None:
         (lambda m: cf.compile(m, loss_fn=F.cross_entropy, has_aux=True)(*batch()), cf.CaptureError, "has to return"),
         (lambda m: cf.compile(m, loss_fn=loss_and_metrics)(*batch()), cf.CaptureError, "has_aux=True"),
         (lambda m: cf.compile(m, has_aux=True), cf.ConfigValueError, "module form"),
+        (lambda m: cf.compile(m, return_loss=False), cf.ConfigValueError, "return_loss=False with the module form"),
         (lambda m: cf.compile(m, loss_fn=loss_and_metrics, has_aux=1), cf.ConfigTypeError, "has_aux is 1"),
         (
             lambda m: cf.compile(m, loss_fn=loss_and_metrics, has_aux=True, parallel_mode="semi_auto"),
