@@ -15,11 +15,15 @@ from torch import nn
 
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
+from commfuse_fx.capture.joint import Outputs
+from commfuse_fx.capture.joint import capture_joint as trace_joint
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning import compile_call
 
 _made_as: WeakKeyDictionary[nn.Module, tuple[Hashable, bool]] = WeakKeyDictionary()
-_captured: dict[tuple[Hashable, ...], Program] = {}
+_captured: dict[tuple[Hashable, ...], tuple[Program, Outputs | None]] = {}
 
 
 def share(model: nn.Module, made_as: Hashable, any_mesh: bool = False) -> None:
@@ -31,6 +35,7 @@ def share(model: nn.Module, made_as: Hashable, any_mesh: bool = False) -> None:
     """
     _made_as[model] = made_as, any_mesh
     compile_call.capture = capture
+    compile_call.capture_joint = capture_joint
 
 
 def forget(made_as: Hashable) -> None:
@@ -44,19 +49,34 @@ def capture(model: nn.Module, *arguments: Any) -> Program:
     if model not in _made_as:
         return trace(model, *arguments)
     loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments
+    key = (*_key(model, structure, leaves, mesh), loss_fn, config.divides_graphs, training)
+    if key not in _captured:
+        _captured[key] = trace(model, *arguments), None
+    program, _ = _captured[key]
+    return replace(_own(program, model, mesh, config), optimizer=optimizer if training else None)
+
+
+def capture_joint(model: nn.Module, *arguments: Any) -> tuple[Program, Outputs]:
+    """In place of `commfuse_fx.planning.compile_call.capture_joint`, with its arguments."""
+    if model not in _made_as:
+        return trace_joint(model, *arguments)
+    structure, leaves, mesh, config, _ = arguments
+    key = (*_key(model, structure, leaves, mesh), config.broadcast_buffers, "joint")
+    if key not in _captured:
+        _captured[key] = trace_joint(model, *arguments)
+    program, outputs = _captured[key]
+    assert outputs is not None
+    return _own(program, model, mesh, config), outputs
+
+
+def _key(model: nn.Module, structure: Any, leaves: Any, mesh: Mesh) -> tuple[Hashable, ...]:
     inputs = tuple((path, *_spec(tensor)) for path, tensor in leaves)
     made_as, any_mesh = _made_as[model]
-    of_mesh = None if any_mesh else mesh
-    key = (made_as, _state(model), loss_fn, structure, inputs, of_mesh, config.divides_graphs, training)
-    if key not in _captured:
-        _captured[key] = trace(model, *arguments)
-    return replace(
-        _captured[key].copy(),
-        mesh=mesh,
-        config=config,
-        params=describe_parameters(model),
-        optimizer=optimizer if training else None,
-    )
+    return made_as, _state(model), structure, inputs, None if any_mesh else mesh
+
+
+def _own(captured: Program, model: nn.Module, mesh: Mesh, config: CompileConfig) -> Program:
+    return replace(captured.copy(), mesh=mesh, config=config, params=describe_parameters(model))
 
 
 def _state(model: nn.Module) -> Hashable:

@@ -10,6 +10,7 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture
+from commfuse_fx.capture.joint import capture_joint
 from commfuse_fx.passes.declaration import Variants
 from commfuse_fx.planning import compile_call
 from tests.distributed.harness import Ranks
@@ -23,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)  # graphs are many small objects: by default collecting takes another tenth
+    # Graphs are many small objects, of which few live on: by default collecting takes another tenth of the time.
+    gc.set_threshold(100_000, 50, 1000)
     # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
     # takes a stack for every tensor that is described: a third of the time of tracing.
     logging.getLogger("torch.__trace").propagate = True
@@ -36,6 +38,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test verifies what it compiles, starts from one seed, and leaves no context behind."""
     monkeypatch.setenv("COMMFUSE_VERIFY", "1")
     monkeypatch.setattr(compile_call, "capture", capture)  # until a test shares captures
+    monkeypatch.setattr(compile_call, "capture_joint", capture_joint)
     torch.manual_seed(0)
     cf.reset_auto_parallel_context()
     yield

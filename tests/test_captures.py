@@ -6,6 +6,7 @@ import pytest
 
 import commfuse_fx as cf
 from commfuse_fx.capture.build import capture as trace
+from commfuse_fx.capture.joint import capture_joint as trace_joint
 from commfuse_fx.planning import compile_call
 from tests import captures
 from tests.models import CONTRASTIVE, CONV, DIGITS, PARTLY, TIED, Case, shards
@@ -63,3 +64,19 @@ def test_marks_are_those_of_each_compilation() -> None:
             cf.set_comm_fusion(module, place % number + 1)
         found.append(len(collectives(make_world(DIGITS, model, 2, sgd), batch)))
     assert found[0] < found[1]
+
+
+def test_a_shared_capture_of_a_module_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts() -> list[str]:
+        found = []
+        for world, broadcasts in ((1, True), (2, True), (2, False)):
+            model, (batch,) = CONV.model(), CONV.batches(1)
+            captures.share(model, "module", any_mesh=True)
+            module = cf.compile(model, device_num=world, global_rank=0, broadcast_buffers=broadcasts)
+            found.append(module.lower(batch[0]).text())
+        return found
+
+    shared = texts()
+    assert len(set(shared)) == 3
+    monkeypatch.setattr(captures, "capture_joint", trace_joint)
+    assert shared == texts()

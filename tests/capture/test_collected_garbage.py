@@ -45,6 +45,8 @@ def values_taken_before(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         return now(self, own)
 
     monkeypatch.setattr(Read, "now", collect_first)
+    gc.collect()
+    gc.freeze()  # or each collection looks through what all tests before have left
     gc.disable()
     yield request.param
     gc.enable()
