@@ -28,6 +28,9 @@ _STARTS: dict[Any, tuple[str, int]] = {
     c10d.all_to_all_single.default: ("all_to_all", 3),
 }
 
+_START_IDS = frozenset(map(id, _STARTS))
+"""Hashing an op runs Python code of torch's, and every pass asks this of every node."""
+
 IN_PLACE = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
     c10d.broadcast.default: c10d.broadcast_.default,
@@ -54,7 +57,7 @@ def result_of_start(target: Any, args: Sequence[Any]) -> torch.Tensor:
 
 def is_start(node: fx.Node) -> bool:
     """Whether a node starts a collective."""
-    return node.op == "call_function" and node.target in _STARTS
+    return node.op == "call_function" and id(node.target) in _START_IDS
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,18 +22,80 @@ from commfuse_fx.ir.random_draws import can_draw, draws_random_numbers
 _IN_FLIGHT_RNG = object()
 
 
-@cache
+def is_view(node: fx.Node) -> bool:
+    """True when the node only gives another shape or part to existing memory, and writes nothing."""
+    return node.op == "call_function" and _traits_of(node.target).view
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """A Python function whose effects nobody knows: nothing moves across it."""
+    return node.op == "call_function" and _traits_of(node.target).opaque
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory this node writes."""
+    if node.op != "call_function" or not (written := _traits_of(node.target).written):
+        return []
+    found: list[fx.Node] = []
+    args, kwargs = node.args, node.kwargs
+    for position, name in written:
+        value = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+        if isinstance(value, fx.Node):
+            found.append(value)
+        else:
+            fx.node.map_arg(value, found.append)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an op says of all nodes that call it.
+
+    aliases: it returns memory of its first argument, as views and in-place ops do.
+    written: positions and names of the arguments that it writes.
+    """
+
+    target: Any
+    view: bool
+    aliases: bool
+    written: tuple[tuple[int, str], ...]
+    can_draw: bool
+    opaque: bool
+
+
+_NO_CALL = _Traits(None, view=False, aliases=False, written=(), can_draw=False, opaque=False)
+
+_traits: dict[int, _Traits] = {}
+"""By the identity of the op, which its traits keep alive: hashing an op runs Python code of torch's."""
+
+
+def _traits_of(target: Any) -> _Traits:
+    found = _traits.get(id(target))
+    if found is None:
+        found = _traits[id(target)] = _find_traits(target)
+    return found
+
+
+def _find_traits(target: Any) -> _Traits:
+    written, aliases = _written_arguments(target), _alias_of_returns(target)
+    return _Traits(
+        target,
+        view=target is operator.getitem or (aliases and not written),
+        aliases=aliases,
+        written=written,
+        can_draw=can_draw(target),
+        opaque=_is_opaque_op(target),
+    )
+
+
 def _alias_of_returns(target: Any) -> bool:
-    """True for ops that return memory of their first argument: views, and in-place ops."""
     if target is torch.ops.aten._unsafe_view.default:  # its schema hides it from autograd
         return True
     schema = getattr(target, "_schema", None)
     return schema is not None and any(ret.alias_info is not None for ret in schema.returns)
 
 
-@cache
 def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an op writes."""
     if target is WAIT:
         return ((0, "tensor"),)
     schema = getattr(target, "_schema", None)
@@ -47,67 +108,11 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def is_view(node: fx.Node) -> bool:
-    """True when the node only gives another shape or part to existing memory, and writes nothing."""
-    if node.target is operator.getitem:
-        return True
-    return node.op == "call_function" and _alias_of_returns(node.target) and not _written_arguments(node.target)
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """A Python function whose effects nobody knows: nothing moves across it."""
-    return node.op == "call_function" and _is_opaque_op(node.target)
-
-
 def _is_opaque_op(target: Any) -> bool:
     return (
         not hasattr(target, "_schema")
         and getattr(target, "__module__", "") not in ("_operator", "operator", "math")
         and not getattr(target, "commfuse_pure", False)
-    )
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, lambda node: found.append(node))
-    return found
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory this node writes."""
-    if node.op != "call_function":
-        return []
-    found: list[fx.Node] = []
-    for position, name in _written_arguments(node.target):
-        value = node.kwargs[name] if name in node.kwargs else node.args[position] if position < len(node.args) else None
-        found.extend(_nodes_in(value))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """What an op says of all nodes that call it. Looked up once per node: hashing an op is slow."""
-
-    view: bool
-    aliases: bool
-    writes: bool
-    can_draw: bool
-    opaque: bool
-
-
-_NO_CALL = _Traits(view=False, aliases=False, writes=False, can_draw=False, opaque=False)
-
-
-@cache
-def _traits_of(target: Any) -> _Traits:
-    writes = bool(_written_arguments(target))
-    aliases = _alias_of_returns(target)
-    return _Traits(
-        view=target is operator.getitem or (aliases and not writes),
-        aliases=aliases,
-        writes=writes,
-        can_draw=can_draw(target),
-        opaque=_is_opaque_op(target),
     )
 
 
@@ -133,9 +138,9 @@ class Roots:
         if node.target is WAIT:
             return self._root[node.args[0]]  # type: ignore[index]
         traits = _traits_of(node.target)
-        if traits.aliases and node.all_input_nodes:
-            written = written_nodes(node) if traits.writes else ()
-            return self._root[written[0] if written else node.all_input_nodes[0]]
+        if traits.aliases and (inputs := node.all_input_nodes):
+            written = written_nodes(node) if traits.written else ()
+            return self._root[written[0] if written else inputs[0]]
         return node
 
 
@@ -158,7 +163,7 @@ class Dependence:
             traits = _traits_of(node.target) if node.op == "call_function" else _NO_CALL
             before: dict[fx.Node, None] = dict.fromkeys(inputs)
             written: dict[Any, None] = {}
-            if traits.writes:
+            if traits.written:
                 written = dict.fromkeys([roots[arg] for arg in written_nodes(node)])
             if traits.can_draw and draws_random_numbers(node):
                 written[_IN_FLIGHT_RNG] = None

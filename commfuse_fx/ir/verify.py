@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -28,8 +29,10 @@ def verify(program: Program, after: str) -> None:
 
     seen: dict[fx.Node, None] = {}
     names: dict[str, None] = {}
+    calls: list[_Call] = []
     for node in program.graph.nodes:
-        for value in node.all_input_nodes:
+        inputs = node.all_input_nodes
+        for value in inputs:
             if value not in seen:
                 fail(node, f"uses {value.name} before it is computed")
         seen[node] = None
@@ -45,6 +48,8 @@ def verify(program: Program, after: str) -> None:
         if not name or name in names:
             fail(node, f"has the name {name!r}, which is empty or not unique")
         names[name] = None
+        if node.op == "call_function":
+            calls.append(_Call(node, inputs, is_view(node), written_nodes(node)))
         if is_start(node):
             try:
                 wait_of(node)
@@ -54,14 +59,23 @@ def verify(program: Program, after: str) -> None:
                 fail(node, "starts a collective but carries no collective metadata")
     check_declared_specs(program, fail)
     roots = Roots(program.graph, program.aliases())
-    _check_in_flight(program, roots, fail)
-    _check_pieces(program, roots, fail)
-    _check_next_step(program, roots, fail)
+    _check_in_flight(calls, roots, fail)
+    _check_pieces(calls, roots, fail)
+    _check_next_step(calls, roots, fail)
 
 
-def _check_next_step(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
+class _Call(NamedTuple):
+    """A node that calls something: what it is given, whether it only gives another view, and what it writes."""
+
+    node: fx.Node
+    inputs: list[fx.Node]
+    is_view: bool
+    written: list[fx.Node]
+
+
+def _check_next_step(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """What runs in the next step comes last, in the order of that step, before anything there that it may meet."""
-    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    nodes = [call.node for call in calls]
     deferred = [node for node in nodes if info(node).next_step is not None]
     if not deferred:
         return
@@ -70,14 +84,13 @@ def _check_next_step(program: Program, roots: Roots, fail: Callable[[fx.Node, st
     position = {node: i for i, node in enumerate(nodes)}
     first_touch: dict[fx.Node, fx.Node] = {}
     first_write: dict[fx.Node, fx.Node] = {}
-    for node in nodes[: -len(deferred)]:
-        if not is_view(node):
-            for value in node.all_input_nodes:
-                first_touch.setdefault(roots[value], node)
-        for value in written_nodes(node):
+    for node, inputs, view, written in calls[: -len(deferred)]:
+        for value in () if view else inputs:
+            first_touch.setdefault(roots[value], node)
+        for value in written:
             first_write.setdefault(roots[value], node)
     reached = -1
-    for node in deferred:
+    for node, inputs, _, written in calls[-len(deferred) :]:
         anchor = info(node).next_step
         assert anchor is not None
         if position[anchor] < reached:
@@ -87,11 +100,11 @@ def _check_next_step(program: Program, roots: Roots, fail: Callable[[fx.Node, st
             fail(node, "runs in the next step, but nobody knows what it changes")
         if info(anchor).next_step is not None:
             fail(node, f"is to run before {info(anchor).name}, which is deferred itself")
-        for value in written_nodes(node):
+        for value in written:
             met = first_touch.get(roots[value]) if roots[value].op == "placeholder" else None
             if met is not None and position[met] < position[anchor]:
                 fail(node, f"changes what {info(met).name} of the next step reads before it has run")
-        for value in node.all_input_nodes:
+        for value in inputs:
             memory = roots[value]
             if memory.op == "call_function" and info(memory).kept:
                 met = first_write.get(memory)
@@ -99,14 +112,14 @@ def _check_next_step(program: Program, roots: Roots, fail: Callable[[fx.Node, st
                     fail(node, f"reads memory that {info(met).name} of the next step has overwritten")
 
 
-def _check_pieces(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
+def _check_pieces(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """A piece of a bucket that is sent ahead of the start has been written before, and is not touched after."""
     buckets: dict[fx.Node, fx.Node] = {}  # storage -> its start, from the first piece to the start
     sent: dict[fx.Node, list[Stretch]] = {}
-    for node in program.graph.nodes:
-        if node.op != "call_function" or is_view(node):
+    for node, inputs, view, _ in calls:
+        if view:
             continue
-        for root in dict.fromkeys(roots[value] for value in node.all_input_nodes):
+        for root in dict.fromkeys([roots[value] for value in inputs]) if buckets else ():
             start = buckets.get(root)
             if start is None or node is start:
                 continue
@@ -135,13 +148,11 @@ def _check_coverage(start: fx.Node, pieces: list[Stretch], fail: Callable[[fx.No
         fail(start, f"is sent in pieces that end at {reached} of {tensor_spec(start).numel} elements")
 
 
-def _check_in_flight(program: Program, roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
+def _check_in_flight(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
     """Between a start and its wait nobody may touch the memory that is on the wire."""
     flying: dict[fx.Node, fx.Node] = {}
     sending: dict[fx.Node, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node, inputs, view, written in calls:
         if is_wait(node):
             start = node.args[0]
             assert isinstance(start, fx.Node)
@@ -149,12 +160,11 @@ def _check_in_flight(program: Program, roots: Roots, fail: Callable[[fx.Node, st
             if (sent := memory_on_wire(node)) is not None:
                 sending[roots[sent]].remove(start)
             continue
-        if not is_view(node):
-            for value in node.all_input_nodes:
-                start = flying.get(roots[value])
-                if start is not None:
-                    fail(node, f"touches memory of {info(start).name} while it is on the wire")
-        for value in written_nodes(node):
+        for value in inputs if flying and not view else ():
+            touched = flying.get(roots[value])
+            if touched is not None:
+                fail(node, f"touches memory of {info(touched).name} while it is on the wire")
+        for value in written if sending else ():
             for start in sending.get(roots[value], ()):
                 fail(node, f"writes to what {info(start).name} is sending")
         if is_start(node):
