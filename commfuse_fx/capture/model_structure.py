@@ -13,6 +13,7 @@ from torch import nn
 from commfuse_fx.capture.frozen import Itself
 from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
 from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.sharding.marking.marks import marks_of
 
 _Named = Mapping[str, Hashable]
 
@@ -25,10 +26,13 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(nn.modules.module, f"_global{name}") for name in HOOKS)
 """The global hooks, which run for all modules."""
 
+PARAMETER_MARKS = ("comm_fusion", "layerwise_parallel")
+"""Attributes of a parameter that hold marks, which users may set by hand."""
+
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The modules, parameters, buffers and hooks of a model, as hashable values by name.
+    """The modules, parameters, buffers, hooks and marks of a model, as hashable values by name.
 
     Modules and hooks are compared by identity: two modules of one class can differ in a number that is a constant of
     the graph. Parameters and buffers are compared by shape, dtype and strides, because a graph takes any such tensor.
@@ -38,32 +42,34 @@ class ModelStructure:
     parameters: tuple[tuple[str, Hashable], ...]
     buffers: tuple[tuple[str, Hashable], ...]
     hooks: tuple[tuple[str, Hashable], ...]
+    marks: tuple[tuple[str, Hashable], ...]
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.modules, self.parameters, self.buffers, self.hooks)))
+        held = (self.modules, self.parameters, self.buffers, self.hooks, self.marks)
+        object.__setattr__(self, "_hash", hash(held))
 
     def __hash__(self) -> int:
         return self._hash  # hashing every name at every step takes longer than comparing them
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
-        """The present structure of a model. Raises the errors of bad fusion marks on its parameters."""
+        """The present structure of a model. Raises ConfigTypeError or ConfigValueError for a bad mark."""
         modules = [(path, weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
         first: dict[int, str] = {}
         parameters = [
-            (name, (first.setdefault(id(param), name), *_looks(param), *_marks(param, name)))
+            (name, (first.setdefault(id(param), name), *_looks(param)))
             for name, param in model.named_parameters(remove_duplicate=False)
         ]
         buffers = [
             (name, (first.setdefault(id(buffer), name), *_looks(buffer)))
             for name, buffer in model.named_buffers(remove_duplicate=False)
         ]
-        return cls(tuple(modules), tuple(parameters), tuple(buffers), tuple(_hooks(model)))
+        return cls(tuple(modules), tuple(parameters), tuple(buffers), tuple(_hooks(model)), tuple(marks_in(model)))
 
     def difference(self, other: ModelStructure) -> str:
         """The first change from `other` to this structure, as text."""
-        for kind in ("module", "parameter", "buffer", "hook"):
+        for kind in ("module", "parameter", "buffer", "hook", "mark"):
             new: _Named = dict(getattr(self, f"{kind}s"))
             old: _Named = dict(getattr(other, f"{kind}s"))
             for name in new:
@@ -108,5 +114,12 @@ def _looks(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return (TensorSpec.of(tensor), tensor.layout)
 
 
-def _marks(param: nn.Parameter, name: str) -> tuple[Hashable, ...]:
-    return read_fusion_id(param, name), read_layerwise_parallel(param, name)
+def marks_in(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """All marks of modules and parameters. Raises ConfigTypeError or ConfigValueError for a bad one."""
+    for path, module in model.named_modules():
+        if found := marks_of(module):
+            yield f"of module {path or type(module).__name__}", found
+    for name, param in model.named_parameters():
+        marks = read_fusion_id(param, name), read_layerwise_parallel(param, name), marks_of(param)
+        if marks != (None, False, ()):
+            yield f"of parameter {name}", marks

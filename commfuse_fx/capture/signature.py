@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -13,9 +13,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from commfuse_fx.capture.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS, ModelStructure
+from commfuse_fx.capture.model_structure import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    PARAMETER_MARKS,
+    TENSOR_HOOKS,
+    ModelStructure,
+    marks_in,
+)
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.kernels.update_rules import optimizer_key
+from commfuse_fx.sharding.marking.marks import marks_made
 
 _IS_TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -41,7 +49,8 @@ class Signature:
 class Watch:
     """Watches a model and its optimizer, and makes the signatures of calls.
 
-    Before every step it checks cheaply whether modules, parameters, buffers or hooks were replaced, added or removed.
+    Before every step it checks cheaply whether modules, parameters, buffers, hooks or marks were replaced, added or
+    removed.
     """
 
     def __init__(
@@ -66,6 +75,10 @@ class Watch:
         self._tensor_hooks: list[Any] = []  # of them, as they were at the last look
         self._unhooked: list[dict[int, Any]] = []
         self._next_hook = 0  # the number that the next hook of the process gets
+        self._marks_made = 0  # by `cf.shard`, in this process
+        self._bare: list[nn.Parameter] = []  # without attributes, and so without marks
+        self._attributed: list[nn.Parameter] = []
+        self._marks: list[Any] = []  # the values of the marks of these
         self._parameter_names: dict[int, str] = {}
         self.params: Mapping[str, nn.Parameter] = {}
         self.buffers: Mapping[str, torch.Tensor] = {}
@@ -112,6 +125,7 @@ class Watch:
         self._views = [held.values() for held in self._filled]
         self._names = list(chain.from_iterable(self._filled))
         self._held = list(chain.from_iterable(self._views))
+        self._look_at_marks()
 
     def _is_up_to_date(self) -> bool:
         # This runs before every step, so it runs no line of Python per module.
@@ -121,7 +135,33 @@ class Watch:
             and list(chain.from_iterable(self._filled)) == self._names
             and all(map(operator.is_, chain.from_iterable(self._views), self._held))
             and (RemovableHandle.next_id == self._next_hook or self._has_no_new_hooks())
+            and (self._marks_look_the_same() or self._has_no_new_marks())
         )
+
+    def _look_at_marks(self) -> None:
+        self._marks_made = marks_made()
+        self._bare = [param for param in self._params if not vars(param)]
+        self._attributed = [param for param in self._params if vars(param)]
+        self._marks = list(self._present_marks())
+
+    def _present_marks(self) -> Iterator[Any]:
+        return chain.from_iterable(
+            map(getattr, self._attributed, repeat(name), repeat(None)) for name in PARAMETER_MARKS
+        )
+
+    def _marks_look_the_same(self) -> bool:
+        return (
+            marks_made() == self._marks_made
+            and not any(map(vars, self._bare))
+            and all(map(operator.is_, self._present_marks(), self._marks))
+        )
+
+    def _has_no_new_marks(self) -> bool:
+        """Whether only other attributes, or marks of other models, are new."""
+        if tuple(marks_in(self._model)) != self.structure.marks:
+            return False
+        self._look_at_marks()
+        return True
 
     def _look_at_hooks(self) -> list[dict[int, Any]]:
         """All dicts of hooks. Every new hook takes a number, so empty dicts are only checked when that has grown."""

@@ -14,6 +14,9 @@ from commfuse_fx.sharding.marking.logical import kind_of_module
 from commfuse_fx.sharding.marking.strategy import TensorStrategy
 
 _MARKS = "_commfuse_marks"
+"""The attribute of a module or a parameter that holds its marks."""
+
+_made = 0
 
 
 @dataclass(frozen=True)
@@ -132,5 +135,12 @@ def marks_of(holder: nn.Module | torch.Tensor) -> tuple[Any, ...]:
 
 def add_mark(holder: nn.Module | torch.Tensor, mark: Any) -> None:
     """Add a mark, unless the same line has said the same before."""
+    global _made
     if mark not in marks_of(holder):
         setattr(holder, _MARKS, (*marks_of(holder), mark))
+        _made += 1
+
+
+def marks_made() -> int:
+    """The number of marks that this process has added so far, to see whether there are new ones."""
+    return _made

@@ -1,0 +1,85 @@
+"""Marks that are made, changed or removed after the first compile count from the next call on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from tests.logs import logged
+
+BATCH = torch.ones(2, 4), torch.ones(2, 4)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def compiled(net: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return cf.compile(net, loss_fn=nn.MSELoss(), optimizer=optimizer, device_num=2, **options)
+
+
+def buckets(step: Any) -> list[list[str]]:
+    return [collective.members for collective in step.lower(*BATCH).collectives]
+
+
+def test_fusion_ids() -> None:
+    net = model()
+    step = compiled(net)
+    assert buckets(step) == [["1.weight", "1.bias", "0.weight", "0.bias"]]
+    net[0].weight.comm_fusion = 0
+    assert buckets(step) == [["0.weight"], ["1.weight", "1.bias", "0.bias"]]
+    cf.set_comm_fusion(net[1], 2)
+    assert buckets(step) == [["1.weight", "1.bias"], ["0.weight"], ["0.bias"]]
+    del net[0].weight.comm_fusion
+    cf.set_comm_fusion(net, 2)
+    assert buckets(step) == [["1.weight", "1.bias", "0.weight", "0.bias"]]
+
+
+def test_parameters_that_are_left_out() -> None:
+    net = model()
+    step = compiled(net, parallel_mode="hybrid_parallel")
+    assert len(buckets(step)[0]) == 4
+    net[0].weight.layerwise_parallel = True
+    assert buckets(step) == [["1.weight", "1.bias", "0.bias"]]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda net: cf.shard(net[0].weight, (2, 1)),
+        lambda net: cf.shard(net[0], weight=(2, 1)),
+        lambda net: cf.shard(net, {"0.weight": (2, 1)}),
+    ],
+)
+def test_layouts(mark: Callable[[nn.Module], Any]) -> None:
+    net = model()
+    step = compiled(net, parallel_mode="semi_auto", mesh=(2,))
+    assert not step.lower(*BATCH).program.params["0.weight"].layout
+    mark(net)
+    assert step.lower(*BATCH).program.params["0.weight"].layout
+
+
+def test_other_attributes_and_other_models_change_nothing() -> None:
+    net = model()
+    step = cf.compile(net, loss_fn=nn.MSELoss())
+    step(*BATCH)
+    executor = step.session.running
+    net[0].weight.note = torch.ones(3)
+    step(*BATCH)
+    cf.shard(model()[0].weight, (2, 1))
+    cf.set_comm_fusion(model(), 1)
+    step(*BATCH)
+    assert step.session.running is executor
+    net[0].weight.note = torch.ones(3)
+    step(*BATCH)
+    assert step.session.running is executor
+    net[0].weight.comm_fusion = 0
+    with logged() as messages:
+        step(*BATCH)
+    assert [text for text in messages if "mark of parameter 0.weight was added" in text]
