@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo, Names, is_dynamic, sources_of, with_checkpoints
-from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
@@ -31,7 +31,6 @@ class DynamoGraphs:
         self.late = LateReduction(owner)
         self.names_of = names_of
         self._made: list[GraphCalls] = []
-        self._readers: dict[str, int] = {}
 
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with each graph that it has made."""
@@ -39,7 +38,6 @@ class DynamoGraphs:
 
     def compiled(self, model: GraphOfDynamo, args: Sequence[Any]) -> GraphCalls | None:
         """Compile a graph; None where that is not possible, as it has an op that cannot be traced."""
-        self._check_sums(model)
         calls = GraphCalls(model, self.owner)
         try:
             calls.compile(args)
@@ -55,15 +53,9 @@ class DynamoGraphs:
         self._made.append(calls)
         return calls
 
-    def _check_sums(self, model: nn.Module) -> None:
-        for name, param in model.named_parameters():
-            self._readers[name] = self._readers.get(name, 0) + param.requires_grad
-            if self._readers[name] > 1 and not self.owner.config.gradients_mean:
-                raise NotAvailableError(
-                    f"gradients_mean=False is not available yet where several graphs of Dynamo read one parameter, as "
-                    f"here {name}: its gradient would be summed over the ranks once per graph. Leave gradients_mean "
-                    "out and scale the loss"
-                )
+    def forget(self, calls: GraphCalls | None) -> None:
+        """A graph will not run again as it was compiled."""
+        self._made = [each for each in self._made if each is not calls]
 
     def lowered(self) -> list[Lowered]:
         """What has been compiled, in the order in which graphs were first run."""
@@ -87,8 +79,7 @@ class Graph:
         self.sources = sources
         self._graphs = graphs
         self._is_dynamic = is_dynamic
-        # By names and identities: modules that have been replaced leave a graph of their own behind.
-        self._made: dict[tuple[Names, tuple[int, ...]], GraphCalls | None] = {}
+        self._made: dict[Names, tuple[list[torch.Tensor], GraphCalls | None]] = {}
 
     def run(self, *values: Any) -> Any:
         """Run the graph with these arguments."""
@@ -100,10 +91,11 @@ class Graph:
         if not any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):
             return self.graph(*values)
         others = [value for value, name in zip(values, names, strict=True) if name is None]
-        key = names, tuple(map(id, held))
-        if key not in self._made:
-            self._made[key] = self._compiled(GraphOfDynamo(self.graph, values, names), others)
-        calls = self._made[key]
+        before, calls = self._made.get(names, ([], None))
+        if len(before) != len(held) or not all(map(operator.is_, before, held)):  # the first time, or replaced since
+            graphs.forget(calls)
+            calls = self._compiled(GraphOfDynamo(self.graph, values, names), others)
+            self._made[names] = held, calls
         if calls is None:
             graphs.late.expect([name for name in names if name is not None])
             return self.graph(*values)

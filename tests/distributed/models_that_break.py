@@ -72,20 +72,17 @@ class Counts(nn.Module):
 
 
 class Routes(nn.Module):
-    """A value of the input says which part it uses. shared: it uses the first part once more, in another graph."""
+    """A value of the input says which part it uses."""
 
-    def __init__(self, shared: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.parts = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]).double()
         self.last = nn.Linear(6, 6).double()
-        self.shared = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.parts[int(x[0, 0])](x)
         if h.sum() > 1e9:
             h = h * 2
-        if self.shared:
-            h = self.parts[0](h)
         out: torch.Tensor = self.last(h)
         return out

@@ -188,15 +188,3 @@ def modes(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 def test_a_frame_past_the_limit_is_reduced(ranks: Ranks) -> None:
     for messages in ranks.values(compiled_too_often):
         assert any("got a gradient that no compiled graph has computed" in message for message in messages)
-
-
-def sums() -> str:
-    wrapped, *_ = pair(Routes(shared=True), gradients_mean=False)
-    with pytest.raises(cf.NotAvailableError) as error:
-        wrapped(rows(0)).square().mean().backward()
-    return str(error.value)
-
-
-def test_sums_of_a_parameter_in_several_graphs_are_refused(ranks: Ranks) -> None:
-    for text in ranks.values(sums):
-        assert "gradients_mean=False" in text and "parts.0.weight" in text

@@ -87,6 +87,41 @@ def test_what_was_reached_without_reducing_counts(ranks: Ranks) -> None:
     ranks.values(reached_before)
 
 
+def sums() -> str:
+    """Sums over the ranks, of several backwards and of micro-batches."""
+    model = Branches()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, gradients_mean=False, cpu_kernels=False)
+    for step in range(4):
+        wrapped(batch(step)).square().mean().backward()
+        twin(batch(step)).square().mean().backward()
+        if step == 1:
+            summed(model, twin)
+            for each in (model, twin):
+                each.zero_grad(set_to_none=False)
+            for part in range(2):
+                with wrapped.no_sync():
+                    wrapped(batch(10 + part)).square().mean().backward()
+                twin(batch(10 + part)).square().mean().backward()
+    summed(model, twin)
+    with pytest.raises(cf.NotAvailableError) as error, wrapped.no_sync():
+        wrapped(batch(0)).square().mean().backward()
+    return str(error.value)
+
+
+def summed(model: nn.Module, twin: nn.Module) -> None:
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        if other.grad is not None:
+            total = other.grad.clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(param.grad, total, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_of_gradients(ranks: Ranks) -> None:
+    for text in ranks.values(sums):
+        assert "gradients_mean=False: .grad of layers." in text and "zero_grad()" in text
+
+
 def other_branches() -> str:
     model = Branches()
     wrapped = cf.compile(model)
