@@ -76,8 +76,8 @@ def check_form_of_module(config: CompileConfig) -> None:
     if config.capture == "dynamo" and not config.gradients_mean:
         raise NotAvailableError(
             'gradients_mean=False with capture="dynamo" is not available yet: a gradient may be reduced once by a '
-            "graph and once at the end of the backward, which leaves a mean as it is, but no sum; leave gradients_mean out "
-            "and scale the loss"
+            "graph and once at the end of the backward, which leaves a mean as it is, but no sum; leave gradients_mean "
+            "out and scale the loss"
         )
     if config.across_steps:
         raise ConfigValueError(
