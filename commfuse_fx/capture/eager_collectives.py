@@ -82,7 +82,7 @@ def _refusal(called: str) -> str:
 
 def _remedy(called: str) -> str:
     if "object" in called:
-        return "exchange objects outside of the model's forward, and hand it what they say as an argument"
+        return "exchange objects outside of the model's forward, and pass it their content as an argument"
     if "barrier" in called:
         return "move it out of the model's forward (the ranks of a compiled step keep together by themselves)"
     name = called.strip("_")

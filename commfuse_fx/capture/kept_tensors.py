@@ -22,7 +22,7 @@ def refuse_kept_tensors(model: nn.Module) -> None:
             if _holds_traced(value):
                 raise CaptureError(
                     f"a hook of {owner} keeps a tensor of the trace in {name}: it has no values there, and the hook "
-                    "runs once per graph only. Return from the model what you want to see, or take the hook away"
+                    "runs once per graph only. Return the tensor from the model to see it, or remove the hook"
                 )
 
 

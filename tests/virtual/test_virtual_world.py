@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -186,6 +188,29 @@ def test_memory_that_the_user_replaces_between_two_steps_is_taken_over() -> None
         for param in world.models[1].parameters():
             param.data = param.data.clone()
     assert_same(world.models, want)
+
+
+def test_gradient_memory_is_dropped_with_the_last_plan_that_uses_it() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    step = cf.compile(net, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), device_num=2)
+    world = LockstepWorld(step)
+    batches = [(torch.ones(2, 8), torch.ones(2, 8))] * 2
+
+    def sizes() -> list[int]:
+        return [memory.numel() for memory in world._ranks[1]._pool._memory.values()]
+
+    world(batches)
+    (whole,) = sizes()
+    net[0].weight.comm_fusion = 0
+    world(batches)
+    assert len(sizes()) == 2  # both plans may run again
+    step.planner.plans.clear()
+    net[1].weight.comm_fusion = 0
+    world(batches)
+    gc.collect()
+    net[1].bias.comm_fusion = 0
+    world(batches)
+    assert whole not in sizes() and len(sizes()) <= 2
 
 
 def test_a_step_that_fails_leaves_the_one_before_complete() -> None:

@@ -77,6 +77,8 @@ class Executor:
         self._check: LayoutCheck | None = None  # until the first run is over
         self.seed = 0
         """The seed of the next step, the same on all ranks. The session sets it before each run."""
+        self.kept = [(info(node).name, tensor_spec(node)) for node in program.graph.nodes if info(node).kept]
+        """The gradient memory that the program takes from the pool, in every step the same."""
         self.needs_seed = program.config.divides_graphs and (
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )

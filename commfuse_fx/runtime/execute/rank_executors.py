@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ class RankExecutors:
         self._before_reading = before_reading
         self._pool = FlatPool()
         self._known: dict[Any, Shards] = {}
+        self._alive: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     def make(
         self,
@@ -55,8 +57,11 @@ class RankExecutors:
         params: the user's parameters, by name. It has to be the same object until a parameter is replaced.
         """
         shards = self._shards_of(program, params, optimizer)
-        made = HalvesExecutor if program.has_two_halves else Executor
-        return made(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
+        kind = HalvesExecutor if program.has_two_halves else Executor
+        made = kind(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
+        self._alive.add(made)
+        self._pool.keep_memory(key for each in self._alive for key in each.kept)
+        return made
 
     def hand_over(self, executor: Executor) -> None:
         """Before this executor runs: make parameters whole if it divides them in another way than the last one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -33,6 +33,11 @@ class FlatPool:
         if key not in self._memory:
             self._memory[key] = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         return self._memory[key]
+
+    def keep_memory(self, wanted: Iterable[tuple[str, TensorSpec]]) -> None:
+        """Drop all gradient memory but this, given by the arguments of `memory`."""
+        keys = dict.fromkeys(wanted)
+        self._memory = {key: tensor for key, tensor in self._memory.items() if key in keys}
 
     def forget_memory(self) -> None:
         """Drop the gradients' memory: after a step has failed, collectives may still write to it."""

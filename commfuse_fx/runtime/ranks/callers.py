@@ -118,8 +118,8 @@ class Callers:
                 self._depth = depth
         if not came:
             raise CommFuseError(
-                f"rank 0 has called compiled step {first}, counted in the order in which they were compiled, and no "
-                f"thread of this rank has within {limit:.0f} s: call the same steps on all ranks"
+                f"rank 0 has called compiled step {first}, counted in the order in which steps were compiled, but no "
+                f"thread of this rank has called it within {limit:.0f} s: call the same steps on all ranks"
             )
 
     def _wait(self, number: int) -> None:
