@@ -27,8 +27,7 @@ _Loop = tuple[int, int] | None
 def order_canonically(graph: fx.Graph, calls: CallPaths, event_of: Mapping[fx.Node, int], keys: NodeKeys) -> None:
     """Put the nodes of a functional graph in canonical order.
 
-    event_of: for each op the number of the event that it comes from. Nodes without an event stay at the begin and at
-    the end.
+    event_of: for each op the number of the event that it comes from. Nodes without an event stay at both ends.
     """
     made = _made(graph, event_of)
     forward = [number for number in made if calls.events[number].path]

@@ -88,7 +88,7 @@ class Executor:
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
         """Generate the code.
 
-        on_backward: runs when the backward begins, or at the begin of the step if a collective comes earlier.
+        on_backward: runs when the backward begins, or when the step begins if a collective comes earlier.
         on_first_collective: runs just before the first collective.
         """
         self._check = LayoutCheck(self.program)

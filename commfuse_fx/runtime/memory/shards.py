@@ -166,7 +166,10 @@ class Shards:
             each.fill(whole, list(parts))
 
     def _take_replaced_states(self) -> bool:
-        """Take states that the user has loaded into the optimizer without touching a tensor. Returns whether any."""
+        """Take states that the user has loaded into the optimizer without touching a tensor.
+
+        Returns whether there were any.
+        """
         replaced = [each for each in self._divided if not each.has_state_of(self._state(each))]
         if replaced:
             self._before_reading()  # a pending update belongs to the old state
