@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,10 +25,14 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class _Body:
-    """graph: what runs. places: where each argument is held; None: it is an argument of the call."""
+    """graph: what runs. places: where each argument is held; None: it is an argument of the call.
+
+    kept: the positions of the outputs that are returned; None: all.
+    """
 
     graph: fx.GraphModule
     places: Sequence[tuple[nn.Module, str] | None]
+    kept: Sequence[int] | None
 
 
 _bodies: weakref.WeakKeyDictionary[nn.Module, _Body] = weakref.WeakKeyDictionary()
@@ -38,9 +43,12 @@ class GraphOfDynamo(nn.Module):
     """A graph as a module. Its forward takes the arguments that are neither parameters nor buffers.
 
     names: those of the parameters and buffers among `arguments`. The same tensor has one name.
+    kept: the positions of the outputs that are returned; None: all.
     """
 
-    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Any], names: Names) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], names: Names, kept: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         places: list[tuple[nn.Module, str] | None] = []
         for value, name in zip(arguments, names, strict=True):
@@ -48,12 +56,19 @@ class GraphOfDynamo(nn.Module):
                 places.append(None)
                 continue
             places.append(register(self, name, value))
-        _bodies[self] = _Body(graph, places)
+        _bodies[self] = _Body(graph, places, kept)
 
     def forward(self, *others: Any) -> Any:
         """What the graph returns."""
         body, rest = _bodies[self], iter(others)
-        return body.graph.forward(*(next(rest) if place is None else getattr(*place) for place in body.places))
+        outputs = body.graph.forward(*(next(rest) if place is None else getattr(*place) for place in body.places))
+        return outputs if body.kept is None else tuple(outputs[place] for place in body.kept)
+
+    def hold(self, arguments: Sequence[Any]) -> None:
+        """Take the parameters and buffers among these from now on: some may have been replaced."""
+        for place, value in zip(_bodies[self].places, arguments, strict=True):
+            if place is not None and getattr(*place) is not value:
+                setattr(*place, value)
 
 
 def register(module: nn.Module, name: str, tensor: torch.Tensor) -> tuple[nn.Module, str]:
@@ -100,7 +115,7 @@ def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
 def is_dynamic(arguments: Sequence[Any]) -> bool:
     """Whether a graph is for any size, given Dynamo's examples of its arguments."""
     for value in arguments:
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return True
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
             return True
@@ -117,6 +132,13 @@ def sources_of(graph: fx.GraphModule) -> list[str]:
             name = getattr(source, "name", None)
             found.append(str(name() if callable(name) else name or node.name))
     return found
+
+
+def modules_of_frame() -> list[nn.Module]:
+    """The modules among the variables of the frame that Dynamo compiles now: what code without a graph reads belongs to
+    them too."""
+    frame = getattr(import_module("torch._dynamo.symbolic_convert").tls, "current_tx", None)
+    return [] if frame is None else [each for each in frame.output.local_scope.values() if isinstance(each, nn.Module)]
 
 
 def path_in_source(source: str) -> str:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo, Names, is_dynamic, sources_of, with_checkpoints
+from commfuse_fx.capture.views_of_outputs import UnknownViews, Views, views_of
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
+from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.logs import logger
 
 _PLAN = logger("plan")
+
+_Made = tuple[GraphOfDynamo, GraphCalls]
 
 
 class DynamoGraphs:
@@ -30,17 +35,34 @@ class DynamoGraphs:
         self.owner = owner
         self.late = LateReduction(owner)
         self.names_of = names_of
-        self._made: list[GraphCalls] = []
+        # Dynamo's caches hold graphs, of which modules of one class share some.
+        self._made: weakref.WeakKeyDictionary[Graph, dict[Names, _Made | None]] = weakref.WeakKeyDictionary()
 
-    def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo calls with each graph that it has made."""
-        return Graph(self, graph, is_dynamic(examples), sources_of(graph)).run
+    def calls_of(self, graph: Graph, names: Names, values: Sequence[Any]) -> GraphCalls | None:
+        """What runs a graph with these arguments; None where it runs as it is."""
+        made = self._made.setdefault(graph, {})
+        if names not in made:
+            made[names] = self._compiled(graph, names, values)
+        found = made[names]
+        if found is None:
+            return None
+        model, calls = found
+        model.hold(values)
+        return calls
 
-    def compiled(self, model: GraphOfDynamo, args: Sequence[Any]) -> GraphCalls | None:
-        """Compile a graph; None where that is not possible, as it has an op that cannot be traced."""
+    def _compiled(self, graph: Graph, names: Names, values: Sequence[Any]) -> _Made | None:
+        model = graph.model(values, names)
+        if graph.runs_as_it_is:
+            _PLAN.info(
+                "a graph that Dynamo has made, with parameter %s and %d others, runs as it is, as %s; its gradients "
+                "are reduced at the end of the backward, in buckets planned from the sizes of parameters",
+                *_first_of(model),
+                graph.runs_as_it_is,
+            )
+            return None
         calls = GraphCalls(model, self.owner)
         try:
-            calls.compile(args)
+            calls.compile([value for value, name in zip(values, names, strict=True) if name is None])
         except Exception as error:
             _PLAN.warning(
                 "a graph that Dynamo has made, with parameter %s and %d others, cannot be compiled and runs as it is; "
@@ -50,20 +72,24 @@ class DynamoGraphs:
                 str(error).partition("\n")[0],
             )
             return None
-        self._made.append(calls)
-        return calls
+        return model, calls
 
-    def forget(self, calls: GraphCalls | None) -> None:
-        """A graph will not run again as it was compiled."""
-        self._made = [each for each in self._made if each is not calls]
+    def _all_calls(self) -> list[GraphCalls]:
+        made = (found for each in self._made.values() for found in each.values() if found is not None)
+        return sorted((calls for _, calls in made), key=lambda calls: calls.number)
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""
+        assert isinstance(self.owner.session, ModuleSession)
+        self.owner.session.tell(error)
 
     def lowered(self) -> list[Lowered]:
         """What has been compiled, in the order in which graphs were first run."""
-        return [lowered for calls in (*self._made, *self.late.made()) for lowered in calls.lowered()]
+        return [lowered for calls in (*self._all_calls(), *self.late.made()) for lowered in calls.lowered()]
 
     def retrace(self) -> None:
         """Forget what has been compiled."""
-        for calls in self._made:
+        for calls in self._all_calls():
             calls.retrace()
         self.late.forget()
 
@@ -72,45 +98,44 @@ class Graph:
     """One graph of Dynamo, which may run with the parameters of several modules that have the same code.
 
     sources: for every argument the expression that it comes from.
+    runs_as_it_is: why it is not compiled; empty if it is.
     """
 
-    def __init__(self, graphs: DynamoGraphs, graph: fx.GraphModule, is_dynamic: bool, sources: Sequence[str]) -> None:
-        self.graph = with_checkpoints(graph)
-        self.sources = sources
-        self._graphs = graphs
-        self._is_dynamic = is_dynamic
-        self._made: dict[Names, tuple[list[torch.Tensor], GraphCalls | None]] = {}
+    def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
+        self.sources: Sequence[str] = sources_of(graph)  # while Dynamo still knows them
+        self.runs_as_it_is = "it is for any size" if is_dynamic(examples) else ""
+        self._graph = with_checkpoints(graph)
+        self._views: Views | None = None
+        self._outputs = sum(len(tree_leaves(node.args)) for node in graph.graph.nodes if node.op == "output")
+        if not self.runs_as_it_is:
+            try:
+                self._views = views_of(graph)
+            except UnknownViews:
+                self.runs_as_it_is = "its outputs share memory, which autograd has to know"
 
-    def run(self, *values: Any) -> Any:
-        """Run the graph with these arguments."""
-        graphs = self._graphs
-        if not torch.is_grad_enabled():
-            return self.graph(*values)
+    def model(self, values: Sequence[Any], names: Names) -> GraphOfDynamo:
+        """The graph as a model that holds those of these arguments that have names."""
+        return GraphOfDynamo(self._graph, values, names, None if self._views is None else self._views.kept)
+
+    def run(self, graphs: DynamoGraphs | None, values: Sequence[Any]) -> Any:
+        """Run the graph with these arguments. graphs: those of the model that runs now, if one does."""
+        if graphs is None or not torch.is_grad_enabled():
+            return self._run_as_it_is(values)
         names = graphs.names_of(self, values)
-        held = [value for value, name in zip(values, names, strict=True) if name is not None]
+        held = (value for value, name in zip(values, names, strict=True) if name is not None)
         if not any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):
-            return self.graph(*values)
-        others = [value for value, name in zip(values, names, strict=True) if name is None]
-        before, calls = self._made.get(names, ([], None))
-        if len(before) != len(held) or not all(map(operator.is_, before, held)):  # the first time, or replaced since
-            graphs.forget(calls)
-            calls = self._compiled(GraphOfDynamo(self.graph, values, names), others)
-            self._made[names] = held, calls
+            return self._run_as_it_is(values)
+        calls = graphs.calls_of(self, names, values)
         if calls is None:
             graphs.late.expect([name for name in names if name is not None])
-            return self.graph(*values)
+            return self._run_as_it_is(values)
+        others = [value for value, name in zip(values, names, strict=True) if name is None]
         syncs = graphs.late.syncs and not graphs.owner.config.find_unused_parameters
-        return calls.run(others, syncs, partial(graphs.late.wrote, calls.buffers))
+        outputs = calls.run(others, syncs, partial(graphs.late.wrote, calls.buffers))
+        return outputs if self._views is None else self._views.outputs(values, outputs)
 
-    def _compiled(self, model: GraphOfDynamo, others: Sequence[Any]) -> GraphCalls | None:
-        if not self._is_dynamic:
-            return self._graphs.compiled(model, others)
-        _PLAN.info(
-            "a graph that Dynamo has made for any size, with parameter %s and %d others, runs as it is; its gradients "
-            "are reduced at the end of the backward, in buckets planned from the sizes of parameters",
-            *_first_of(model),
-        )
-        return None
+    def _run_as_it_is(self, values: Sequence[Any]) -> Any:
+        return self._graph(*values)[: self._outputs]
 
 
 def _first_of(model: nn.Module) -> tuple[str, int]:

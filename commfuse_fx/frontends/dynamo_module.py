@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from commfuse_fx.capture.graph_of_dynamo import Names
@@ -32,7 +33,7 @@ class DynamoModule(CompiledModule):
         self._graphs = DynamoGraphs(self._compiled, self._names_of)
         self._held: tuple[Any, Any] = (None, None)
         self._names: dict[int, str] = {}
-        compiled: Any = torch.compile(self.module, backend=self._graphs.backend)
+        compiled: Any = torch.compile(self.module, backend=_backend)
         self._with_dynamo = [compiled]  # in a list, so that it is no part of this module
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -45,7 +46,15 @@ class DynamoModule(CompiledModule):
         late.syncs = self.require_backward_grad_sync
         if self._compiled.config.broadcast_buffers:
             late.send_buffers(watch.buffers)
-        return self._with_dynamo[0](*args, **kwargs)
+        before, _running.graphs = _running.graphs, self._graphs
+        try:
+            return self._with_dynamo[0](*args, **kwargs)
+        except Exception as error:
+            if late.syncs:
+                self._graphs.tell(error)
+            raise
+        finally:
+            _running.graphs = before
 
     def _names_of(self, graph: Graph, values: Sequence[Any]) -> Names:
         return tuple(self._names.get(id(value)) for value in values)
@@ -86,6 +95,22 @@ class DynamoModule(CompiledModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+
+class _Running(threading.local):
+    """graphs: those of the module that runs in this thread."""
+
+    graphs: DynamoGraphs | None = None
+
+
+_running = _Running()
+
+
+def _backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """What Dynamo calls with each graph that it has made. It is the same for all modules: those of one class share
+    graphs, which Dynamo counts (recompile_limit)."""
+    made = Graph(graph, examples)
+    return lambda *values: made.run(_running.graphs, values)
 
 
 _NO_JOIN = (

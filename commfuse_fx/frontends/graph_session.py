@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,13 +37,18 @@ class GraphSession(ModuleSession):
         return groups
 
 
+_numbers = count()
+
+
 class GraphCalls:
     """The calls of one graph, which is a model of its own.
 
-    owner: what all graphs of the user's model belong to. buffers: the names of those that its backward sends.
+    owner: what all graphs of the user's model belong to. number: counts up in the order in which they are made.
+    buffers: the names of those that its backward sends.
     """
 
     def __init__(self, model: nn.Module, owner: CompiledCall) -> None:
+        self.number = next(_numbers)
         # What no graph of a backward reaches is seen at its end, over the whole model.
         config = replace(owner.config, find_unused_parameters=False)
         assert isinstance(owner.session, ModuleSession)
@@ -56,8 +62,9 @@ class GraphCalls:
         self._session.compile(tuple(args), {})
 
     def run(self, args: Sequence[Any], syncs: bool, on_written: OnWritten) -> Any:
-        """Run the forward. syncs: whether its backward is to reduce gradients."""
-        forward = self._session.forward(tuple(args), {}, syncs)
+        """Run the forward. syncs: whether its backward is to reduce gradients. The other ranks are not told of an
+        error."""
+        forward = self._session.forward(tuple(args), {}, False)
         outputs = ModuleCall(self._session, forward, self._calls, syncs, on_written).apply()
         return unflatten(forward.described.nest, iter(outputs))
 

@@ -7,12 +7,13 @@ different graphs, so that all parameters are reduced here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from commfuse_fx.capture.graph_of_dynamo import register
 from commfuse_fx.errors import NotAvailableError
@@ -41,6 +42,14 @@ class _Gradients(nn.Module):
             register(self, name, tensor)
         if reached is not None:
             register(self, _REACHED, reached)
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these parameters and buffers from now on: some may have been replaced."""
+        for name, tensor in tensors.items():
+            part, _, leaf = name.rpartition(".")
+            holder = self.get_submodule(part)
+            if getattr(holder, leaf) is not tensor:
+                setattr(holder, leaf, tensor)
 
     def forward(self) -> list[torch.Tensor]:
         return [param.view_as(param) for param in self.parameters()]
@@ -80,12 +89,13 @@ class LateReduction:
         self._params: dict[str, nn.Parameter] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
-        self._hooks: dict[str, Any] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
         self._expected: dict[str, None] = {}  # what a graph for any size reads
         self._warned: dict[str, None] = {}
         self._backwards: dict[int, _Backward] = {}
         self._reached: dict[str, None] = {}  # since gradients were reduced last
-        self._made: dict[_Key, GraphCalls] = {}
+        self._made: dict[_Key, tuple[_Gradients, GraphCalls]] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
         """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
@@ -93,18 +103,15 @@ class LateReduction:
             if self._params.get(name) is not param and name in self._hooks:
                 self._hooks.pop(name).remove()
             if param.requires_grad and name not in self._hooks:
-                self._hooks[name] = param.register_post_accumulate_grad_hook(self._accumulated)
+                self._hooks[name] = param.register_post_accumulate_grad_hook(_Hook(self))
         if len(self._params) != len(params) or any(self._params.get(name) is not params[name] for name in params):
-            self._made.clear()
             self._params = dict(params)
             self._names = {id(param): name for name, param in params.items()}
 
     def send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Let rank 0 send those of them that no graph sends, at the end of every backward that reduces and cannot run
         again."""
-        if list(map(id, buffers.values())) != list(map(id, self._buffers.values())):
-            self._made.clear()
-            self._buffers = dict(buffers)
+        self._buffers = buffers
 
     def expect(self, names: Sequence[str]) -> None:
         """No warning for these: they belong to a graph for any size."""
@@ -129,7 +136,7 @@ class LateReduction:
                 grad = self._params[name].grad
                 now.reduced[name] = (grad, -1 if grad is None else grad._version)
 
-    def _accumulated(self, param: torch.Tensor) -> None:
+    def accumulated(self, param: torch.Tensor) -> None:
         """Autograd has come to the end of a parameter: a compiled backward has written its gradient, or autograd."""
         name = self._names.get(id(param))
         if name is None:
@@ -169,7 +176,7 @@ class LateReduction:
 
     def _reduce(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: self._params[name] for name in names}
-        _refuse_hooks(params, self._hooks)
+        _refuse_hooks(params)
         if not params:  # buffers alone: gradients of nothing go with them
             self._run({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
             return
@@ -177,7 +184,7 @@ class LateReduction:
 
     def _reduce_all(self, buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: param for name, param in self._params.items() if param.requires_grad}
-        _refuse_hooks(params, self._hooks)
+        _refuse_hooks(params)
         device = next((param.device for param in params.values()), None)
         reached = torch.tensor([float(name in self._reached) for name in params], device=device)
         found = self._run(params, buffers, reached)
@@ -193,9 +200,12 @@ class LateReduction:
             if len(self._made) >= _MOST:
                 self._made.clear()
             counts = None if reached is None else nn.Parameter(torch.zeros_like(reached))
-            self._made[key] = GraphCalls(_Gradients(params, buffers, counts), self._owner)
+            made = _Gradients(params, buffers, counts)
+            self._made[key] = made, GraphCalls(made, self._owner)
+        model, calls = self._made[key]
+        model.hold({**params, **buffers})
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
-        return self._made[key].reduce(grads if reached is None else {**grads, _REACHED: reached})
+        return calls.reduce(grads if reached is None else {**grads, _REACHED: reached})
 
     def forget(self) -> None:
         """Drop what has been compiled."""
@@ -203,7 +213,7 @@ class LateReduction:
 
     def made(self) -> list[GraphCalls]:
         """What has been compiled for gradients that no graph has reduced."""
-        return list(self._made.values())
+        return [calls for _, calls in self._made.values()]
 
     def _warn(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned]
@@ -218,10 +228,26 @@ class LateReduction:
             )
 
 
-def _refuse_hooks(params: Mapping[str, nn.Parameter], own: Mapping[str, Any]) -> None:
+class _Hook:
+    """Tells, as long as somebody listens, that autograd has come to the end of a parameter."""
+
+    def __init__(self, listener: LateReduction) -> None:
+        self._listener = weakref.ref(listener)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.accumulated(param)
+
+
+def _remove(hooks: Mapping[str, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _refuse_hooks(params: Mapping[str, nn.Parameter]) -> None:
     for name, param in params.items():
-        hooks = param._post_accumulate_grad_hooks or {}
-        if len(hooks) > 1 or (hooks and name not in own):
+        if not all(isinstance(hook, _Hook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
             raise NotAvailableError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient is reduced at "
                 "the end of the backward, after such hooks have run: take the hook away and do its work after "

@@ -144,11 +144,16 @@ class ModuleSession(Session):
         try:
             return self._forward(args, kwargs)
         except Exception as error:
-            if self.agreement is not None and syncs:
-                with self.agreement.callers.turn(self.agreement.number):
-                    self.agreement.begin_step()
-                    self.agreement.leave_step(error, expected=True)
+            if syncs:
+                self.tell(error)
             raise
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""
+        if self.agreement is not None:
+            with self.agreement.callers.turn(self.agreement.number):
+                self.agreement.begin_step()
+                self.agreement.leave_step(error, expected=True)
 
     def compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make the plan of a call. Raises what compiling raises; the other ranks are not told."""

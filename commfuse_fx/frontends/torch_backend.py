@@ -7,6 +7,7 @@ docs/coming-from-ddp.md says what that means.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from commfuse_fx.capture.graph_of_dynamo import Names, is_dynamic, path_in_source, register, sources_of
+from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_frame, path_in_source, register
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
@@ -65,19 +66,28 @@ class _Engine:
         self._world: Any = None
         self._names: dict[int, str] = {}
         self._held: dict[str, torch.Tensor] = {}
+        self._numbers: dict[str, int] = {}
+        # With which buffers a graph has run beside the same parameters.
+        self._ways: weakref.WeakKeyDictionary[Graph, dict[Names, dict[Names, None]]] = weakref.WeakKeyDictionary()
 
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """What runs this graph."""
-        made: dict[DynamoGraphs, Graph] = {}
-        sources = sources_of(graph)  # while Dynamo still knows them
-        is_for_any_size = is_dynamic(examples)
+        made = Graph(graph, examples)
+        modules = [weakref.ref(module) for module in modules_of_frame()]
+        knows: weakref.WeakSet[DynamoGraphs] = weakref.WeakSet()
 
         def run(*values: Any) -> Any:
             graphs = self._of(values)
-            if graphs not in made:
-                made.clear()
-                made[graphs] = Graph(graphs, graph, is_for_any_size, sources)
-            return made[graphs].run(*values)
+            if graphs not in knows:
+                knows.add(graphs)
+                for module in modules:
+                    self._know(module())
+            try:
+                return made.run(graphs, values)
+            except Exception as error:
+                if torch.is_grad_enabled():
+                    graphs.tell(error)
+                raise
 
         return run
 
@@ -85,7 +95,7 @@ class _Engine:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._graphs is None or world is not self._world:
             self._world = world
-            self._names, self._held = {}, {}
+            self._names, self._held, self._numbers = {}, {}, {}
             model = nn.Module()  # what prices are for: its device, and the sizes of parameters
             for number, value in enumerate(values):
                 if isinstance(value, nn.Parameter):
@@ -95,23 +105,38 @@ class _Engine:
 
     def _names_of(self, graph: Graph, values: Sequence[Any]) -> Names:
         assert self._graphs is not None, "a graph runs"
-        found: list[str | None] = []
-        for value, source in zip(values, graph.sources, strict=True):
-            is_buffer = isinstance(value, torch.Tensor) and "_buffers[" in source
-            found.append(self._name(value, source) if is_buffer or isinstance(value, nn.Parameter) else None)
+        found: list[str | None] = [
+            self._name(value, source) if isinstance(value, nn.Parameter) else None
+            for value, source in zip(values, graph.sources, strict=True)
+        ]
+        ways = self._ways.setdefault(graph, {}).setdefault(tuple(found), {})
+        if len(ways) < _MOST_WAYS:
+            for place, (value, source) in enumerate(zip(values, graph.sources, strict=True)):
+                if found[place] is None and isinstance(value, torch.Tensor) and "_buffers[" in source:
+                    found[place] = self._name(value, source)
+            ways[tuple(found)] = None
         params = {name: held for name, held in self._held.items() if isinstance(held, nn.Parameter)}
         self._graphs.late.watch(params)
         if self._config.broadcast_buffers:
             self._graphs.late.send_buffers({name: held for name, held in self._held.items() if name not in params})
         return tuple(found)
 
+    def _know(self, module: nn.Module | None) -> None:
+        if module is not None:
+            for name, param in module.named_parameters():
+                self._name(param, name)
+
     def _name(self, value: torch.Tensor, source: str) -> str:
         if id(value) not in self._names:
-            path = path_in_source(source) or source
-            number = sum(name == path or name.startswith(f"{path}_") for name in self._held)
-            name = f"{path}_{number}" if number else path
+            path = name = path_in_source(source) or source
+            while name in self._held:
+                self._numbers[path] = self._numbers.get(path, 0) + 1
+                name = f"{path}_{self._numbers[path]}"
             self._names[id(value)], self._held[name] = name, value
         return self._names[id(value)]
+
+
+_MOST_WAYS = 8  # a model may replace a buffer in each step: then it is an argument
 
 
 _engines: dict[str, _Engine] = {}

@@ -99,6 +99,35 @@ def test_every_graph_has_buckets_of_its_own(ranks: Ranks) -> None:
         assert "%blocks.0.linear/addmm.0" in text and "%blocks.0.norm/" in text and "%blocks.0/sum.0" in text
 
 
+class Fails(Breaks):
+    """One rank fails in Python, between two graphs."""
+
+    fails = False
+
+    @torch._dynamo.disable
+    def by_python(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise KeyError("a bad sample")
+        return x
+
+
+def failing() -> list[str]:
+    model = Fails()
+    wrapped, *_ = pair(model)
+    wrapped(batch(0)).square().mean().backward()
+    model.fails = dist.get_rank() == 1
+    with pytest.raises((KeyError, cf.PeerFailedError)) as error:
+        wrapped(batch(1)).square().mean().backward()
+    model.fails = False
+    wrapped(batch(2)).square().mean().backward()  # and on
+    return [type(error.value).__name__, str(error.value)]
+
+
+def test_a_rank_that_fails_between_graphs_is_named(ranks: Ranks) -> None:
+    (name, text), other = ranks.values(failing)
+    assert name == "PeerFailedError" and "rank 1" in text and "a bad sample" in text and other[0] == "KeyError"
+
+
 def rows(way: int) -> torch.Tensor:
     return torch.full((4, 6), float(way), dtype=torch.float64)
 

@@ -57,6 +57,29 @@ class Clipped(nn.Module):
         return out
 
 
+class Shares(Clipped):
+    """Outputs of a graph share memory, among themselves and with an argument, and change in place when it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) + self.mean
+        left, right = h[:, :4], h[:, 4:]
+        torch._dynamo.graph_break()
+        left.mul_(3)
+        torch._dynamo.graph_break()
+        columns, z = h.t(), self.first(x.detach())
+        torch._dynamo.graph_break()
+        columns[0] = 0
+        h *= 2
+        out: torch.Tensor = self.second(h + z)  # in a graph that changes its arguments
+        torch._dynamo.graph_break()
+        self.mean = self.mean * 0.5 + h.detach().mean(0)
+        return out * right.sum()
+
+
 def made(kind: type[nn.Module] = Clipped, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
     torch._dynamo.reset()
     model = kind()
@@ -87,6 +110,27 @@ def test_control_flow_on_values() -> None:
     first, *_ = call.graphs
     assert "%first/addmm.0" in first.text() and "(unknown)" not in first.explain().text()
     assert cf.diff(first, first).is_same
+
+
+def test_views_that_change_when_a_graph_has_ended() -> None:
+    call, model, twin = made(Shares)
+    trains_as(call, model, twin)
+    graphs = len(call.graphs)
+    trains_as(call, model, twin)
+    assert len(call.graphs) == graphs  # none for a buffer that has been replaced
+    assert torch.equal(call.mean, twin.mean)  # type: ignore[arg-type]
+    trains_as(*backend(Shares))
+
+
+def test_modules_of_one_class_share_the_graphs_of_dynamo() -> None:
+    call, model, twin = made()
+    trains_as(call, model, twin)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        again = cf.compile(model, capture="dynamo", cpu_kernels=False)  # in place of the first
+        trains_as(again, model, twin)
+        other = Clipped()
+        trains_as(cf.compile(other, capture="dynamo", cpu_kernels=False), other, twin)
+    assert len(again.graphs) == len(call.graphs)
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Chosen])
@@ -149,9 +193,9 @@ def test_what_takes_one_graph_says_so(name: str, text: str) -> None:
         getattr(call, name)()
 
 
-def backend(**options: Any) -> tuple[Any, nn.Module, nn.Module]:
+def backend(kind: type[nn.Module] = Clipped, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
     torch._dynamo.reset()
-    model = Clipped()
+    model = kind()
     return (
         torch.compile(model, backend=commfuse, options={"cpu_kernels": False, **options}),
         model,
@@ -162,6 +206,22 @@ def backend(**options: Any) -> tuple[Any, nn.Module, nn.Module]:
 def test_the_backend_of_torch_compile() -> None:
     trains_as(*backend())
     trains_as(*backend(comm_fusion={"allreduce": {"mode": "size", "config": 1}}))
+
+
+class Numbered(Clipped):
+    """Names that differ in a number at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_1, self.w = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8) * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x) * self.w_1 * self.w)
+        return out
+
+
+def test_the_backend_does_not_confuse_names() -> None:
+    trains_as(*backend(Numbered))
 
 
 def test_torch_finds_the_backend_by_its_name() -> None:
