@@ -28,6 +28,7 @@ _MOST = 8  # of what is kept: plans for sets of parameters, and backwards that r
 class _Gradients(nn.Module):
     """A model whose outputs are its parameters, so that gradients of the outputs are those to reduce.
 
+    Its parameters stand for those of the user, whose hooks have run already.
     reached: None, or a parameter that counts which of the others a rank has reached.
     """
 
@@ -38,21 +39,36 @@ class _Gradients(nn.Module):
         reached: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        for name, tensor in (*params.items(), *buffers.items()):
-            register(self, name, tensor)
+        for name, param in params.items():
+            register(self, name, _stand_in(param))
+        for name, buffer in buffers.items():
+            register(self, name, buffer)
         if reached is not None:
             register(self, _REACHED, reached)
 
-    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take these parameters and buffers from now on: some may have been replaced."""
-        for name, tensor in tensors.items():
+    def hold(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Stand for these parameters, and send these buffers, from now on: some may have been replaced."""
+        for name, tensor in (*params.items(), *buffers.items()):
             part, _, leaf = name.rpartition(".")
             holder = self.get_submodule(part)
-            if getattr(holder, leaf) is not tensor:
+            held = getattr(holder, leaf)
+            if name in buffers and held is not tensor:
                 setattr(holder, leaf, tensor)
+            elif name in params and not _stands_for(held, params[name]):
+                setattr(holder, leaf, _stand_in(params[name]))
 
     def forward(self) -> list[torch.Tensor]:
         return [param.view_as(param) for param in self.parameters()]
+
+
+def _stand_in(param: nn.Parameter) -> nn.Parameter:
+    found = nn.Parameter(param.detach())
+    found.__dict__ = param.__dict__  # the marks
+    return found
+
+
+def _stands_for(one: torch.Tensor, param: nn.Parameter) -> bool:
+    return one.__dict__ is param.__dict__ and one.data_ptr() == param.data_ptr() and one.dtype == param.dtype
 
 
 _REACHED = "reached_parameters"
@@ -203,7 +219,7 @@ class LateReduction:
             made = _Gradients(params, buffers, counts)
             self._made[key] = made, GraphCalls(made, self._owner)
         model, calls = self._made[key]
-        model.hold({**params, **buffers})
+        model.hold(params, buffers)
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
         return calls.reduce(grads if reached is None else {**grads, _REACHED: reached})
 
