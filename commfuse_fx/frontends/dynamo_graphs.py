@@ -17,12 +17,12 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
 from commfuse_fx.frontends.module_session import ModuleSession
-from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.inspect.explain_graphs import AsItIs, GraphsExplanation
 from commfuse_fx.support.logs import logger
 
 _PLAN = logger("plan")
 
-_Made = tuple[GraphOfDynamo, GraphCalls]
+_Made = tuple[GraphOfDynamo, GraphCalls] | AsItIs
 
 
 class DynamoGraphs:
@@ -36,7 +36,7 @@ class DynamoGraphs:
         self.late = LateReduction(owner)
         self.names_of = names_of
         # Dynamo's caches hold graphs, of which modules of one class share some.
-        self._made: weakref.WeakKeyDictionary[Graph, dict[Names, _Made | None]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[Graph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
 
     def calls_of(self, graph: Graph, names: Names, values: Sequence[Any]) -> GraphCalls | None:
         """What runs a graph with these arguments; None where it runs as it is."""
@@ -44,38 +44,41 @@ class DynamoGraphs:
         if names not in made:
             made[names] = self._compiled(graph, names, values)
         found = made[names]
-        if found is None:
+        if isinstance(found, AsItIs):
             return None
         model, calls = found
         model.hold(values)
         return calls
 
-    def _compiled(self, graph: Graph, names: Names, values: Sequence[Any]) -> _Made | None:
+    def _compiled(self, graph: Graph, names: Names, values: Sequence[Any]) -> _Made:
         model = graph.model(values, names)
+        params = tuple(name for name, _ in model.named_parameters())
         if graph.runs_as_it_is:
             _PLAN.info(
                 "a graph that Dynamo has made, with parameter %s and %d others, runs as it is, as %s; its gradients "
                 "are reduced at the end of the backward, in buckets planned from the sizes of parameters",
-                *_first_of(model),
+                params[0],
+                len(params) - 1,
                 graph.runs_as_it_is,
             )
-            return None
+            return AsItIs(params, graph.runs_as_it_is)
         calls = GraphCalls(model, self.owner)
         try:
             calls.compile([value for value, name in zip(values, names, strict=True) if name is None])
         except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _PLAN.warning(
                 "a graph that Dynamo has made, with parameter %s and %d others, cannot be compiled and runs as it is; "
-                "its gradients are reduced at the end of the backward [%s: %s]",
-                *_first_of(model),
-                type(error).__name__,
-                str(error).partition("\n")[0],
+                "its gradients are reduced at the end of the backward [%s]",
+                params[0],
+                len(params) - 1,
+                reason,
             )
-            return None
+            return AsItIs(params, f"it cannot be traced [{reason}]")
         return model, calls
 
     def _all_calls(self) -> list[GraphCalls]:
-        made = (found for each in self._made.values() for found in each.values() if found is not None)
+        made = (found for each in self._made.values() for found in each.values() if not isinstance(found, AsItIs))
         return sorted((calls for _, calls in made), key=lambda calls: calls.number)
 
     def tell(self, error: Exception) -> None:
@@ -83,9 +86,12 @@ class DynamoGraphs:
         assert isinstance(self.owner.session, ModuleSession)
         self.owner.session.tell(error)
 
-    def lowered(self) -> list[Lowered]:
-        """What has been compiled, in the order in which graphs were first run."""
-        return [lowered for calls in (*self._all_calls(), *self.late.made()) for lowered in calls.lowered()]
+    def explain(self) -> GraphsExplanation:
+        """What has become of each graph so far."""
+        compiled = [lowered for calls in self._all_calls() for lowered in calls.lowered()]
+        as_they_are = [each for made in self._made.values() for each in made.values() if isinstance(each, AsItIs)]
+        late = [lowered for calls in self.late.made() for lowered in calls.lowered()]
+        return GraphsExplanation(tuple(compiled), tuple(sorted(as_they_are)), tuple(late))
 
     def retrace(self) -> None:
         """Forget what has been compiled."""
@@ -136,9 +142,3 @@ class Graph:
 
     def _run_as_it_is(self, values: Sequence[Any]) -> Any:
         return self._graph(*values)[: self._outputs]
-
-
-def _first_of(model: nn.Module) -> tuple[str, int]:
-    """The first parameter, and how many others there are."""
-    names = [name for name, _ in model.named_parameters()]
-    return names[0], len(names) - 1

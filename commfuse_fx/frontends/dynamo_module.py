@@ -15,6 +15,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, Graph
 from commfuse_fx.frontends.module import CompiledModule
+from commfuse_fx.inspect.explain_graphs import GraphsExplanation
 from commfuse_fx.inspect.lowered import Lowered
 
 
@@ -65,7 +66,12 @@ class DynamoModule(CompiledModule):
 
         What is reduced at the end of a backward comes last.
         """
-        return self._graphs.lowered()
+        found = self._graphs.explain()
+        return [*found.compiled, *found.late]
+
+    def explain(self) -> GraphsExplanation:
+        """Which graphs are compiled, which run as they are and why, and what is reduced at the end of a backward."""
+        return self._graphs.explain()
 
     def lower(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises NotAvailableError: which graphs there are follows from the values that a call computes."""

@@ -49,14 +49,27 @@ def loop_of(number: int, name: str) -> int:
 
 NAMES = [loop.__name__ for loop in LOOPS]
 EARLY_HOOKS = NAMES.index("optimizer_in_backward")
-CASES = [(number, "breaks") for number in range(len(LOOPS)) if number != EARLY_HOOKS]
-CASES += [(NAMES.index("optimizer_in_backward"), "whole"), (NAMES.index("accumulation"), "counts")]
-CASES += [(NAMES.index("accumulation"), "reentrant")]
+CASES = {
+    "breaks": [
+        "plain",
+        "accumulation",
+        "freezing",
+        "hooks",
+        "siamese",
+        "two_losses",
+        "through_one_forward",
+        "local_gradients",
+    ],
+    "whole": ["optimizer_in_backward"],
+    "counts": ["accumulation"],
+    "reentrant": ["accumulation"],
+}
+"""For each model the loops in which it can matter that there are several graphs."""
 
 
-@pytest.mark.parametrize(("number", "name"), CASES, ids=[f"{NAMES[number]}-{name}" for number, name in CASES])
-def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, name: str) -> None:
-    assert min(ranks.values(loop_of, number, name))
+@pytest.mark.parametrize(("name", "loop"), [(name, loop) for name, loops in CASES.items() for loop in loops])
+def test_a_loop_gives_what_ddp_gives(ranks: Ranks, name: str, loop: str) -> None:
+    assert min(ranks.values(loop_of, NAMES.index(loop), name))
 
 
 def hooks_that_come_too_early() -> str:
@@ -80,11 +93,11 @@ def graphs_of_breaks() -> list[Any]:
         sorted(member for each in graph.collectives if each.kind == "all_reduce" for member in each.members)
         for graph in wrapped.graphs
     ]
-    return [found, messages, wrapped.graphs[0].text()]
+    return [found, messages, wrapped.graphs[0].text(), wrapped.explain().text()]
 
 
 def test_every_graph_has_buckets_of_its_own(ranks: Ranks) -> None:
-    for (first, second, third, late), messages, text in ranks.values(graphs_of_breaks):
+    for (first, second, third, late), messages, text, explained in ranks.values(graphs_of_breaks):
         assert first == [name.replace("blocks.1", "blocks.0") for name in second]
         assert first[0] == "blocks.0.linear.bias" and "head.weight" in third
         assert late == [
@@ -96,6 +109,8 @@ def test_every_graph_has_buckets_of_its_own(ranks: Ranks) -> None:
         ]
         (warning,) = [message for message in messages if "no compiled graph" in message]
         assert "and 4 other parameters" in warning and "TORCH_LOGS=graph_breaks" in warning
+        assert "3 compiled graph(s), 0 that run as they are" in explained
+        assert "at the end of the backward: reduces " in explained and "4 other(s) in 1 all_reduce(s)" in explained
         assert "%blocks.0.linear/addmm.0" in text and "%blocks.0.norm/" in text and "%blocks.0/sum.0" in text
 
 
@@ -188,6 +203,7 @@ def of_any_size() -> list[Any]:
     for rows in (3, 5, 6, 7):
         wrapped(batch(rows, rows)).square().mean().backward()
         counts.append(len(wrapped.graphs))
+        assert ("for any size" in wrapped.explain().text()) == (rows > 3)
         for buffer in wrapped.buffers():
             held = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
             dist.all_gather(held, buffer)

@@ -13,7 +13,7 @@ from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
-from commfuse_fx.runtime.memory.own_storage import separated
+from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
 
 class HalvesExecutor(Executor):
@@ -24,6 +24,8 @@ class HalvesExecutor(Executor):
     """
 
     halves: Halves | None = None
+    _parts: list[str] | None = None
+    """The gradients that lie in a larger block of memory; None before the first backward."""
 
     @property
     def _code(self) -> Halves:
@@ -82,7 +84,13 @@ class HalvesExecutor(Executor):
             self.halves = self._code.without(self._check.needless())
             self._check = None
         count = len(self.program.grads)
-        grads = {name: separated(grad) for name, grad in zip(self.program.grads, found[:count], strict=True)}
+        grads = dict(zip(self.program.grads, found[:count], strict=True))
+        if self._parts is None:  # how a gradient lies is a part of the plan
+            own = {name: separated(grad) for name, grad in grads.items()}
+            self._parts = [name for name, grad in grads.items() if own[name] is not grad]
+            grads = own
+        else:
+            grads.update({name: with_own_storage(grads[name]) for name in self._parts})
         others = dict(zip(self.program.aux, found[count:], strict=True))
         if (used := others.pop(USED, None)) is not None:
             for name in [name for name, ranks in zip(grads, used.tolist(), strict=True) if not ranks]:

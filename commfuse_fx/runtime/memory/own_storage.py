@@ -8,7 +8,6 @@ own bytes.
 from __future__ import annotations
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from commfuse_fx.ir.meta import TensorSpec
 
@@ -18,8 +17,9 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
     The new storage keeps the memory alive, even if the block's own tensor is gone. It cannot be resized.
     """
-    # DLPack hands over an address and its owner instead of a storage.
-    own: torch.Tensor = from_dlpack(to_dlpack(view))
+    # DLPack hands over an address and its owner instead of a storage. These are torch.utils.dlpack's functions without
+    # what they check: a module has a gradient for each parameter in every step.
+    own: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(view))
     if own.stride() != view.stride():  # DLPack may rewrite strides of dimensions of size 1
         own = own.as_strided(view.shape, view.stride())
     return own

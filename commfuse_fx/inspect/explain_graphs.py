@@ -1,0 +1,51 @@
+"""What became of a model that Dynamo has cut into graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commfuse_fx.inspect.lowered import Lowered
+
+
+@dataclass(frozen=True, order=True)
+class AsItIs:
+    """A graph that runs op by op. params: those that it reads. reason: why it was not compiled."""
+
+    params: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphsExplanation:
+    """All graphs of one model.
+
+    compiled: the graphs that are compiled, in the order in which they were first run. as_they_are: those that are not.
+    late: what reduces gradients at the end of a backward.
+    """
+
+    compiled: tuple[Lowered, ...]
+    as_they_are: tuple[AsItIs, ...]
+    late: tuple[Lowered, ...]
+
+    def text(self) -> str:
+        """The same as lines for people."""
+        lines = [f"{len(self.compiled)} compiled graph(s), {len(self.as_they_are)} that run as they are"]
+        for number, lowered in enumerate(self.compiled):
+            lines.append(f"graph {number}: {_sent(lowered)}")
+        lines += [f"as it is: parameters {_first(each.params)}: {each.reason}" for each in self.as_they_are]
+        lines += [f"at the end of the backward: {_sent(lowered)}" for lowered in self.late]
+        return "\n".join(lines) + "\n"
+
+
+def _sent(lowered: Lowered) -> str:
+    reduced = [each for each in lowered.collectives if each.kind == "all_reduce"]
+    params = [member for each in reduced for member in each.members]
+    size = sum(each.bytes for each in reduced)
+    if not params:
+        return "reduces nothing"
+    return f"reduces {_first(params)} in {len(reduced)} all_reduce(s) of {size} bytes together"
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other(s)"
