@@ -25,14 +25,20 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class _Body:
-    """graph: what runs. places: where each argument is held; None: it is an argument of the call.
+    """The graph of one module, and the source of each of its arguments.
 
+    places: the module that holds the argument, and its name there; None for an argument of the call. The references
+        are weak: a strong one from here to the module of the graph would keep it alive for ever.
     kept: the positions of the outputs that are returned; None: all.
     """
 
     graph: fx.GraphModule
-    places: Sequence[tuple[nn.Module, str] | None]
+    places: Sequence[tuple[weakref.ref[nn.Module], str] | None]
     kept: Sequence[int] | None
+
+    def held(self) -> Iterator[tuple[Any, str] | None]:
+        """The places, with the modules themselves."""
+        return (None if place is None else (place[0](), place[1]) for place in self.places)
 
 
 _bodies: weakref.WeakKeyDictionary[nn.Module, _Body] = weakref.WeakKeyDictionary()
@@ -50,23 +56,24 @@ class GraphOfDynamo(nn.Module):
         self, graph: fx.GraphModule, arguments: Sequence[Any], names: Names, kept: Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        places: list[tuple[nn.Module, str] | None] = []
+        places: list[tuple[weakref.ref[nn.Module], str] | None] = []
         for value, name in zip(arguments, names, strict=True):
             if name is None:
                 places.append(None)
                 continue
-            places.append(register(self, name, value))
+            holder, leaf = register(self, name, value)
+            places.append((weakref.ref(holder), leaf))
         _bodies[self] = _Body(graph, places, kept)
 
     def forward(self, *others: Any) -> Any:
         """What the graph returns."""
         body, rest = _bodies[self], iter(others)
-        outputs = body.graph.forward(*(next(rest) if place is None else getattr(*place) for place in body.places))
+        outputs = body.graph.forward(*(next(rest) if place is None else getattr(*place) for place in body.held()))
         return outputs if body.kept is None else tuple(outputs[place] for place in body.kept)
 
     def hold(self, arguments: Sequence[Any]) -> None:
         """Take the parameters and buffers among these from now on: some may have been replaced."""
-        for place, value in zip(_bodies[self].places, arguments, strict=True):
+        for place, value in zip(_bodies[self].held(), arguments, strict=True):
             if place is not None and getattr(*place) is not value:
                 setattr(*place, value)
 
@@ -206,7 +213,7 @@ def _names_of(module: GraphOfDynamo, body: _Body) -> Names:
     paths: Mapping[nn.Module, str] = {each: path for path, each in module.named_modules()}
     return tuple(
         None if place is None else ".".join(part for part in (paths[place[0]], place[1]) if part)
-        for place in body.places
+        for place in body.held()
     )
 
 

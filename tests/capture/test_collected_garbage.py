@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Container, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import commfuse_fx as cf
 from commfuse_fx.capture.frozen import Frozen
+from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo
 from commfuse_fx.capture.reads import Read
 
 
@@ -58,3 +60,13 @@ def test_what_only_a_trace_has_made_may_go(values_taken_before: int) -> None:
     step = cf.compile(MakesCycles(), form="step")
     for number in range(3):
         torch.testing.assert_close(step(torch.full((3,), float(number))), torch.tensor(18.0 * number))
+
+
+def test_a_graph_of_dynamo_does_not_live_for_ever() -> None:
+    graph = fx.symbolic_trace(lambda weight, x: weight * x)
+    made = GraphOfDynamo(graph, [nn.Parameter(torch.ones(2)), torch.ones(2)], ["weight", None])
+    assert made(torch.full((2,), 3.0)).tolist() == [3.0, 3.0]
+    alive = weakref.ref(made)
+    del made
+    gc.collect()
+    assert alive() is None

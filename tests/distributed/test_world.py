@@ -148,6 +148,18 @@ def test_a_mesh_whose_ranks_do_not_ascend(ranks: Ranks) -> None:
         assert outcome.error.startswith("ConfigValueError: the mesh lists ranks 1, 0 in this order along dp")
 
 
+def mesh_without_names() -> float:
+    model = Exchange("dp,tp")
+    model.parts = lambda x: [cf.ops.all_gather(x * model.scale, 0, model.axis)]  # type: ignore[method-assign]
+    step = cf.compile(model, mesh=DeviceMesh("cpu", torch.arange(4).view(2, 1, 2)), form="step")
+    return float(step(values_of(cf.get_rank()), torch.ones(100)).detach())
+
+
+def test_a_group_of_several_axes_of_a_mesh_without_names(ranks: Ranks) -> None:
+    sums = [float(values_of(rank).sum()) for rank in range(4)]
+    assert ranks.values(mesh_without_names, size=4) == [sums[0] + sums[2], sums[1] + sums[3]] * 2
+
+
 def on_another_default_device(has_dropout: bool) -> tuple[float, float]:
     """The losses of two equal steps, of which the second runs while new tensors have no values."""
     model = nn.Sequential(mlp(), nn.Dropout(0.5 if has_dropout else 0.0))

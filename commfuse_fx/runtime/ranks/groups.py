@@ -50,9 +50,11 @@ class Groups:
                 f"mesh={mesh.shape} has {mesh.world} devices, but the world has {world} processes: make the product "
                 "of the sizes equal to --nproc-per-node times the number of nodes"
             )
+        name_of_start(world_timeout())  # before any group is made
         if device_mesh is None:
-            name_of_start(world_timeout())  # before any group is made
             device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
+        elif device_mesh.mesh_dim_names is None:  # torch makes groups of several axes by their names only
+            device_mesh = DeviceMesh(device_mesh.device_type, device_mesh.mesh, mesh_dim_names=mesh.names)
         return cls(mesh, device_mesh)
 
     def check_order(self, group: str) -> None:
