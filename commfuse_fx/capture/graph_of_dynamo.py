@@ -6,10 +6,11 @@ Dynamo hands over parameters and buffers among the arguments of a graph, and say
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -141,11 +142,16 @@ def sources_of(graph: fx.GraphModule) -> list[str]:
     return found
 
 
-def modules_of_frame() -> list[nn.Module]:
-    """The modules among the variables of the frame that Dynamo compiles now: what code without a graph reads belongs to
-    them too."""
-    frame = getattr(import_module("torch._dynamo.symbolic_convert").tls, "current_tx", None)
-    return [] if frame is None else [each for each in frame.output.local_scope.values() if isinstance(each, nn.Module)]
+def modules_of_caller() -> list[nn.Module]:
+    """The modules among the variables of the frame that runs a graph of Dynamo now: code without a graph may read their
+    parameters too. Call it in what Dynamo calls."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DYNAMO):
+        frame = frame.f_back
+    return [value for value in frame.f_locals.values() if isinstance(value, nn.Module)]
+
+
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo")
 
 
 def path_in_source(source: str) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_frame, path_in_source, register
+from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_caller, path_in_source, register
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
@@ -73,15 +73,12 @@ class _Engine:
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """What runs this graph."""
         made = Graph(graph, examples)
-        modules = [weakref.ref(module) for module in modules_of_frame()]
-        knows: weakref.WeakSet[DynamoGraphs] = weakref.WeakSet()
 
         def run(*values: Any) -> Any:
             graphs = self._of(values)
-            if graphs not in knows:
-                knows.add(graphs)
-                for module in modules:
-                    self._know(module())
+            for module in modules_of_caller() if torch.is_grad_enabled() else ():
+                for name, param in module.named_parameters():
+                    self._name(param, name)
             try:
                 return made.run(graphs, values)
             except Exception as error:
@@ -120,11 +117,6 @@ class _Engine:
         if self._config.broadcast_buffers:
             self._graphs.late.send_buffers({name: held for name, held in self._held.items() if name not in params})
         return tuple(found)
-
-    def _know(self, module: nn.Module | None) -> None:
-        if module is not None:
-            for name, param in module.named_parameters():
-                self._name(param, name)
 
     def _name(self, value: torch.Tensor, source: str) -> str:
         if id(value) not in self._names:
