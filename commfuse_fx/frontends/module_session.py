@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -171,10 +172,9 @@ class ModuleSession(Session):
             plan = self._compiled(call)
             executor = self._executor_of(plan)
             outputs, saved = executor.forward(dict(call.leaves))
-            # Autograd lets nobody change a view in place that a function of its own returns.
-            outputs = [output.data if output._is_view() else output for output in outputs]
+            assert plan.compiled.outputs is not None
+            outputs = _guarded(outputs, plan.compiled.outputs.differentiable)
             self._last = plan
-        assert plan.compiled.outputs is not None
         watched = _read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)
         versions = [(name, tensor, tensor._version) for name, tensor in watched]
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
@@ -309,6 +309,20 @@ def write_gradients(params: Mapping[str, torch.nn.Parameter], grads: Mapping[str
                 param.grad.copy_(grad)
             else:
                 param.grad.add_(grad)
+
+
+def _guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> list[torch.Tensor]:
+    """Autograd lets nobody change a view in place that a function of its own returns. That is right for outputs that
+    share memory: a change of one would not reach the gradient of the other."""
+    memory = [out.untyped_storage()._cdata if out.layout is torch.strided else id(out) for out in outputs]
+    sharing = Counter(each for each, has_gradient in zip(memory, differentiable, strict=True) if has_gradient)
+    found = []
+    for output, each in zip(outputs, memory, strict=True):
+        if sharing[each] > 1:
+            found.append(output if output._is_view() else output.view_as(output))
+        else:
+            found.append(output.data if output._is_view() else output)
+    return found
 
 
 def _read_late(

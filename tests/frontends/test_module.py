@@ -335,6 +335,18 @@ def test_outputs_that_share_their_memory() -> None:
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_outputs_that_share_a_gradient_may_not_be_changed_in_place(changed: int) -> None:
+    class Halves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = super().forward(x)
+            return y, y[:, :1]
+
+    found = cf.compile(Halves(4, 2).double(), cpu_kernels=False)(batch())
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        found[changed].mul_(2)
+
+
 def test_activation_checkpointing_and_autocast() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
