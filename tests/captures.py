@@ -17,17 +17,20 @@ from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.capture.joint import capture_joint as trace_joint
+from commfuse_fx.capture.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning import compile_call
+from commfuse_fx.sharding.marking.marks import collect
 
 _made_as: WeakKeyDictionary[nn.Module, tuple[Hashable, bool]] = WeakKeyDictionary()
 _captured: dict[tuple[Hashable, ...], tuple[Program, Outputs | None]] = {}
 
 
 def share(model: nn.Module, made_as: Hashable, any_mesh: bool = False) -> None:
-    """Models with the same `made_as` run the same code, apart from what `_state` tells of them.
+    """Models with the same `made_as` run the same code, apart from what `_state` tells of them. With hooks a model is
+    traced all the same.
 
     any_mesh: that code asks nowhere how many ranks there are, so all meshes share one capture.
 
@@ -46,10 +49,11 @@ def forget(made_as: Hashable) -> None:
 
 def capture(model: nn.Module, *arguments: Any) -> Program:
     """In place of `commfuse_fx.planning.compile_call.capture`, with its arguments."""
-    if model not in _made_as:
+    if not _is_shared(model):
         return trace(model, *arguments)
     loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments
-    key = (*_key(model, structure, leaves, mesh), loss_fn, config.divides_graphs, training)
+    marks = (config.has_aux, collect(model), mesh) if config.divides_graphs else config.has_aux
+    key = (*_key(model, structure, leaves, mesh), loss_fn, training, marks)
     if key not in _captured:
         _captured[key] = trace(model, *arguments), None
     program, _ = _captured[key]
@@ -58,7 +62,7 @@ def capture(model: nn.Module, *arguments: Any) -> Program:
 
 def capture_joint(model: nn.Module, *arguments: Any) -> tuple[Program, Outputs]:
     """In place of `commfuse_fx.planning.compile_call.capture_joint`, with its arguments."""
-    if model not in _made_as:
+    if not _is_shared(model):
         return trace_joint(model, *arguments)
     structure, leaves, mesh, config, _ = arguments
     key = (*_key(model, structure, leaves, mesh), config.broadcast_buffers, "joint")
@@ -67,6 +71,14 @@ def capture_joint(model: nn.Module, *arguments: Any) -> tuple[Program, Outputs]:
     program, outputs = _captured[key]
     assert outputs is not None
     return _own(program, model, mesh, config), outputs
+
+
+def _is_shared(model: nn.Module) -> bool:
+    return model in _made_as and not (
+        any(vars(module)[kind] for module in model.modules() for kind in HOOKS)
+        or any(getattr(param, kind) for param in model.parameters() for kind in TENSOR_HOOKS)
+        or any(GLOBAL_HOOKS)
+    )
 
 
 def _key(model: nn.Module, structure: Any, leaves: Any, mesh: Mesh) -> tuple[Hashable, ...]:

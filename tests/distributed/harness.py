@@ -136,7 +136,8 @@ class Ranks:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = self._workers[:size]
         for rank, worker in enumerate(workers):
-            environment = rank_environment(rank, size, store.port)
+            # What ranks have in common is verified once.
+            environment = rank_environment(rank, size, store.port) | {"COMMFUSE_VERIFY": str(int(rank == 0))}
             worker.pipe.send_bytes(pickle.dumps((function, args, environment, world_timeout)))
         outcomes = self._collect(workers, timeout)
         for outcome, worker in zip(outcomes, workers, strict=True):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commfuse_fx as cf
+from tests import captures
 
 Loop = Callable[[Any, nn.Module], Iterator[Any]]
 """A training loop: takes what wraps the model and the model, and yields what is to be compared."""
@@ -30,6 +31,7 @@ class Net(nn.Module):
         self.frozen.requires_grad_(False)
         self.dropout = nn.Dropout(0.25)
         self.to(dtype)
+        captures.share(self, Net, any_mesh=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.norm(self.first(x)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,23 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
+from tests import captures
+
+Model = TypeVar("Model", bound=nn.Module)
 
 OFF: dict[str, Any] = {"openstate": False}
+
+
+def _shared(name: str, model: Model) -> Model:
+    """Tests look at what becomes of a captured graph: it is captured once in each process."""
+    captures.share(model, name, any_mesh=True)
+    return model
 
 
 def mlp(width: int = 32, extra: bool = False, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     middle = [nn.Linear(width, width), *([nn.ReLU()] if extra else []), nn.ReLU()]
-    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), *middle, nn.Linear(width, 4))
+    return _shared("mlp", nn.Sequential(nn.Linear(16, width), nn.ReLU(), *middle, nn.Linear(width, 4)))
 
 
 def wide_mlp() -> nn.Sequential:
@@ -31,7 +40,7 @@ def wide_mlp() -> nn.Sequential:
 
 def convnet() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
+    layers = [
         nn.Conv2d(1, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.ReLU(),
@@ -41,7 +50,8 @@ def convnet() -> nn.Sequential:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(8, 4),
-    )
+    ]
+    return _shared("convnet", nn.Sequential(*layers))
 
 
 def gpt2() -> nn.Module:
@@ -51,8 +61,7 @@ def gpt2() -> nn.Module:
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model
+    return _shared("gpt2", GPT2LMHeadModel(config))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": wide_mlp, "convnet": convnet, "gpt2": gpt2}

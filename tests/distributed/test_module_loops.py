@@ -13,7 +13,7 @@ from torch import nn
 import commfuse_fx as cf
 from tests import captures
 from tests.distributed.harness import Ranks
-from tests.distributed.loops_of_modules import LOOPS, Net, accumulation, hooks, siamese, through_one_forward
+from tests.distributed.loops_of_modules import LOOPS, Net, accumulation, siamese, through_one_forward
 from tests.distributed.models_of_modules import MODELS
 
 pytestmark = pytest.mark.dist
@@ -28,8 +28,7 @@ def compare(number: int, options: dict[str, Any], name: str = "net") -> int:
     loop = LOOPS[number]
     model = made(name)
     twin = copy.deepcopy(model)
-    if loop is not hooks:  # which change what is traced
-        captures.share(model, name, any_mesh=True)
+    captures.share(model, name, any_mesh=True)
     wrapped = cf.compile(model, **options)
     other = nn.parallel.DistributedDataParallel(twin)
     torch.manual_seed(3 + dist.get_rank())
