@@ -24,8 +24,9 @@ help: ## show this list
 demo: $(STAMP) ## train the digits example on NPROC (2) processes and show the compiled graph
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(NPROC) examples/train_digits.py --dump-graph $(ARGS)
 
+# Tests start tens of processes, each of which would compile the package anew.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check

@@ -6,9 +6,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 
 class _Lock:
@@ -39,8 +38,24 @@ def one_trace_at_a_time() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+class _Patch:
+    """An attribute that has another value while this is open. A trace opens a hundred of them."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._held = vars(self._owner).get(self._name, self)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *error: object) -> None:
+        if self._held is self:  # it was inherited
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._held)
+
+
+def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> AbstractContextManager[None]:
     """Like `unittest.mock.patch.object` for a function, except that other threads still call the original."""
     original, thread = getattr(owner, name), threading.get_ident()
 
@@ -48,8 +63,7 @@ def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iter
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    with patch.object(owner, name, chosen):
-        yield
+    return _Patch(owner, name, chosen)
 
 
 class ValueHere:

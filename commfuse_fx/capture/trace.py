@@ -181,14 +181,10 @@ def trace_step(
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
     ):
         try:
-            with recorder.random.patched():
+            with recorder.random.patched(), fake:
                 traced = make_fx(
-                    step,
-                    decomposition_table=_recorded_as(mesh, marked),
-                    tracing_mode="fake",
-                    _allow_non_fake_inputs=True,
-                    _disable_torch_fn_metadata_mode=True,
-                )(*flat)
+                    step, decomposition_table=_recorded_as(mesh, marked), _disable_torch_fn_metadata_mode=True
+                )(*(value.detach() for value in flat))
         except _DATA_DEPENDENT as error:
             raise _not_traceable(error, recorder) from error
         except CaptureError as error:
@@ -211,14 +207,12 @@ def trace_step(
         if _is_functional(traced.graph, decompositions):
             functional = traced
         else:
-            with torch._C._DisableAutocast():
+            with torch._C._DisableAutocast(), fake:
                 functional = make_fx(
                     functionalize(keeping_origins(traced), remove="mutations"),
                     decomposition_table=decompositions,
-                    tracing_mode="fake",
-                    _allow_non_fake_inputs=True,
                     _disable_torch_fn_metadata_mode=True,
-                )(*(value.detach() for value in flat))  # those that stood for parameters require gradients
+                )(*(value.detach() for value in flat))
     return _read(functional, count, len(params), recorder.calls)
 
 

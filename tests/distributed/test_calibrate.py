@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +176,19 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
-def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(tmp_path: Path) -> None:
-    import torch.distributed as dist
+def command(*arguments: str) -> tuple[int, str]:
+    """What the command returns on a rank, and what it says on stderr."""
+    said = io.StringIO()
+    with redirect_stderr(said):
+        return main(arguments), said.getvalue()
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [start(rank, store.port, tmp_path, "--seconds", "500", "--out", "no/where.json") for rank in range(2)]
-    printed = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert printed[0][1].splitlines()[-1] == "commfuse: --out no/where.json: there is no folder no; make it first"
-    assert "commfuse:" not in printed[1][1]
+
+def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(ranks: Ranks) -> None:
+    arguments = ("calibrate", "--seconds", "500", "--out", "no/where.json")
+    (code, said), (other, silent) = ranks.values(command, *arguments, timeout=60.0)
+    assert (code, other) == (2, 2)
+    assert said.splitlines()[-1] == "commfuse: --out no/where.json: there is no folder no; make it first"
+    assert "commfuse:" not in silent
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from tests import captures
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, assert_same, momentum, xy
 from tests.oracle import ACROSS_STEPS
@@ -24,7 +25,10 @@ Result = tuple[list[torch.Tensor], Any, Any, Any]
 
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    layers = [nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    made = nn.Sequential(*layers)
+    captures.share(made, "profiled")
+    return made
 
 
 def train(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from tests import captures
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import (
     MODELS,
@@ -40,7 +39,6 @@ FUSIONS: dict[str, dict[str, Any] | None] = {
 
 def _build(kind: str, fusion: str) -> torch.nn.Module:
     model = MODELS[kind]()
-    captures.share(model, kind)
     if fusion == "ids":
         children = [module for module in model.modules() if list(module.parameters(recurse=False))]
         for number, module in enumerate(children):

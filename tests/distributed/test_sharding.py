@@ -144,7 +144,7 @@ def test_trains_as_one_device(ranks: Ranks, name: str, mesh: tuple[int, ...], pl
 )
 def test_with_every_schedule(ranks: Ranks, options: dict[str, Any]) -> None:
     want_losses, want = eager_training("gpt2")
-    for losses, have, _ in ranks.values(divided_training, "gpt2", (2, 2), "tensor", options, size=4):
+    for losses, have, _ in ranks.values(divided_training, "gpt2", (2, 2), "sequence", options, size=4):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(want_losses), rtol=0, atol=2e-6)
         for key, value in want.items():
             torch.testing.assert_close(have[key], value, rtol=1e-5, atol=2e-6)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.virtual.virtual_world import LockstepWorld
+from tests import captures
 from tests.models import shards
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, assert_same
 
@@ -148,7 +149,9 @@ TURNS = [(edit, name) for i, edit in enumerate(EDITS) for name in ("across", OTH
 
 def make() -> Net:
     torch.manual_seed(0)
-    return Net().double()
+    net = Net().double()
+    captures.share(net, Net)
+    return net
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -162,6 +165,7 @@ def change(edit: Edit, net: Net, optimizer: torch.optim.Optimizer | None = None)
     torch.manual_seed(2)
     edit(net)
     net.double()
+    captures.share(net, (Net, edit))  # what its modules compute may be another thing now
     if optimizer is not None:
         optimizer.param_groups[0]["params"] = list(net.parameters())
 

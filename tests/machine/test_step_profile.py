@@ -25,6 +25,7 @@ from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.profiling import measure_step, profile_step, typical
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.support import documents
+from tests import captures
 from tests.distributed.models_of_ranks import assert_same
 
 MODEL = "0123456789abcdef" * 4
@@ -206,6 +207,7 @@ class Ready:
 
     def __init__(self, name: str | None, steps: int) -> None:
         self.model = Noisy()
+        captures.share(self.model, Noisy)
         self.optimizer = OPTIMIZERS[name](self.model.parameters()) if name else None
         self.step = cf.compile(self.model, loss_fn=F.mse_loss, optimizer=self.optimizer)
         self.batch = (torch.randn(6, 8), torch.randn(6, 4))

@@ -20,7 +20,7 @@ class Parameters(nn.Module):
 
     def __init__(self, *sizes: tuple[int, torch.dtype]) -> None:
         super().__init__()
-        self.p = nn.ParameterList([nn.Parameter(torch.randn(size).to(dtype)) for size, dtype in sizes])
+        self.p = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for param in self.p:

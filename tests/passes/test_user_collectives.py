@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.virtual.virtual_world import LockstepWorld
+from tests import captures
 from tests.models import randomised
 
 Tensors = list[torch.Tensor]
@@ -84,6 +85,9 @@ def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lockstep(model: nn.Module, world: int, comm_fusion: Any = None) -> LockstepWorld:
+    """Models of one class with equal attributes share a capture."""
+    own = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    captures.share(model, (type(model), repr(own)))
     return LockstepWorld(cf.compile(model, comm_fusion, device_num=world, global_rank=0, form="step"))
 
 

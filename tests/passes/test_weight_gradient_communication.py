@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.meta import info
+from tests import captures
 from tests.oracle import sgd
 
 NAME = "commfuse.convolution_weight_gradient("
@@ -24,6 +25,7 @@ def lowered(rows: int, bias: bool, comm_fusion: Any) -> cf.Lowered:
     for ins, outs in pairwise((3, 64, 256, 256, 512, 512)):
         layers += [nn.Conv2d(ins, outs, 3, padding=1, bias=bias), nn.BatchNorm2d(outs), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 5))
+    captures.share(model, lowered)
     step = cf.compile(model, comm_fusion, loss_fn=F.cross_entropy, optimizer=sgd(model), device_num=2)
     return step.lower(torch.randn(rows, 3, 24, 24), torch.zeros(rows, dtype=torch.long))
 

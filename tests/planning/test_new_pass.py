@@ -15,12 +15,19 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/writing-a-pass.md").read_text()
 FILE, TABLE = "passes/schedule/wait_at_once.py", "commfuse_fx/planning/pass_table.py"
 
+LIST = """
+from commfuse_fx.cli import main
+assert main(["opt", "--list"]) == 0
+"""
+
 COMPILE = """
 import torch, commfuse_fx as cf
 model = torch.nn.Linear(4, 4)
 step = cf.compile(model, loss_fn=torch.nn.functional.mse_loss, device_num=2, schedule="none")
 print(*step.lower(torch.ones(2, 4), torch.ones(2, 4)).stages)
 """
+
+BREAK = "---- and then ----"
 
 CHECK = """
 from commfuse_fx.passes.schedule.wait_at_once import WaitAtOnce
@@ -50,33 +57,34 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(clone: Path, *arguments: str) -> str:
+@pytest.fixture(scope="module")
+def printed(clone: Path) -> list[str]:
+    """What the package prints there, in one process: on the command line, for a compile, and for the page's case."""
+    case = block("python", 1)
+    assert "from commfuse_fx.testing import assert_pass\n" in case
+    case = f"{CHECK}{case.replace('from commfuse_fx.testing import assert_pass', '')}"
     path = os.pathsep.join([str(clone), str(ROOT)])  # the tests are those of this repository
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    made = subprocess.run([sys.executable, *arguments], cwd=clone, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return made.stdout
+    script = f'print("{BREAK}")\n'.join([LIST, COMPILE, case, ""])
+    made = subprocess.run([sys.executable, "-c", script], cwd=clone, env=environment, capture_output=True, text=True)
+    parts = made.stdout.split(f"{BREAK}\n")
+    assert made.returncode == 0, f"part {len(parts)} fails: {made.stderr}"
+    return parts
 
 
-def test_the_pass_is_on_the_command_line(clone: Path) -> None:
-    listed = run(clone, "-m", "commfuse_fx", "opt", "--list")
-    assert (
-        """wait_at_once
+def test_the_pass_is_on_the_command_line(printed: list[str]) -> None:
+    assert """wait_at_once
   Wait for every collective where it starts.
   stage: schedule
   requires: averaged
   option least: int >= 0 (default: 0)
-"""
-        in listed
-    )
+""" in printed[0]
 
 
-def test_the_pass_has_its_place_in_a_compile(clone: Path) -> None:
-    assert "lower_average wait_at_once keep_gradients" in run(clone, "-c", COMPILE)
+def test_the_pass_has_its_place_in_a_compile(printed: list[str]) -> None:
+    assert "lower_average wait_at_once keep_gradients" in printed[1]
 
 
-def test_the_case_of_the_page_is_one_of_this_repository(clone: Path) -> None:
+def test_the_case_of_the_page_is_one_of_this_repository(printed: list[str]) -> None:
     """Specs are what ops make, and all ranks compute what they computed before."""
-    case = block("python", 1)
-    assert "from commfuse_fx.testing import assert_pass\n" in case
-    run(clone, "-c", f"{CHECK}{case.replace('from commfuse_fx.testing import assert_pass', '')}")
+    assert len(printed) == 4
