@@ -192,7 +192,7 @@ class LateReduction:
 
     def _reduce(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: self._params[name] for name in names}
-        _refuse_hooks(params)
+        _refuse(params)
         if not params:  # buffers alone: gradients of nothing go with them
             self._run({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
             return
@@ -200,7 +200,7 @@ class LateReduction:
 
     def _reduce_all(self, buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: param for name, param in self._params.items() if param.requires_grad}
-        _refuse_hooks(params)
+        _refuse(params)
         device = next((param.device for param in params.values()), None)
         reached = torch.tensor([float(name in self._reached) for name in params], device=device)
         found = self._run(params, buffers, reached)
@@ -261,8 +261,13 @@ def _remove(hooks: Mapping[str, RemovableHandle]) -> None:
         hook.remove()
 
 
-def _refuse_hooks(params: Mapping[str, nn.Parameter]) -> None:
+def _refuse(params: Mapping[str, nn.Parameter]) -> None:
     for name, param in params.items():
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise NotAvailableError(
+                f"parameter {name} has a gradient of layout {param.grad.layout}, which is not reduced: make the "
+                "embedding with sparse=False"
+            )
         if not all(isinstance(hook, _Hook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
             raise NotAvailableError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient is reduced at "

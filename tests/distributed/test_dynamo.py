@@ -78,6 +78,22 @@ def hooks_that_come_too_early() -> str:
     return str(error.value)
 
 
+class Sparse(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def sparse_gradients() -> str:
+    wrapped, *_ = pair(Sparse(4, 6, sparse=True))
+    with pytest.raises(cf.NotAvailableError) as error:
+        wrapped(torch.tensor([1, 2])).square().mean().backward()
+    return str(error.value)
+
+
+def test_sparse_gradients_are_refused(ranks: Ranks) -> None:
+    assert all("sparse=False" in text for text in ranks.values(sparse_gradients))
+
+
 def test_hooks_that_would_see_local_gradients_are_refused(ranks: Ranks) -> None:
     for text in ranks.values(hooks_that_come_too_early):
         assert "register_post_accumulate_grad_hook" in text and 'capture="trace"' in text
