@@ -21,7 +21,8 @@ def set_comm_fusion(module: ModuleT, fusion_id: int) -> ModuleT:
     """Mark all trainable parameters of `module` with a fusion id, and return the module.
 
     Collectives with the same id > 0 are fused into one where their keys allow; those with id 0 are never fused.
-    The last call wins; `param.comm_fusion = 2` does the same for one parameter.
+    The last call wins; `param.comm_fusion = 2` does the same for one parameter. `copy.deepcopy` of a module drops such
+    marks, as torch copies no attributes of parameters.
 
     Raises ConfigTypeError (not a module; an id that is a bool or no int) or ConfigValueError (negative id).
     """

@@ -32,7 +32,7 @@ class UseAllParameters(Pass):
     requires = ("simplified",)
 
     group: str
-    accumulates: bool
+    accumulates: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> UseAllParameters | None:
