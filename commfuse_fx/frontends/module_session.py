@@ -254,9 +254,11 @@ class ModuleSession(Session):
         if not keep:
             forward.values = values = None
             forward.versions.clear()
-        held: dict[str, torch.Tensor | None] = {name: param.grad for name, param in executor.params.items()}
-        if self.planner.config.find_unused_parameters:
-            held[USED] = self._reached_before(plan.compiled.program)
+        held: dict[str, torch.Tensor | None] = {}
+        if mode == "accumulated":
+            held = {name: param.grad for name, param in executor.params.items()}
+            if self.planner.config.find_unused_parameters:
+                held[USED] = self._reached_before(plan.compiled.program)
         self._watch_wire(executor)
         executor.wire.buffers_from = None if self.roll is None else self.roll.source
         grads, of_inputs = executor.backward(taken, gradients, held)
