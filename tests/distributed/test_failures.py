@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from tests.distributed.harness import Ranks, rank_environment, run_soon
+from tests.distributed.harness import SOON, Ranks, rank_environment, run_soon
 from tests.distributed.models_of_ranks import (
     OFF,
     adamw,
@@ -268,8 +268,12 @@ def leave_in_the_backward() -> list[str]:
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
         assert_same(snapshot(model), before)
+    # The connections of the rank that left stay open until the other one has been told.
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(3)  # its connections stay open
+        store.wait(["told"], timedelta(seconds=SOON))
+    else:
+        store.set("told", "")
     return errors
 
 
