@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
     # Graphs are many small objects, of which few live on: by default collecting takes another tenth of the time.
-    gc.set_threshold(100_000, 50, 1000)
+    gc.set_threshold(100_000, 10, 10)
     # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
     # takes a stack for every tensor that is described: a third of the time of tracing.
     logging.getLogger("torch.__trace").propagate = True

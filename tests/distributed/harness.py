@@ -220,7 +220,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
             import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays; looking through it after every run would take most of its time
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(100_000, 10, 10)
     while True:
         try:
             function, args, environment, world_timeout = pickle.loads(pipe.recv_bytes())
