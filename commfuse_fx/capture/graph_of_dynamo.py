@@ -97,12 +97,12 @@ def register(module: nn.Module, name: str, tensor: torch.Tensor) -> tuple[nn.Mod
 def with_checkpoints(graph: fx.GraphModule) -> fx.GraphModule:
     """Let activation checkpointing in a graph of Dynamo, in place, do what it does outside: torch 2.13 computes again
     with other random numbers where such a graph runs op by op."""
-    for part in graph.modules():
-        found = [node for node in part.graph.nodes if node.target is _TAG] if isinstance(part, fx.GraphModule) else []
+    for part in [part for part in graph.modules() if isinstance(part, fx.GraphModule)]:
+        found = [node for node in part.graph.nodes if node.target is _TAG]
         for node in found:
             node.target = _checkpointed
         if found:
-            part.recompile()  # type: ignore[operator]
+            part.recompile()
     return graph
 
 

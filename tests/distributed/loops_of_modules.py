@@ -183,8 +183,8 @@ def hooks(wrapped: Any, model: nn.Module) -> Iterator[Any]:
     model.second.register_forward_hook(lambda module, args, out: out * 1.5)
     model.first.register_full_backward_hook(lambda module, given, out: (None if given[0] is None else given[0] * 2,))
     model.second.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    if isinstance(part := getattr(model, "python", None), nn.Sequential):  # which no graph of Dynamo reads
-        part[0].weight.register_hook(lambda grad: grad + 1)  # type: ignore[operator]
+    if hasattr(model, "python"):  # which no graph of Dynamo reads
+        model.get_parameter("python.0.weight").register_hook(lambda grad: grad + 1)
     for step in range(2):
         out = wrapped(batch(step))
         out.register_hook(lambda grad: grad * 3)

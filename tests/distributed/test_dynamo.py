@@ -166,7 +166,7 @@ def rows(way: int) -> torch.Tensor:
 def routed(wrapped: Any, model: nn.Module) -> Iterator[Any]:
     """Each rank goes its own way through the model, which values decide; one part is used in a micro-batch only, and
     one nowhere, so that its gradient is kept."""
-    for param in model.parts[3].parameters():  # type: ignore[index, union-attr]
+    for param in model.get_submodule("parts.3").parameters():
         param.grad = torch.ones_like(param)
     for step in range(5):
         if step % 2:
