@@ -73,12 +73,6 @@ def check_form_of_module(config: CompileConfig) -> None:
             f'capture="dynamo" with device_num={config.device_num} is not available yet: which graphs there are '
             "follows from the values that a call computes, and a virtual world computes none; leave one of them out"
         )
-    if config.capture == "dynamo" and not config.gradients_mean:
-        raise NotAvailableError(
-            'gradients_mean=False with capture="dynamo" is not available yet: a gradient may be reduced once by a '
-            "graph and once at the end of the backward, which leaves a mean as it is, but no sum; leave gradients_mean "
-            "out and scale the loss"
-        )
     if config.across_steps:
         raise ConfigValueError(
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "

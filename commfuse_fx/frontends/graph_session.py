@@ -28,6 +28,7 @@ class GraphSession(ModuleSession):
         self._owner = owner
         super().__init__(planner, owner.rank)
         self._voting.is_started = owner.is_started
+        self.parts = owner.parts
 
     def _join(self, config: CompileConfig) -> Groups:
         self.agreement = self._owner.agreement

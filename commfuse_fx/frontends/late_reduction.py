@@ -8,70 +8,22 @@ different graphs, so that all parameters are reduced here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from commfuse_fx.capture.graph_of_dynamo import register
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.gradients_as_model import COUNTS, GradientsAsModel
 from commfuse_fx.frontends.graph_session import GraphCalls
+from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
 _MOST = 8  # of what is kept: plans for sets of parameters, and backwards that run inside of each other
-
-
-class _Gradients(nn.Module):
-    """A model whose outputs are its parameters, so that gradients of the outputs are those to reduce.
-
-    Its parameters stand for those of the user, whose hooks have run already.
-    reached: None, or a parameter that counts which of the others a rank has reached.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        reached: nn.Parameter | None = None,
-    ) -> None:
-        super().__init__()
-        for name, param in params.items():
-            register(self, name, _stand_in(param))
-        for name, buffer in buffers.items():
-            register(self, name, buffer)
-        if reached is not None:
-            register(self, _REACHED, reached)
-
-    def hold(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Stand for these parameters, and send these buffers, from now on: some may have been replaced."""
-        for name, tensor in (*params.items(), *buffers.items()):
-            part, _, leaf = name.rpartition(".")
-            holder = self.get_submodule(part)
-            held = getattr(holder, leaf)
-            if name in buffers and held is not tensor:
-                setattr(holder, leaf, tensor)
-            elif name in params and not _stands_for(held, params[name]):
-                setattr(holder, leaf, _stand_in(params[name]))
-
-    def forward(self) -> list[torch.Tensor]:
-        return [param.view_as(param) for param in self.parameters()]
-
-
-def _stand_in(param: nn.Parameter) -> nn.Parameter:
-    found = nn.Parameter(param.detach())
-    found.__dict__ = param.__dict__  # the marks
-    return found
-
-
-def _stands_for(one: torch.Tensor, param: nn.Parameter) -> bool:
-    return one.__dict__ is param.__dict__ and one.data_ptr() == param.data_ptr() and one.dtype == param.dtype
-
-
-_REACHED = "reached_parameters"
 
 
 _Key = tuple[tuple[str, ...], tuple[str, ...]]
@@ -83,13 +35,14 @@ class _Backward:
     """may_run_again: so that buffers stay as they were in the forward.
 
     open: parameters whose gradients are not reduced. reduced: gradients that graphs have reduced, with their versions.
-    sent: buffers that graphs have sent.
+    sent: buffers that graphs have sent. aside: sums that gradients of this rank may not be added to.
     """
 
     may_run_again: bool
     open: dict[str, None] = field(default_factory=dict)
     reduced: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     sent: dict[str, None] = field(default_factory=dict)
+    aside: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LateReduction:
@@ -99,30 +52,23 @@ class LateReduction:
     """
 
     def __init__(self, owner: CompiledCall) -> None:
+        assert isinstance(owner.session, ModuleSession)
         self.syncs = True
         self._owner = owner
         self._find_unused = owner.config.find_unused_parameters
-        self._params: dict[str, nn.Parameter] = {}
+        self._parts = owner.session.parts
+        late = weakref.ref(self)  # whatever writes gradients here holds this object
+        self._parts.put_aside = lambda name: None if (found := late()) is None else found._put_aside(name)
+        self._hooks = ParameterHooks(self, tells_before=self._parts.sums)
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._names: dict[int, str] = {}
-        self._hooks: dict[str, RemovableHandle] = {}
         self._expected: dict[str, None] = {}  # what a graph for any size reads
         self._warned: dict[str, None] = {}
         self._backwards: dict[int, _Backward] = {}
-        self._reached: dict[str, None] = {}  # since gradients were reduced last
-        self._made: dict[_Key, tuple[_Gradients, GraphCalls]] = {}
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._made: dict[_Key, tuple[GradientsAsModel, GraphCalls]] = {}
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
         """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
-        for name, param in params.items():
-            if self._params.get(name) is not param and name in self._hooks:
-                self._hooks.pop(name).remove()
-            if param.requires_grad and name not in self._hooks:
-                self._hooks[name] = param.register_post_accumulate_grad_hook(_Hook(self))
-        if len(self._params) != len(params) or any(self._params.get(name) is not params[name] for name in params):
-            self._params = dict(params)
-            self._names = {id(param): name for name, param in params.items()}
+        self._hooks.watch(params)
 
     def send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Let rank 0 send those of them that no graph sends, at the end of every backward that reduces and cannot run
@@ -143,27 +89,41 @@ class LateReduction:
         now = self._now()
         if mode != "local":
             now.sent.update(dict.fromkeys(buffers))
-        self._reached.update(dict.fromkeys(names))
         for name in names:
             if mode == "local":
                 now.open[name] = None
             else:
                 now.open.pop(name, None)
-                grad = self._params[name].grad
+                grad = self._hooks.params[name].grad
                 now.reduced[name] = (grad, -1 if grad is None else grad._version)
 
-    def accumulated(self, param: torch.Tensor) -> None:
+    def accumulates(self, name: str) -> None:
+        """Autograd is about to add to a gradient."""
+        self._parts.will_be_local([name], self._hooks.params)
+
+    def accumulated(self, name: str) -> None:
         """Autograd has come to the end of a parameter: a compiled backward has written its gradient, or autograd."""
-        name = self._names.get(id(param))
-        if name is None:
-            return
-        now = self._now()
+        now, param = self._now(), self._hooks.params[name]
         if name in now.reduced:
             grad, version = now.reduced[name]
             if param.grad is None or (param.grad is grad and grad._version == version):
                 return
-        self._reached[name] = None
+        self._parts.was_local([name])
         now.open[name] = None
+
+    def _put_aside(self, name: str) -> None:
+        """Take a sum over the ranks out of `.grad`, until what is added there has been reduced as well."""
+        param = self._hooks.params[name]
+        if not self.syncs:
+            self._parts.refuse(name, param)
+            return
+        assert param.grad is not None, "it holds a sum"
+        aside = self._now().aside
+        if name in aside:
+            aside[name].add_(param.grad)
+        else:
+            aside[name] = param.grad
+        param.grad = None
 
     def _now(self) -> _Backward:
         """The backward that runs now. Activation checkpointing may run another one inside of it."""
@@ -179,33 +139,40 @@ class LateReduction:
         now = self._backwards.pop(task)
         if not self.syncs or self._owner.session.agreement is None:
             return
+        try:
+            self._reduce_rest(now)
+        finally:
+            self._put_back(now.aside)
+
+    def _reduce_rest(self, now: _Backward) -> None:
         buffers = (
             {} if now.may_run_again else {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
         )
         if self._find_unused:
             self._reduce_all(buffers)
         elif now.open or buffers:
-            names = [name for name in self._params if name in now.open]
+            names = [name for name in self._hooks.params if name in now.open]
             self._warn([name for name in names if name not in self._expected])
             self._reduce(names, buffers)
-        self._reached.clear()
 
     def _reduce(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
-        params = {name: self._params[name] for name in names}
+        params = {name: self._hooks.params[name] for name in names}
         _refuse(params)
         if not params:  # buffers alone: gradients of nothing go with them
             self._run({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
             return
-        _write(params, self._run(params, buffers, None))
+        self._write(names, self._run(params, buffers, None))
+        self._parts.was_reduced(names)
 
     def _reduce_all(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        params = {name: param for name, param in self._params.items() if param.requires_grad}
+        params = {name: param for name, param in self._hooks.params.items() if param.requires_grad}
         _refuse(params)
         device = next((param.device for param in params.values()), None)
-        reached = torch.tensor([float(name in self._reached) for name in params], device=device)
+        reached = torch.tensor([float(name in self._parts.local) for name in params], device=device)
         found = self._run(params, buffers, reached)
-        ranks = found.pop(_REACHED).tolist()
-        _write({name: params[name] for name, count in zip(params, ranks, strict=True) if count}, found)
+        ranks = found.pop(COUNTS).tolist()
+        self._write([name for name, count in zip(params, ranks, strict=True) if count], found)
+        self._parts.was_reduced(list(params))
 
     def _run(
         self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
@@ -216,12 +183,32 @@ class LateReduction:
             if len(self._made) >= _MOST:
                 self._made.clear()
             counts = None if reached is None else nn.Parameter(torch.zeros_like(reached))
-            made = _Gradients(params, buffers, counts)
+            made = GradientsAsModel(params, buffers, counts)
             self._made[key] = made, GraphCalls(made, self._owner)
         model, calls = self._made[key]
         model.hold(params, buffers)
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
-        return calls.reduce(grads if reached is None else {**grads, _REACHED: reached})
+        held = self._parts.unreduced(params)
+        grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
+        return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
+
+    def _write(self, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name in names:
+                param = self._hooks.params[name]
+                if param.grad is None:
+                    param.grad = found[name]
+                elif self._parts.is_sum(name, param):
+                    param.grad.add_(found[name])
+                else:
+                    param.grad.copy_(found[name])
+
+    def _put_back(self, aside: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, total in aside.items():
+                param = self._hooks.params[name]
+                if param.grad is not None:
+                    total.add_(param.grad)
+                param.grad = total
 
     def forget(self) -> None:
         """Drop what has been compiled."""
@@ -244,23 +231,6 @@ class LateReduction:
             )
 
 
-class _Hook:
-    """Tells, as long as somebody listens, that autograd has come to the end of a parameter."""
-
-    def __init__(self, listener: LateReduction) -> None:
-        self._listener = weakref.ref(listener)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        listener = self._listener()
-        if listener is not None:
-            listener.accumulated(param)
-
-
-def _remove(hooks: Mapping[str, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
-
-
 def _refuse(params: Mapping[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if param.grad is not None and param.grad.layout is not torch.strided:
@@ -268,18 +238,9 @@ def _refuse(params: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name} has a gradient of layout {param.grad.layout}, which is not reduced: make the "
                 "embedding with sparse=False"
             )
-        if not all(isinstance(hook, _Hook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
+        if not all(isinstance(hook, LateHook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
             raise NotAvailableError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient is reduced at "
                 "the end of the backward, after such hooks have run: take the hook away and do its work after "
                 'backward(), or let capture="trace" compile the whole model'
             )
-
-
-def _write(params: Mapping[str, nn.Parameter], found: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, param in params.items():
-            if param.grad is None:
-                param.grad = found[name]
-            else:
-                param.grad.copy_(found[name])

@@ -103,13 +103,14 @@ class ModuleCall:
         keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         grads, of_inputs = self.session.backward(self.forward, gradients, mode, keep)
         reached = [name for name in written if name in grads]
-        if mode == "local" and self.session.agreement is not None:
-            self._check_sums(reached)
-        write_gradients(self.params, {name: grads[name] for name in reached}, mode)
+        parts = self.session.parts
         if mode == "local":
-            self.session.reached.update(dict.fromkeys(reached))
+            parts.will_be_local(reached, self.params)
+        write_gradients(self.params, {name: grads[name] for name in reached}, mode, parts)
+        if mode == "local":
+            parts.was_local(reached)
         else:
-            self.session.reached.clear()
+            parts.was_reduced(list(self.params))
         if self.on_written is not None:
             self.on_written(reached, mode)
         for name in written:
@@ -125,29 +126,8 @@ class ModuleCall:
         task = torch._C._current_graph_task_id()
         if not self.calls.sends(node, task) or not writes or self.session.agreement is None:
             return "local"
-        if not self.session.planner.config.gradients_mean:
-            return self._mode_of_sums()
-        has_some = any(param.grad is not None for param in self.params.values())
+        has_some = any(grad is not None for grad in self.session.parts.unreduced(self.params).values())
         return "accumulated" if has_some else "reduced"
-
-    def _mode_of_sums(self) -> str:
-        """A mean of equal means is the same mean, but a sum of equal sums is not: what has been reduced stays out."""
-        held = {name: param.grad for name, param in self.params.items() if param.grad is not None}
-        if not any(name in self.session.reached for name in held):
-            return "reduced"
-        for name, grad in held.items():
-            if name not in self.session.reached and bool(grad.any()):
-                raise _two_kinds(name)
-        return "accumulated"
-
-    def _check_sums(self, names: Sequence[str]) -> None:
-        """With gradients_mean=False, gradients of this rank may not be added to sums over the ranks."""
-        if self.session.planner.config.gradients_mean:
-            return
-        for name in names:
-            grad = self.params[name].grad
-            if grad is not None and name not in self.session.reached and bool(grad.any()):
-                raise _two_kinds(name)
 
     def _check_hooks(self) -> None:
         late = next((name for name in self.edges if self.params[name]._backward_hooks), None)
@@ -184,13 +164,6 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         found.append(output.detach() if id(output) in seen else output)
         seen[id(output)] = None
     return tuple(found)
-
-
-def _two_kinds(name: str) -> NotAvailableError:
-    return NotAvailableError(
-        f"gradients_mean=False: .grad of {name} holds a sum over the ranks, and gradients that are not reduced, as "
-        "under no_sync(), would be added to it: call zero_grad() before, or leave gradients_mean out and scale the loss"
-    )
 
 
 def _asked_for(edge: Any) -> bool | None:

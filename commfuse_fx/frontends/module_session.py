@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.errors import PlanMismatchError
+from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.runners import ballot_of_module
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.ir.halves import USED
@@ -71,14 +72,14 @@ class ModuleSession(Session):
     """The state behind one compiled module on one rank.
 
     roll: which ranks still have batches, in a `Join` context. mean_of_active: whether only these count in means.
-    reached: names of parameters whose `.grad` holds what has not been reduced.
+    parts: what of gradients has been reduced.
     """
 
     def __init__(self, planner: Planner, rank: int) -> None:
         super().__init__(planner, rank)
         self.roll: Roll | None = None
         self.mean_of_active = False
-        self.reached: dict[str, None] = {}
+        self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
         self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
         self._last: Plan | None = None  # the plan of the last forward
         self._given: Program | None = None  # what other ranks run, where this one has run nothing
@@ -256,7 +257,7 @@ class ModuleSession(Session):
             forward.versions.clear()
         held: dict[str, torch.Tensor | None] = {}
         if mode == "accumulated":
-            held = {name: param.grad for name, param in executor.params.items()}
+            held = self.parts.unreduced(executor.params)
             if self.planner.config.find_unused_parameters:
                 held[USED] = self._reached_before(plan.compiled.program)
         self._watch_wire(executor)
@@ -271,7 +272,7 @@ class ModuleSession(Session):
         """Parameters whose gradients have not been reduced since a backward has reached them."""
         params = self.planner.watch.params
         names = [name for name, param in program.params.items() if param.trainable]
-        counts = [name in self.reached and params[name].grad is not None for name in names]
+        counts = [name in self.parts.local and params[name].grad is not None for name in names]
         return torch.tensor(counts, dtype=torch.int32, device=self.device)
 
     def _taking(self, forward: Forward, mode: str, absent: tuple[int, ...]) -> tuple[Plan, HalvesExecutor, list[int]]:
@@ -300,14 +301,19 @@ class ModuleSession(Session):
         return executor
 
 
-def write_gradients(params: Mapping[str, torch.nn.Parameter], grads: Mapping[str, torch.Tensor], mode: str) -> None:
-    """Let `.grad` hold them, as the backward of eager PyTorch does: an existing `.grad` stays the same tensor."""
+def write_gradients(
+    params: Mapping[str, torch.nn.Parameter], grads: Mapping[str, torch.Tensor], mode: str, parts: GradientParts
+) -> None:
+    """Let `.grad` hold them, as the backward of eager PyTorch does: an existing `.grad` stays the same tensor.
+
+    mode: what has become of them, as in `Situation`. parts: what each `.grad` has held so far.
+    """
     with torch.no_grad(), interrupts_deferred():
         for name, grad in grads.items():
             param = params[name]
             if param.grad is None:
                 param.grad = grad
-            elif mode == "accumulated":
+            elif mode == "accumulated" and not parts.is_sum(name, param):
                 param.grad.copy_(grad)
             else:
                 param.grad.add_(grad)

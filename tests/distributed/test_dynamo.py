@@ -249,3 +249,61 @@ def modes(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 def test_a_frame_past_the_limit_is_reduced(ranks: Ranks) -> None:
     for messages in ranks.values(compiled_too_often):
         assert any("got a gradient that no compiled graph has computed" in message for message in messages)
+
+
+def sums(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    """Micro-batches, then backwards on top of what has been reduced."""
+    scale = 1 if isinstance(wrapped, cf.CompiledModule) else dist.get_world_size()
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        with wrapped.no_sync():
+            for part in range(2):
+                wrapped(batch(10 * step + part)).square().mean().backward()
+        kept = model.get_parameter("python.0.weight").grad
+        for part in range(2):
+            wrapped(batch(10 * step + part + 5)).square().mean().backward()
+            yield [None if grad is None else grad * scale for grad in grads(model)]
+        assert kept is model.get_parameter("python.0.weight").grad
+
+
+def sums_of_breaks(name: str) -> str:
+    compare(sums, MODELS[name](), gradients_mean=False)
+    model = MODELS[name]()
+    wrapped, *_ = pair(model, gradients_mean=False)
+    again = cf.compile(model, capture="dynamo", cpu_kernels=False, gradients_mean=False)
+    found = []
+    for call in (wrapped, again, wrapped):  # each is there beside the other
+        model.zero_grad()
+        torch.manual_seed(7 + dist.get_rank())
+        call(batch(0)).square().mean().backward()
+        found.append(grads(model))
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-10, atol=1e-10)
+    with pytest.raises(cf.NotAvailableError) as error, wrapped.no_sync():
+        wrapped(batch(0)).square().mean().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["breaks", "reentrant"])
+def test_sums_of_gradients(ranks: Ranks, name: str) -> None:
+    for text in ranks.values(sums_of_breaks, name):
+        assert "holds a sum over the ranks" in text and "zero_grad()" in text
+
+
+def sums_of_ways(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    """Ranks that go other ways, on top of what has been reduced."""
+    scale = 1 if isinstance(wrapped, cf.CompiledModule) else dist.get_world_size()
+    for step in range(2):
+        with wrapped.no_sync():
+            wrapped(rows(2 * (dist.get_rank() == 0))).square().mean().backward()
+        for part in range(3):
+            wrapped(rows((dist.get_rank() + part) % 2)).square().mean().backward()
+            yield [None if grad is None else grad * scale for grad in grads(model)]
+        model.zero_grad(set_to_none=step == 1)
+
+
+def sums_of_other_graphs() -> int:
+    return compare(sums_of_ways, Routes(), find_unused_parameters=True, gradients_mean=False)
+
+
+def test_sums_where_ranks_run_other_graphs(ranks: Ranks) -> None:
+    assert min(ranks.values(sums_of_other_graphs))

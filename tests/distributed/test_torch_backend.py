@@ -53,6 +53,25 @@ def test_the_backend_gives_what_ddp_gives(ranks: Ranks) -> None:
     ranks.values(beside_ddp)
 
 
+def sums() -> None:
+    """Sums, of backwards on top of each other, are the means times the number of ranks."""
+    torch._dynamo.reset()
+    model = Breaks()
+    twin = copy.deepcopy(model)
+    ours = torch.compile(model, backend=commfuse, options={**OPTIONS, "gradients_mean": False})
+    theirs = nn.parallel.DistributedDataParallel(twin)
+    for call in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        for step in range(3):
+            call(batch(step)).square().mean().backward()
+    means = [None if grad is None else grad * dist.get_world_size() for grad in grads(twin)]
+    torch.testing.assert_close(grads(model), means, rtol=1e-10, atol=1e-10)
+
+
+def test_sums_of_gradients(ranks: Ranks) -> None:
+    ranks.values(sums)
+
+
 def in_ddp() -> str:
     torch._dynamo.reset()
     call = nn.parallel.DistributedDataParallel(torch.compile(Breaks(), backend=commfuse, options=OPTIONS))

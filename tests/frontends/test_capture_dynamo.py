@@ -173,7 +173,6 @@ def test_gradients_disabled_and_frozen() -> None:
     ("options", "error", "text"),
     [
         ({"loss_fn": F.mse_loss}, cf.ConfigValueError, 'capture="dynamo" is an option of the module form'),
-        ({"gradients_mean": False}, cf.NotAvailableError, "scale the loss"),
         ({"device_num": 4}, cf.NotAvailableError, "a virtual world computes none"),
         ({"capture": "trace2"}, cf.ConfigValueError, "capture is 'trace2'|capture='trace2'"),
     ],
