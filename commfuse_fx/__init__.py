@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
     from commfuse_fx.inspect.dumps.load import load
+    from commfuse_fx.inspect.explain_graphs import GraphsExplanation
     from commfuse_fx.inspect.explanation import CollectiveReport, Explanation, ParameterLayout
     from commfuse_fx.inspect.lowered import Lowered
+    from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
     from commfuse_fx.ir.program import Note, Redistribution
     from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
     from commfuse_fx.machine.cluster_parts import Device, Level
@@ -84,12 +86,14 @@ __all__ = [
     "Explanation",
     "ForkError",
     "GraphDiff",
+    "GraphsExplanation",
     "GroupSplit",
     "Level",
     "LevelReport",
     "Lockstep",
     "LockstepResult",
     "Lowered",
+    "LoweredGraphs",
     "NotAvailableError",
     "Note",
     "ParameterLayout",
@@ -144,8 +148,10 @@ _HOMES = {
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),
     "commfuse_fx.inspect.dumps.load": ("load",),
+    "commfuse_fx.inspect.explain_graphs": ("GraphsExplanation",),
     "commfuse_fx.inspect.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),
     "commfuse_fx.inspect.lowered": ("Lowered",),
+    "commfuse_fx.inspect.lowered_graphs": ("LoweredGraphs",),
     "commfuse_fx.ir.program": ("Note", "Redistribution"),
     "commfuse_fx.machine.cluster": ("ClusterSpec", "GroupSplit"),
     "commfuse_fx.machine.cluster_parts": ("Device", "Level"),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from commfuse_fx.config.compile_config import Default
 from commfuse_fx.config.fusion_marks import check_fusion_id
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
 
@@ -49,6 +49,19 @@ def tracing_on(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         _mesh.reset(token)
+
+
+_only_read: ContextVar[bool] = ContextVar("commfuse_only_read", default=False)
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """While the code of a model runs although it is only to be read, collectives that would send raise."""
+    token = _only_read.set(True)
+    try:
+        yield
+    finally:
+        _only_read.reset(token)
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: str | None = None, fusion: Any = Default(0)) -> torch.Tensor:
@@ -198,9 +211,19 @@ def _eager(name: str) -> Any:
     return torch.library.impl(_library, name, "CompositeExplicitAutograd")
 
 
-def _check_eager_group(group: str) -> None:
+def _check_eager(name: str, group: str) -> None:
+    if _only_read.get():
+        refuse_to_send(f"cf.ops.{name}")
     if group:
         raise ConfigValueError(f"group={group!r}: mesh axes exist only inside commfuse_fx.compile; use group=None here")
+
+
+def refuse_to_send(name: str) -> NoReturn:
+    """Raises NotAvailableError."""
+    raise NotAvailableError(
+        f'lower() is not available with capture="dynamo" for a model that calls {name}: what comes after it follows '
+        "from values of other ranks; call the module once under torchrun, and read its attribute graphs"
+    )
 
 
 def _reduce_op(op: str) -> Any:
@@ -209,7 +232,7 @@ def _reduce_op(op: str) -> Any:
 
 @_eager("all_reduce")
 def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("all_reduce", group)
     out = x.clone(memory_format=torch.contiguous_format)
     if group_size > 1:
         dist.all_reduce(out, _reduce_op(op))
@@ -218,7 +241,7 @@ def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> tor
 
 @_eager("all_gather")
 def _(x: torch.Tensor, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("all_gather", group)
     if group_size == 1:
         return x.clone()
     out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
@@ -228,7 +251,7 @@ def _(x: torch.Tensor, group_size: int, group: str, fusion: int) -> torch.Tensor
 
 @_eager("reduce_scatter")
 def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("reduce_scatter", group)
     if group_size == 1:
         return x.clone()
     rows = -(-x.shape[0] // group_size)
@@ -241,7 +264,7 @@ def _(x: torch.Tensor, op: str, group_size: int, group: str, fusion: int) -> tor
 
 @_eager("broadcast")
 def _(x: torch.Tensor, src: int, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("broadcast", group)
     out = x.clone(memory_format=torch.contiguous_format)
     if group_size > 1:
         dist.broadcast(out, src)
@@ -250,7 +273,7 @@ def _(x: torch.Tensor, src: int, group_size: int, group: str, fusion: int) -> to
 
 @_eager("all_to_all")
 def _(x: torch.Tensor, group_size: int, group: str, fusion: int) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("all_to_all", group)
     if group_size == 1:
         return x.clone()
     out = x.new_empty(x.shape)
@@ -260,7 +283,7 @@ def _(x: torch.Tensor, group_size: int, group: str, fusion: int) -> torch.Tensor
 
 @_eager("zero_unless_source")
 def _(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    _check_eager_group(group)
+    _check_eager("zero_unless_source", group)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return x.clone() if rank == src else torch.zeros_like(x)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_compile
-from commfuse_fx.commands.graph_sources import compiled_target
+from commfuse_fx.commands.graph_sources import compiled_target, one_graph
 from commfuse_fx.errors import ConfigKeyError
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.table import collectives_table
@@ -50,11 +50,12 @@ def _run(options: argparse.Namespace) -> int:
     lowered = compiled_target(options.target, options)
     folder = None if options.dump is None else lowered.dump(options.dump)
     if options.json:
-        print(lowered.to_json().rstrip("\n"))
+        print(one_graph(lowered).to_json().rstrip("\n"))
     elif options.collectives:
-        sys.stdout.write(collectives_table(lowered.program))
+        for graph in lowered.graphs:
+            sys.stdout.write(collectives_table(graph.program))
     elif options.stage is not None:
-        sys.stdout.write(_stage(lowered, options.stage))
+        sys.stdout.write(_stage(one_graph(lowered), options.stage))
     elif folder is not None:
         print(folder)
     else:

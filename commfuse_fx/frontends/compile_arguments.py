@@ -68,11 +68,6 @@ def check_form_of_module(config: CompileConfig) -> None:
             "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
             "caller's; hand every rank its own rows, or pass loss_fn"
         )
-    if config.capture == "dynamo" and config.device_num is not None:
-        raise NotAvailableError(
-            f'capture="dynamo" with device_num={config.device_num} is not available yet: which graphs there are '
-            "follows from the values that a call computes, and a virtual world computes none; leave one of them out"
-        )
     if config.across_steps:
         raise ConfigValueError(
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "

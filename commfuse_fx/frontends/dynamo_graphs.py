@@ -16,6 +16,7 @@ from commfuse_fx.capture.views_of_outputs import UnknownViews, Views, views_of
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
+from commfuse_fx.frontends.lowering import Lowering, refuse_collectives
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.inspect.explain_graphs import AsItIs, GraphsExplanation
 from commfuse_fx.support.logs import logger
@@ -29,12 +30,14 @@ class DynamoGraphs:
     """All graphs of one model. They have one vote, and share what reduces gradients at the end of a backward.
 
     names_of: says of the arguments of a graph which parameters and buffers they are.
+    lowering: takes note of graphs that are only to be compiled; None where they run.
     """
 
     def __init__(self, owner: CompiledCall, names_of: Callable[[Graph, Sequence[Any]], Names]) -> None:
         self.owner = owner
         self.late = LateReduction(owner)
         self.names_of = names_of
+        self.lowering: Lowering | None = None
         # Dynamo's caches hold graphs, of which modules of one class share some.
         self._made: weakref.WeakKeyDictionary[Graph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
 
@@ -45,6 +48,8 @@ class DynamoGraphs:
             made[names] = self._compiled(graph, names, values)
         found = made[names]
         if isinstance(found, AsItIs):
+            if self.lowering is not None:
+                self.lowering.as_they_are[found] = None
             return None
         model, calls = found
         model.hold(values)
@@ -62,9 +67,13 @@ class DynamoGraphs:
                 graph.runs_as_it_is,
             )
             return AsItIs(params, graph.runs_as_it_is)
-        calls = GraphCalls(model, self.owner)
+        calls = GraphCalls(model, self.owner, reduces=not self.owner.config.find_unused_parameters)
         try:
-            calls.compile([value for value, name in zip(values, names, strict=True) if name is None])
+            others = [value for value, name in zip(values, names, strict=True) if name is None]
+            if self.lowering is None:
+                calls.compile(others)
+            else:
+                calls.read(others)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _PLAN.warning(
@@ -131,7 +140,11 @@ class Graph:
         held = (value for value, name in zip(values, names, strict=True) if name is not None)
         if not any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):
             return self._run_as_it_is(values)
+        if graphs.lowering is not None and graphs.owner.mesh.world > 1:
+            refuse_collectives(self._graph)
         calls = graphs.calls_of(self, names, values)
+        if graphs.lowering is not None:
+            return self._lower(graphs.lowering, calls, values, names)
         if calls is None:
             graphs.late.expect([name for name in names if name is not None])
             return self._run_as_it_is(values)
@@ -139,6 +152,18 @@ class Graph:
         syncs = graphs.late.syncs and not graphs.owner.config.find_unused_parameters
         outputs = calls.run(others, syncs, partial(graphs.late.wrote, calls.buffers))
         return outputs if self._views is None else self._views.outputs(values, outputs)
+
+    def _lower(self, lowering: Lowering, calls: GraphCalls | None, values: Sequence[Any], names: Names) -> Any:
+        """Compile the graph, and compute its outputs as it is, so that the call goes on. Autograd does not come to the
+        parameters of a graph that reduces their gradients."""
+        if calls is None:
+            return self._run_as_it_is(values)
+        lowering.add(calls, [value for value, name in zip(values, names, strict=True) if name is None])
+        given = list(values)
+        for place, (value, name) in enumerate(zip(values, names, strict=True)):
+            if name is not None and isinstance(value, nn.Parameter):
+                given[place] = value.detach().requires_grad_(value.requires_grad)
+        return self._run_as_it_is(given)
 
     def _run_as_it_is(self, values: Sequence[Any]) -> Any:
         return self._graph(*values)[: self._outputs]

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from commfuse_fx.capture.graph_of_dynamo import Names
+from commfuse_fx.capture.signature import Watch
+from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError
+from commfuse_fx.frontends.call_undone import call_undone
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, Graph
+from commfuse_fx.frontends.lowering import Lowering, reached_by_autograd
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.inspect.explain_graphs import GraphsExplanation
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
+from commfuse_fx.ops import nothing_sent
+from commfuse_fx.support.tracebacks import user_frames_only
 
 
 class DynamoModule(CompiledModule):
@@ -38,22 +46,32 @@ class DynamoModule(CompiledModule):
         self._with_dynamo = [compiled]  # in a list, so that it is no part of this module
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        watch, late = self._compiled.planner.watch, self._graphs.late
-        watch.look()
-        if self._held[0] is not watch.params or self._held[1] is not watch.buffers:
-            self._held = watch.params, watch.buffers
-            self._names = {id(tensor): name for name, tensor in (*watch.params.items(), *watch.buffers.items())}
-        late.watch(watch.params)
+        late = self._graphs.late
+        self._look()
         late.syncs = self.require_backward_grad_sync
-        if self._compiled.config.broadcast_buffers:
-            late.send_buffers(watch.buffers)
-        before, _running.graphs = _running.graphs, self._graphs
         try:
-            return self._with_dynamo[0](*args, **kwargs)
+            return self._run_graphs(args, kwargs)
         except Exception as error:
             if late.syncs:
                 self._graphs.tell(error)
             raise
+
+    def _look(self) -> Watch:
+        """Look at the parameters and buffers that the model has now."""
+        watch = self._compiled.planner.watch
+        watch.look()
+        if self._held[0] is not watch.params or self._held[1] is not watch.buffers:
+            self._held = watch.params, watch.buffers
+            self._names = {id(tensor): name for name, tensor in (*watch.params.items(), *watch.buffers.items())}
+        self._graphs.late.watch(watch.params)
+        if self._compiled.config.broadcast_buffers:
+            self._graphs.late.send_buffers(watch.buffers)
+        return watch
+
+    def _run_graphs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        before, _running.graphs = _running.graphs, self._graphs
+        try:
+            return self._with_dynamo[0](*args, **kwargs)
         finally:
             _running.graphs = before
 
@@ -73,12 +91,35 @@ class DynamoModule(CompiledModule):
         """Which graphs are compiled, which run as they are and why, and what is reduced at the end of a backward."""
         return self._graphs.explain()
 
-    def lower(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises NotAvailableError: which graphs there are follows from the values that a call computes."""
-        raise NotAvailableError(
-            'lower() is not available with capture="dynamo": which graphs there are follows from the values that a '
-            "call computes. Call the module once, and read what was compiled in its attribute graphs, a list of Lowered"
-        )
+    @user_frames_only
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered | LoweredGraphs:  # type: ignore[override]
+        """Compile the graphs of a call, in a virtual world, too. Returns a Lowered if there is one, else LoweredGraphs.
+
+        Which graphs there are follows from values, so the model's own code runs once, op by op, with these arguments.
+        Afterwards parameters, buffers, `.grad`, modes and the random generators of torch, NumPy and Python are what
+        they were; a copy of parameters and buffers is held meanwhile. Other attributes that the code sets stay set.
+        Nothing is compiled to be run, and nothing is sent, unless the code calls functions of torch.distributed.
+
+        Gradients that are reduced at the end of the backward are found from the output, as far as autograd shows them.
+
+        Raises NotAvailableError on several ranks for a model with collectives in it, and what the model raises.
+        """
+        graphs, lowering = self._graphs, Lowering()
+        quietly = nothing_sent() if self._compiled.mesh.world > 1 else nullcontext()
+        graphs.lowering = lowering
+        try:
+            with quietly, torch.inference_mode(False), torch.enable_grad(), call_undone(self.module):
+                watch = self._look()
+                leaves, _ = flatten_output(self._run_graphs(args, kwargs), "output")
+                reached = reached_by_autograd([output for _, output in leaves if output.requires_grad])
+        finally:
+            graphs.lowering = None
+        names = [name for name, param in watch.params.items() if id(param) in reached]
+        names += [name for each in lowering.as_they_are for name in each.params]
+        late = graphs.late.lower(names, watch.params, lowering.sent)
+        if len(lowering.compiled) == 1 and not late and not lowering.as_they_are:
+            return lowering.compiled[0]
+        return LoweredGraphs(tuple(lowering.compiled), tuple(late), tuple(lowering.as_they_are))
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Raises NotAvailableError."""

@@ -18,6 +18,7 @@ from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.inspect.lowered import Lowered, lowered_of
 from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.planning.planner import Planner
+from commfuse_fx.runtime.ranks.callers import lock_of
 from commfuse_fx.runtime.ranks.groups import Groups
 
 
@@ -45,10 +46,10 @@ class GraphCalls:
     """The calls of one graph, which is a model of its own.
 
     owner: what all graphs of the user's model belong to. number: counts up in the order in which they are made.
-    buffers: the names of those that its backward sends.
+    reduces: whether its backward may reduce gradients. buffers: the names of those that its backward sends.
     """
 
-    def __init__(self, model: nn.Module, owner: CompiledCall) -> None:
+    def __init__(self, model: nn.Module, owner: CompiledCall, reduces: bool = True) -> None:
         self.number = next(_numbers)
         # What no graph of a backward reaches is seen at its end, over the whole model.
         config = replace(owner.config, find_unused_parameters=False)
@@ -56,11 +57,20 @@ class GraphCalls:
         self._planner = Planner(model, None, None, config, owner.mesh, Publisher(owner.rank), "module")
         self._session = GraphSession(self._planner, owner.session)
         self._calls = Calls()
+        self._reduces = reduces
         self.buffers = [name for name, _ in model.named_buffers()] if config.broadcast_buffers else []
 
     def compile(self, args: Sequence[Any]) -> None:
         """Trace and compile the graph for these arguments. Raises what tracing raises."""
         self._session.compile(tuple(args), {})
+
+    def read(self, args: Sequence[Any]) -> Lowered:
+        """The graph as it is compiled for these arguments. Raises what tracing raises; nothing is sent."""
+        with lock_of(self._planner.model):
+            compiled = self._planner.read(self._planner.take_apart(tuple(args), {}))
+            if not self._reduces:
+                compiled = self._planner.other_backward(compiled, "local", ())
+        return lowered_of(compiled, self._session.rank)
 
     def run(self, args: Sequence[Any], syncs: bool, on_written: OnWritten) -> Any:
         """Run the forward. syncs: whether its backward is to reduce gradients. The other ranks are not told of an
@@ -78,7 +88,10 @@ class GraphCalls:
 
     def lowered(self) -> list[Lowered]:
         """What has been compiled for this graph, to read."""
-        return [lowered_of(plan.compiled, self._session.rank) for plan in self._planner.plans.values()]
+        plans = list(self._planner.plans.values())
+        if not self._reduces:
+            plans = [self._session.plan_of(plan, "local", ()) for plan in plans]
+        return [lowered_of(plan.compiled, self._session.rank) for plan in plans]
 
     def retrace(self) -> None:
         """Forget what has been compiled."""

@@ -20,6 +20,7 @@ from commfuse_fx.frontends.gradients_as_model import COUNTS, GradientsAsModel
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
+from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
@@ -178,6 +179,14 @@ class LateReduction:
         self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Reduce the gradients of these parameters and the counts, and send the buffers."""
+        calls = self._calls_for(params, buffers, reached)
+        held = self._parts.unreduced(params)
+        grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
+        return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
+
+    def _calls_for(
+        self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
+    ) -> GraphCalls:
         key = tuple(buffers), tuple(params)
         if key not in self._made:
             if len(self._made) >= _MOST:
@@ -187,9 +196,25 @@ class LateReduction:
             self._made[key] = made, GraphCalls(made, self._owner)
         model, calls = self._made[key]
         model.hold(params, buffers)
-        held = self._parts.unreduced(params)
-        grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
-        return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
+        return calls
+
+    def lower(self, reached: Iterable[str], params: Mapping[str, nn.Parameter], sent: Iterable[str]) -> list[Lowered]:
+        """What would be reduced at the end of a backward, to read; empty if nothing is.
+
+        reached: names of the parameters that autograd adds to by itself. params: those of the model. sent: names of
+        buffers that graphs send.
+        """
+        config, device = self._owner.config, next((param.device for param in params.values()), None)
+        if self._owner.mesh.world == 1 or config.parallel_mode == "stand_alone":
+            return []
+        open_names = dict.fromkeys(reached)
+        sent_names = () if self._find_unused else dict.fromkeys(sent)
+        chosen = {n: p for n, p in params.items() if p.requires_grad and (self._find_unused or n in open_names)}
+        buffers = {n: b for n, b in self._buffers.items() if n not in sent_names and b.numel()}
+        counts = torch.zeros(len(chosen) or 1, device=device)
+        if not chosen and not buffers:
+            return []
+        return [self._calls_for(chosen, buffers, counts if self._find_unused or not chosen else None).read(())]
 
     def _write(self, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

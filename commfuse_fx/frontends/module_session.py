@@ -277,7 +277,7 @@ class ModuleSession(Session):
 
     def _taking(self, forward: Forward, mode: str, absent: tuple[int, ...]) -> tuple[Plan, HalvesExecutor, list[int]]:
         """What runs this backward, and where among the saved values are those that it takes."""
-        plan = self._plan_of(forward.plan, mode, absent)
+        plan = self.plan_of(forward.plan, mode, absent)
         executor = self._executor_of(plan)
         places = executor.places_in(forward.names)
         if places is None:
@@ -286,7 +286,8 @@ class ModuleSession(Session):
             return self._taking(forward, mode, ())
         return plan, executor, places
 
-    def _plan_of(self, plan: Plan, mode: str, absent: tuple[int, ...]) -> Plan:
+    def plan_of(self, plan: Plan, mode: str, absent: tuple[int, ...]) -> Plan:
+        """The plan of a backward. mode: as in `backward`. absent: which outputs have no gradient."""
         if mode == "reduced" and not absent:
             return plan
         if (mode, absent) not in plan.others:

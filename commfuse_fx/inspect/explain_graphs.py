@@ -20,7 +20,8 @@ class AsItIs:
 class GraphsExplanation:
     """All graphs of one model.
 
-    compiled: the graphs that are compiled, in the order in which they were first run. as_they_are: those that are not.
+    compiled: the graphs that are compiled, in the order in which they were first run.
+    as_they_are: those that are not.
     late: what reduces gradients at the end of a backward.
     """
 

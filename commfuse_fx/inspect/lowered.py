@@ -45,6 +45,11 @@ class Lowered(CompiledGraph):
         super().__init__(program, rank, pass_records, replay, captured, pipeline)
         self._call = call
 
+    @property
+    def graphs(self) -> list[Lowered]:
+        """This one alone. A model that Dynamo has cut into several has LoweredGraphs."""
+        return [self]
+
     @user_frames_only
     def report(self, cluster: Any = None, measured: Timeline | None = None) -> str:
         """The step as one HTML page, which fetches nothing and is the same at every run.

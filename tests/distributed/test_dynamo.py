@@ -307,3 +307,24 @@ def sums_of_other_graphs() -> int:
 
 def test_sums_where_ranks_run_other_graphs(ranks: Ranks) -> None:
     assert min(ranks.values(sums_of_other_graphs))
+
+
+def lowered_on_one_rank(options: dict[str, Any]) -> list[list[str]]:
+    """What one rank looks at sends nothing, and calls go on as they would have."""
+    wrapped, model, other, twin = pair(Breaks(), **options)
+    found = None
+    for step in range(2):
+        if dist.get_rank() == step:
+            found = wrapped.lower(batch(0))
+        for call in (wrapped, other):
+            torch.manual_seed(step)
+            call(batch(step)).square().mean().backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=1e-10, atol=1e-10)
+    assert found is not None
+    return [[graph.fingerprint for graph in found.graphs], [graph.fingerprint for graph in wrapped.graphs]]
+
+
+@pytest.mark.parametrize("mode", ["auto", "optimal"])
+def test_one_rank_may_look(ranks: Ranks, mode: str) -> None:
+    for found, ran in ranks.values(lowered_on_one_rank, {"comm_fusion": {"allreduce": {"mode": mode, "config": None}}}):
+        assert found == ran or mode == "optimal"  # with prices in common ranks plan again

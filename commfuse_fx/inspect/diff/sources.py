@@ -10,6 +10,7 @@ from commfuse_fx.inspect.diff.read_text import read_text
 from commfuse_fx.inspect.diff.records import GraphRecord
 from commfuse_fx.inspect.dumps.files import file_of_dump, folder_of_rank, is_folder, read_index
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.inspect.lowered_graphs import refuse_several
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.support.read_file import read_file
@@ -27,6 +28,7 @@ def read_graph(source: Any, argument: str) -> GraphRecord:
     """
     if isinstance(source, Lowered):
         return read_text(source.text(), f"{argument} (a Lowered)")
+    refuse_several(source, argument)
     if not isinstance(source, (str, Path)):
         raise ConfigTypeError(
             f"{argument} is of type {type(source).__name__}; give a Lowered, its text() or to_json(), or the path of "
