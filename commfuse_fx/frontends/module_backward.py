@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from commfuse_fx.errors import CaptureError, NotAvailableError
@@ -25,10 +26,16 @@ class Calls:
     """The calls of one module whose backward may still come, and the backward that runs now."""
 
     def __init__(self) -> None:
+        self.anchor = torch.zeros((), requires_grad=True)
+        """An input of every call: without an edge to anything, autograd would not run a backward."""
+        self._anchored = get_gradient_edge(self.anchor).node
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._task = -1
         self._syncs = False
         self._backwards = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Calls, ()  # a copy has run nothing yet
 
     def add(self, node: Any) -> None:
         """A forward has been run; `node` is what autograd runs for its backward."""
@@ -42,6 +49,10 @@ class Calls:
         node.call.done_in = task
         others = (other for other in self._waiting if other is not node and other.call.done_in != task)
         return self._syncs and not any(torch._C._will_engine_execute_node(other) for other in others)
+
+    def are_for_all(self) -> bool:
+        """Whether the backward that runs now is for all leaves, rather than for some that its caller names."""
+        return _asked_for(self._anchored) is True
 
     def is_looked_at(self) -> bool:
         """Whether this backward is one of the first, in which a mistake of the program shows: looking takes time."""
@@ -80,8 +91,7 @@ class ModuleCall:
         if not any(self.forward.described.differentiable):
             return self.forward.outputs
         leaves: list[torch.Tensor] = [self.params[name] for name in self.edges]
-        # Without an edge to anything, autograd would not come here.
-        leaves.append(torch.zeros((), requires_grad=True))
+        leaves.append(self.calls.anchor)
         outputs: tuple[torch.Tensor, ...] = _Backward.apply(self, *leaves, *self.forward.inputs.values())  # type: ignore[no-untyped-call]
         self.forward.outputs = []  # they lead to this call, and it may not hold them
         self.calls.add(next(output.grad_fn for output in outputs if output.grad_fn is not None))
@@ -96,9 +106,12 @@ class ModuleCall:
                 "gradients inside of the model's forward, with torch.autograd.grad(..., create_graph=True) there"
             )
         self._check_hooks()
-        asked = {name: _asked_for(edge) for name, (edge, _) in zip(self.edges, node.next_functions, strict=False)}
-        accumulates = _is_backward(node.next_functions[len(self.edges)][0])
-        written = [name for name in self.params if asked.get(name, accumulates) is True]
+        asked: dict[str, bool | None] = {}
+        if self.calls.are_for_all():
+            written = list(self.params)
+        else:
+            asked = {name: _asked_for(edge) for name, (edge, _) in zip(self.edges, node.next_functions, strict=False)}
+            written = [name for name, is_asked in asked.items() if is_asked]
         mode = self._mode(node, bool(written))
         keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         grads, of_inputs = self.session.backward(self.forward, gradients, mode, keep)
@@ -113,13 +126,13 @@ class ModuleCall:
             parts.was_reduced(list(self.params))
         if self.on_written is not None:
             self.on_written(reached, mode)
-        for name in written:
-            if name not in asked:  # of the others autograd calls them
+        if len(self.edges) < len(self.params):  # of those that it leads to, autograd calls them
+            for name in [name for name in written if self.params[name]._backward_hooks]:
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
         if mode != "local" and self.calls.is_looked_at():
             watch_gradients({name: self.params[name] for name in written})
-        returned = [grads.get(name) if asked[name] is None else None for name in self.edges]
+        returned = [grads.get(name) if asked.get(name, True) is None else None for name in self.edges]
         return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))
 
     def _mode(self, node: Any, writes: bool) -> str:
@@ -174,11 +187,6 @@ def _asked_for(edge: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(edge))
     except RuntimeError:  # torch.autograd.grad hands it to its caller
         return None
-
-
-def _is_backward(anchor: Any) -> bool:
-    """Whether `backward()` runs, for all leaves, rather than `torch.autograd.grad`."""
-    return _asked_for(anchor) is True
 
 
 def learns(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

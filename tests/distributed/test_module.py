@@ -334,3 +334,63 @@ def plans_by_cost() -> list[str]:
 def test_ranks_with_batches_of_other_sizes_plan_alike(ranks: Ranks) -> None:
     first, second = ranks.values(plans_by_cost)
     assert first == second and len(first) > 1
+
+
+class Sum(nn.Module):
+    """Two parameters have the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4).double()), nn.Parameter(torch.zeros(4).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.one + self.other)
+
+
+def gradients_that_are_held(form: str) -> None:
+    """Memory of gradients is used again once they are gone; what the loop holds keeps its values."""
+    model, twin = (nn.Sequential(nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 3).double()) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    wrapped = cf.compile(model, form=form, loss_fn=loss if form == "step" else None, parameter_broadcast=True)
+    other = nn.parallel.DistributedDataParallel(twin)
+    addresses, held, values = [], None, None
+    for step in range(6):
+        model.zero_grad()
+        twin.zero_grad()
+        x = batch(step)
+        wrapped(x, x) if form == "step" else loss(wrapped(x), x).backward()
+        loss(other(x), x).backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=1e-10, atol=1e-12)
+        addresses.append(model[2].weight.grad.data_ptr())
+        if step == 1:
+            held = model[2].weight.grad[1]
+            values = held.clone()
+        if held is not None:
+            assert torch.equal(held, values)
+        if step == 3:
+            held = None
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3] == addresses[5]
+
+
+def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target[:, :3]).square().mean()
+
+
+@pytest.mark.parametrize("form", ["module", "step"])
+def test_gradients_that_are_held_keep_their_values(ranks: Ranks, form: str) -> None:
+    ranks.run(gradients_that_are_held, form)
+
+
+def equal_gradients() -> None:
+    model = Sum()
+    wrapped = cf.compile(model)
+    for _ in range(3):
+        model.zero_grad()
+        wrapped(torch.full((2, 4), 1.0 + dist.get_rank()).double()).sum().backward()
+        model.one.grad.mul_(2)
+        want = torch.full((4,), 3.0).double()
+        assert torch.equal(model.other.grad, want) and torch.equal(model.one.grad, 2 * want)
+
+
+def test_parameters_with_equal_gradients_have_their_own(ranks: Ranks) -> None:
+    ranks.run(equal_gradients)

@@ -22,9 +22,17 @@ from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.bindings import BINDINGS
 
 serial = count()
 """Numbers for the names of generated files: Python tells sources apart by their file names."""
+
+
+Hooks = dict[fx.Node, list[Callable[[], None]]]
+"""Functions that run just before a node."""
+
+Sends = Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]]
+"""Functions that run just after a node, each with the node whose value it gets."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +81,18 @@ class Generated:
 def generate(
     program: Program,
     bind: Callable[[fx.Node], Any],
-    hooks: Mapping[fx.Node, Sequence[Callable[[], None]]] | None = None,
-    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]] | None = None,
+    hooks: Hooks | None = None,
+    sends: Sends | None = None,
     results: Mapping[fx.Node, Callable[[Any], Any]] | None = None,
+    views: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
 ) -> Generated:
     """Compile the program's graph to Python.
 
-    `bind(node)` gives the callable for a call_function node; `hooks[node]` are called just before it;
-    `sends[node]` are pairs of a function and the node whose value it gets, called just after it;
-    `results[node]` gets what the node has computed, and gives the value that the graph goes on with.
+    `bind(node)` gives the callable for a call_function node;
+    `results[node]` gets what the node has computed, and gives the value that the graph goes on with;
+    `views[node]` are nodes that get no statement: the callable for `node` returns its value and theirs.
     """
-    return Generator(program, bind, hooks or {}, sends or {}, results or {}).run()
+    return Generator(program, bind, hooks or {}, sends or {}, results or {}, views or {}).run()
 
 
 def without_handing_on(
@@ -111,15 +120,18 @@ class Generator:
         self,
         program: Program,
         bind: Callable[[fx.Node], Any],
-        hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
-        sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
+        hooks: Hooks,
+        sends: Sends,
         results: Mapping[fx.Node, Callable[[Any], Any]],
+        views: Mapping[fx.Node, Sequence[fx.Node]],
     ) -> None:
         self.program = program
         self.bind = bind
         self.hooks = hooks
         self.sends = sends
         self.results = results
+        self.views = views
+        self.made_before = dict.fromkeys(view for made in views.values() for view in made)
         self.handed_on: dict[fx.Node, int] = {}
         self.nodes = list(program.graph.nodes)
         self.variable = {node: f"v{i}" for i, node in enumerate(self.nodes)}
@@ -129,20 +141,20 @@ class Generator:
         self.node_of_line: dict[int, fx.Node] = {}
         self.last_use: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
-            for value in node.all_input_nodes:
+            for value in node.all_input_nodes if node not in self.made_before else ():
                 self.last_use[value] = node
 
     def run(self) -> Generated:
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        calls = [node for node in self.nodes if node.op in ("call_function", "get_attr")]
+        calls = [n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.made_before]
         body = [node for node in calls if info(node).next_step is None]
         tail = _Tail([node for node in calls if info(node).next_step is not None])
         output = self.nodes[-1]
         cut = first_commit(body)
         produced, committed = body[:cut], body[cut:]
         needed_later = dict.fromkeys(v for node in (*committed, output) for v in node.all_input_nodes)
-        made_before = dict.fromkeys((*placeholders, *produced))
-        live = [node for node in needed_later if node in made_before]
+        available = dict.fromkeys((*placeholders, *self._with_views(produced)))
+        live = [node for node in needed_later if node in available]
         handed_on = f"({self.tuple([self.variable[n] for n in live])}, {tail.first_values(self.variable)})"
         self.function("produce", placeholders, produced, handed_on, keep=needed_later | dict.fromkeys(tail.given))
         results: Sequence[Any] = output.args[0]
@@ -160,6 +172,9 @@ class Generator:
         return Generated(
             made["produce"], made["commit"], parts, source, filename, self.node_of_line, self.handed_on, made
         )
+
+    def _with_views(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        return [each for node in nodes for each in (node, *self.views.get(node, ()))]
 
     def _tail_part(self, number: int, nodes: Sequence[fx.Node], tail: _Tail) -> None:
         """A function that reads values of the tail from a list, and leaves there what later parts need."""
@@ -195,6 +210,8 @@ class Generator:
             if node not in self.last_use:
                 self.lines.append(f"    {self.variable[node]} = None")
         for node in body:
+            if node in self.made_before:
+                continue
             self._statement(node)
             for send, value in self.sends.get(node, ()):
                 self.lines.append(f"    {self._name(send)}({self.variable[value]})")
@@ -221,9 +238,14 @@ class Generator:
         arguments = [self.literal(value) for value in node.args]
         arguments.extend(f"{key}={self.literal(value)}" for key, value in node.kwargs.items())
         self.lines.append(f"    {name} = {self._callee(node)}({', '.join(arguments)})")
-        if node in self.results:
-            self.lines.append(f"    {name} = {self._name(self.results[node])}({name})")
-            self.handed_on[node] = len(self.lines)
+        if node in self.views:
+            names = [self.variable[each] for each in self._with_views([node])]
+            self.lines[-1] = f"    {self.tuple(names)} = {self._callee(node)}()"
+        for each in self._with_views([node]):
+            if each in self.results:
+                name = self.variable[each]
+                self.lines.append(f"    {name} = {self._name(self.results[each])}({name})")
+                self.handed_on[each] = len(self.lines)
 
     def _callee(self, node: fx.Node) -> str:
         function = self.bind(node)
@@ -231,8 +253,10 @@ class Generator:
         if key not in self.functions:
             name = f"f{len(self.functions)}"
             self.functions[key] = name
-            # The overload's own callable skips a Python frame per call.
-            self.namespace[name] = function._op if isinstance(function, torch._ops.OpOverload) else function
+            if isinstance(function, torch._ops.OpOverload):
+                # The overload's own callable skips a Python frame per call.
+                function = BINDINGS.get(function) or function._op
+            self.namespace[name] = function
         return self.functions[key]
 
     def literal(self, value: Any) -> str:

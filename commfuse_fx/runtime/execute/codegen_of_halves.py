@@ -11,7 +11,7 @@ from torch import fx
 from commfuse_fx.ir.halves import crossing, outputs_of, split
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.runtime.execute.codegen import Generator, execute, serial, without_handing_on
+from commfuse_fx.runtime.execute.codegen import Generator, Hooks, Sends, execute, serial, without_handing_on
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ class Halves:
 def generate_halves(
     program: Program,
     bind: Callable[[fx.Node], Any],
-    hooks: Mapping[fx.Node, Sequence[Callable[[], None]]],
-    sends: Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]],
+    hooks: Hooks,
+    sends: Sends,
     results: Mapping[fx.Node, Callable[[Any], Any]],
+    views: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> Halves:
     """Compile a program of two halves to Python; the arguments are those of `generate`."""
-    return _HalvesGenerator(program, bind, hooks, sends, results).halves()
+    return _HalvesGenerator(program, bind, hooks, sends, results, views).halves()
 
 
 class _HalvesGenerator(Generator):

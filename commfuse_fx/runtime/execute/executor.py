@@ -19,7 +19,7 @@ from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.update_layout import check_blocks
-from commfuse_fx.runtime.execute.codegen import Generated, generate
+from commfuse_fx.runtime.execute.codegen import Generated, Hooks, Sends, generate
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
@@ -27,6 +27,7 @@ from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
+from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, take_memory, views_of_memory
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.shards import Shards
@@ -74,11 +75,13 @@ class Executor:
         self._sources: Sequence[Source] = list(program.sources.values())
         self._relaid: list[tuple[int, TensorSpec]] | None = None  # inputs with other strides than recorded
         self.generated: Generated | None = None
+        self._views: dict[fx.Node, MemoryViews] = {}
         self._check: LayoutCheck | None = None  # until the first run is over
         self.seed = 0
         """The seed of the next step, the same on all ranks. The session sets it before each run."""
-        self.kept = [(info(node).name, tensor_spec(node)) for node in program.graph.nodes if info(node).kept]
-        """The gradient memory that the program takes from the pool, in every step the same."""
+        allocations = [node for node in program.graph.nodes if node.target is torch.ops.aten.empty.memory_format]
+        self.kept = [(info(node).name, tensor_spec(node)) for node in allocations]
+        """The memory that the program may take from the pool."""
         self.needs_seed = program.config.divides_graphs and (
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )
@@ -92,14 +95,14 @@ class Executor:
         on_first_collective: runs just before the first collective.
         """
         self._check = LayoutCheck(self.program)
-        self._generate(self._hooks(on_backward, on_first_collective), self._check)
+        hooks, sends = self._hooks(on_backward, on_first_collective), self.wire.sends()
+        self._views = views_of_memory(self.program, but=[*hooks, *sends])
+        self._generate(hooks, sends, self._check)
         weakref.finalize(self, linecache.cache.pop, self._code.filename, None).atexit = False
 
-    def _hooks(
-        self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]
-    ) -> dict[fx.Node, list[Callable[[], None]]]:
+    def _hooks(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> Hooks:
         """The functions that run just before a node, by node."""
-        hooks: dict[fx.Node, list[Callable[[], None]]] = {}
+        hooks: Hooks = {}
         if self.has_collectives:
             body = self._voted_for()
             first = next(node for node in body if info(node).sends or info(node).collective is not None)
@@ -119,8 +122,9 @@ class Executor:
         """The calls that run between a vote and the next one."""
         return [node for node in self.program.graph.nodes if node.op == "call_function"]
 
-    def _generate(self, hooks: Mapping[fx.Node, Sequence[Callable[[], None]]], check: LayoutCheck) -> None:
-        self.generated = generate(self.program, self._bind, hooks, self.wire.sends(), check.functions)
+    def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
+        views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
+        self.generated = generate(self.program, self._bind_in_code, hooks, sends, check.functions, views)
         self.tail = Tail(self.generated.tail, self.guard)
         self._tail_hooks = self.tail.hooks()
 
@@ -131,6 +135,11 @@ class Executor:
 
     def _tail_before(self, node: fx.Node) -> Callable[[], None]:
         return lambda: self._tail_hooks[node]()
+
+    def _bind_in_code(self, node: fx.Node) -> Any:
+        if node in self._views:
+            return take_memory(self.storage.pool, node, self._views[node])
+        return self._bind(node)
 
     def _bind(self, node: fx.Node) -> Any:
         if node.target is optimizer_step:

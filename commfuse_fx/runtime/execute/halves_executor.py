@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import fx
 
 from commfuse_fx.ir.halves import USED, split
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.runtime.execute.codegen import Hooks, Sends
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
@@ -35,8 +36,9 @@ class HalvesExecutor(Executor):
     def _voted_for(self) -> list[fx.Node]:
         return split(self.program)[1]
 
-    def _generate(self, hooks: Mapping[fx.Node, Sequence[Callable[[], None]]], check: LayoutCheck) -> None:
-        self.halves = generate_halves(self.program, self._bind, hooks, self.wire.sends(), check.functions)
+    def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
+        views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
+        self.halves = generate_halves(self.program, self._bind_in_code, hooks, sends, check.functions, views)
         specs = info(self.program.loss).spec
         assert isinstance(specs, tuple)
         used = [node.args[1] for node in self.program.loss.users if node.op == "call_function"]

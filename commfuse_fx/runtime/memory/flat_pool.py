@@ -9,6 +9,7 @@ import torch
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.program import Segment
+from commfuse_fx.runtime.memory.lent_memory import LentMemory
 from commfuse_fx.runtime.memory.own_storage import with_own_storage
 
 log = logging.getLogger("commfuse_fx.runtime")
@@ -25,6 +26,7 @@ class FlatPool:
     def __init__(self) -> None:
         self._flats: dict[tuple[str, Segment], torch.Tensor] = {}
         self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
+        self._lent: dict[tuple[str, TensorSpec], LentMemory] = {}
         self._warned: list[str] = []
 
     def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
@@ -34,14 +36,23 @@ class FlatPool:
             self._memory[key] = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         return self._memory[key]
 
+    def lend(self, name: str, spec: TensorSpec) -> LentMemory:
+        """Memory for gradients that the user gets: that of the step before, if he has dropped them."""
+        key = (name, spec)
+        if key not in self._lent or not self._lent[key].is_free():
+            self._lent[key] = LentMemory(spec)
+        return self._lent[key]
+
     def keep_memory(self, wanted: Iterable[tuple[str, TensorSpec]]) -> None:
         """Drop all gradient memory but this, given by the arguments of `memory`."""
         keys = dict.fromkeys(wanted)
         self._memory = {key: tensor for key, tensor in self._memory.items() if key in keys}
+        self._lent = {key: lent for key, lent in self._lent.items() if key in keys}
 
     def forget_memory(self) -> None:
         """Drop the gradients' memory: after a step has failed, collectives may still write to it."""
         self._memory.clear()
+        self._lent.clear()
 
     def find(
         self,

@@ -28,10 +28,11 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 def has_aliases(tensor: torch.Tensor) -> bool:
     """Whether other tensors use this tensor's storage: a view, `.data`, an entry of a state_dict, a numpy array."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _OWN_USERS
+    return int(torch._C._storage_Use_Count(storage._cdata)) > OWN_USERS
 
 
-_OWN_USERS = 2  # the tensor, and the handle `storage` above
+OWN_USERS = 2
+"""What holds a storage that nobody else uses: its tensor, and the handle that asks for the count."""
 
 
 def separated(tensor: torch.Tensor) -> torch.Tensor:
