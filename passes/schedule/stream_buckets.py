@@ -38,20 +38,23 @@ class StreamBuckets(Pass):
         return cls() if situation.schedules and not situation.by_cost else None
 
     def __call__(self, program: Program) -> bool:
-        buckets = [
-            node for node in program.collectives() if info(node).writes and tensor_spec(node).nbytes > self.piece
-        ]
+        buckets = [node for node in program.collectives() if info(node).writes]
         if not buckets:
             return False
         position = {node: i for i, node in enumerate(program.graph.nodes)}
         first = min(buckets, key=lambda start: min(position[write] for write, _ in info(start).writes))
-        streamed = [start for start in buckets if self._stream(start, position, start is first)]
-        return bool(streamed)
+        streamed = False
+        for start in buckets:
+            least = min(self.first, self.piece) if start is first else self.piece
+            if tensor_spec(start).nbytes > least:
+                streamed |= self._stream(start, position, least)
+        return streamed
 
-    def _stream(self, start: fx.Node, position: dict[fx.Node, int], is_first: bool) -> bool:
+    def _stream(self, start: fx.Node, position: dict[fx.Node, int], least: int) -> bool:
+        """`least`: bytes of the first piece."""
         complete = _Stretches()
         itemsize = tensor_spec(start).itemsize
-        enough = (min(self.first, self.piece) if is_first else self.piece) // itemsize
+        enough = least // itemsize
         sent: list[tuple[fx.Node, Stretch]] = []
         for write, stretch in sorted(info(start).writes, key=lambda entry: position[entry[0]]):
             grown = complete.add(stretch)

@@ -1,5 +1,7 @@
 """What `stream_buckets` makes of a few lines of text, and what it leaves."""
 
+import pytest
+
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from tests.passes.cases import check
 
@@ -20,10 +22,12 @@ STEP = """
 """
 
 
-def test_a_stretch_that_is_complete_and_large_enough_leaves_before_the_rest() -> None:
+@pytest.mark.parametrize("piece", [64, 1024])
+def test_a_stretch_that_is_complete_and_large_enough_leaves_before_the_rest(piece: int) -> None:
+    """The first bucket of the step is cut even if it is smaller than a piece."""
     check(
         STEP,
-        StreamBuckets(piece=64, first=64),
+        StreamBuckets(piece=piece, first=64),
         """
         in  %a: f32[16] = parameter
         in  %b: f32[16] = parameter
