@@ -63,6 +63,7 @@ class Situation:
     local_parameters: whether every rank keeps its part of a divided parameter.
     gradients: "reduced" over the ranks; "local": each rank keeps its own; "accumulated": added to what `.grad` holds,
         and the sum is reduced.
+    by_autograd: whether autograd computes the gradients, op by op, and the program holds their communication only.
     """
 
     config: CompileConfig
@@ -72,6 +73,7 @@ class Situation:
     same_batches: bool = True
     local_parameters: bool = False
     gradients: str = "reduced"
+    by_autograd: bool = False
 
     @property
     def divides(self) -> bool:
@@ -93,7 +95,7 @@ class Situation:
     @property
     def by_cost(self) -> bool:
         """Whether the plan follows from predicted times."""
-        return self.config.plans_by_cost and not self.in_order
+        return self.config.plans_by_cost and not self.in_order and not self.by_autograd
 
     @property
     def in_order(self) -> bool:
@@ -153,6 +155,9 @@ class Pass:
     """What becomes of the numbers of a step. "bitwise": they keep every bit. "reordered": sums run in another order, or
     on other ranks first, so that they differ by rounding. "defines": the pass says what is computed, such as which
     gradients are summed or which random numbers are drawn, so that there is nothing to compare with."""
+    needs_sizes: ClassVar[bool] = False
+    """Whether it works on what a step computes, which takes the sizes of that. Where autograd computes, as in a graph
+    for any size, it is skipped, and `explain()` says so."""
     optional: ClassVar[bool] = False
     """Whether plans are made with it and without it. Where it changes nothing, the one with it is not needed."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.build import check_parameters, describe, write_back
+from commfuse_fx.capture.gradients_as_model import why_by_autograd
 from commfuse_fx.capture.provenance import OriginRecorder
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
@@ -69,6 +70,7 @@ def capture_joint(
     traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, True, reads=reads, seeded=True)
     [(paths, nest)] = found
     program = describe(traced, model, leaves, mesh, config, True, None)
+    program.by_autograd = why_by_autograd(model)
     _hand_over(program, traced, paths)
     program.aux = {
         f"{path}.grad": grad for (path, _), grad in zip(leaves, traced.input_grads, strict=True) if grad is not None

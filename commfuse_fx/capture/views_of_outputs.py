@@ -39,7 +39,7 @@ class UnknownViews(Exception):
 def views_of(graph: fx.GraphModule) -> Views | None:
     """The views among the outputs of a graph that Dynamo has made; None if there are none. Raises UnknownViews.
 
-    What is viewed becomes one more output of the graph where it is none.
+    What is viewed becomes one more output of the graph where it is none, and so do sizes that views need.
     """
     (end,) = (node for node in graph.graph.nodes if node.op == "output")
     outputs: list[Any] = tree_leaves(end.args)
@@ -55,7 +55,8 @@ def views_of(graph: fx.GraphModule) -> Views | None:
                 again.update(dict.fromkeys(memory.way_to(node, number)))
     if not again:
         return None
-    every = [*outputs, *(root for root in roots if root not in outputs and root.op != "placeholder")]
+    sizes = dict.fromkeys(value for node in again for value in node.all_input_nodes if _is_number(value))
+    every = [*outputs, *(each for each in (*roots, *sizes) if each not in outputs and each.op != "placeholder")]
     kept = [place for place, node in enumerate(every) if node not in again]
     if not kept or any(node.target is torch._C._set_grad_enabled for node in graph.graph.nodes):
         raise UnknownViews
@@ -95,7 +96,7 @@ class _Memory:
             raise UnknownViews
         while to_do:
             each = to_do.pop()
-            if each is root or each in way:
+            if each is root or each in way or _is_number(each):
                 continue
             if self.of(each) != (number,) or each.op not in ("call_function", "call_method"):
                 raise UnknownViews
@@ -106,6 +107,13 @@ class _Memory:
 
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(_example(node), (int, float, *_NUMBERS_OF_ANY_SIZE))
+
+
+_NUMBERS_OF_ANY_SIZE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _memory_of(node: fx.Node) -> Iterator[int]:
@@ -123,8 +131,8 @@ def _made(
     places = [place for place, node in enumerate(arguments) if node in needed]
     copy = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
-    for node in (*(arguments[place] for place in places), *kept):
-        known[node] = copy.placeholder(node.name)
+    for number, node in enumerate((*(arguments[place] for place in places), *kept)):
+        known[node] = copy.placeholder(f"given_{number}")
     for node in again:
         known[node] = copy.node_copy(node, known.__getitem__)
         known[node].meta.pop("example_value")

@@ -86,7 +86,7 @@ def _usual(given: Input) -> Mapping[str, Pass]:
     if given.pipeline is not None:
         return {item.name: item for item in given.pipeline.passes}
     config = given.program.config
-    made = build_pipeline(Situation(config, given.program.mesh)).passes
+    made = build_pipeline(Situation(config, given.program.mesh, by_autograd=bool(given.program.by_autograd))).passes
     return {item.name: item for item in made}
 
 

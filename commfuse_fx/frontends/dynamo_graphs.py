@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
-from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo, Names, is_dynamic, sources_of, with_checkpoints
-from commfuse_fx.capture.views_of_outputs import UnknownViews, Views, views_of
+from commfuse_fx.capture.gradients_as_model import GradientsAsModel
+from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo, Names
+from commfuse_fx.capture.shared_graph import SharedGraph, is_trained, others, with_own_leaves
+from commfuse_fx.frontends.autograd_session import AutogradSession
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
@@ -23,7 +26,13 @@ from commfuse_fx.support.logs import logger
 
 _PLAN = logger("plan")
 
-_Made = tuple[GraphOfDynamo, GraphCalls] | AsItIs
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A graph that sends its gradients itself. model: holds its arguments; None where autograd runs it."""
+
+    calls: GraphCalls
+    model: GraphOfDynamo | None
 
 
 class DynamoGraphs:
@@ -33,16 +42,23 @@ class DynamoGraphs:
     lowering: takes note of graphs that are only to be compiled; None where they run.
     """
 
-    def __init__(self, owner: CompiledCall, names_of: Callable[[Graph, Sequence[Any]], Names]) -> None:
+    def __init__(self, owner: CompiledCall, names_of: Callable[[SharedGraph, Sequence[Any]], Names]) -> None:
         self.owner = owner
         self.late = LateReduction(owner)
         self.names_of = names_of
         self.lowering: Lowering | None = None
         # Dynamo's caches hold graphs, of which modules of one class share some.
-        self._made: weakref.WeakKeyDictionary[Graph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[SharedGraph, dict[Names, _Compiled | AsItIs]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def calls_of(self, graph: Graph, names: Names, values: Sequence[Any]) -> GraphCalls | None:
-        """What runs a graph with these arguments; None where it runs as it is."""
+    def run(self, graph: SharedGraph, values: Sequence[Any]) -> Any:
+        """Run a graph with these arguments, or compile it only."""
+        names = self.names_of(graph, values)
+        if not any(map(is_trained, values, names)):
+            return graph.run_as_it_is(values)
+        if self.lowering is not None and self.owner.mesh.world > 1:
+            refuse_collectives(graph.graph)
         made = self._made.setdefault(graph, {})
         if names not in made:
             made[names] = self._compiled(graph, names, values)
@@ -50,45 +66,81 @@ class DynamoGraphs:
         if isinstance(found, AsItIs):
             if self.lowering is not None:
                 self.lowering.as_they_are[found] = None
-            return None
-        model, calls = found
-        model.hold(values)
-        return calls
+            self.late.expect([name for name in names if name is not None])
+            return graph.run_as_it_is(values)
+        given = values
+        if found.model is not None:
+            found.model.hold(values)
+            given = others(values, names)
+        if self.lowering is not None:
+            self.lowering.add(found.calls, given)
+            return graph.run_as_it_is(with_own_leaves(values, names))  # so that the call goes on
+        syncs = self.late.syncs and not self.owner.config.find_unused_parameters
+        return graph.outputs(values, found.calls.run(given, syncs, partial(self.late.wrote, found.calls.buffers)))
 
-    def _compiled(self, graph: Graph, names: Names, values: Sequence[Any]) -> _Made:
-        model = graph.model(values, names)
-        params = tuple(name for name, _ in model.named_parameters())
+    def _compiled(self, graph: SharedGraph, names: Names, values: Sequence[Any]) -> _Compiled | AsItIs:
+        trained = tuple(str(name) for name, value in zip(names, values, strict=True) if is_trained(value, name))
         if graph.runs_as_it_is:
             _PLAN.info(
-                "a graph that Dynamo has made, with parameter %s and %d others, runs as it is, as %s; its gradients "
-                "are reduced at the end of the backward, in buckets planned from the sizes of parameters",
-                params[0],
-                len(params) - 1,
+                "a graph that Dynamo has made, with %s, runs as it is, as %s; its gradients are reduced at the end of "
+                "the backward, in buckets planned from the sizes of parameters",
+                _listed(trained),
                 graph.runs_as_it_is,
             )
-            return AsItIs(params, graph.runs_as_it_is)
-        calls = GraphCalls(model, self.owner, reduces=not self.owner.config.find_unused_parameters)
-        try:
-            others = [value for value, name in zip(values, names, strict=True) if name is None]
-            if self.lowering is None:
-                calls.compile(others)
+            return AsItIs(trained, graph.runs_as_it_is)
+        why, sent = "the graph is for any size" if graph.is_for_any_size else "", []
+        if not why or self._shares_order:
+            model = graph.model(values, names)
+            calls = GraphCalls(model, self.owner, reduces=self._reduces)
+            try:
+                sent = self._compile(calls, others(values, names))
+            except Exception as error:
+                why = why or f"the graph cannot be traced [{_in_short(error)}]"
             else:
-                calls.read(others)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            _PLAN.warning(
-                "a graph that Dynamo has made, with parameter %s and %d others, cannot be compiled and runs as it is; "
-                "its gradients are reduced at the end of the backward [%s]",
-                params[0],
-                len(params) - 1,
-                reason,
-            )
-            return AsItIs(params, f"it cannot be traced [{reason}]")
-        return model, calls
+                if not why:
+                    return _Compiled(calls, model)
+        _PLAN.log(
+            logging.INFO if graph.is_for_any_size else logging.WARNING,
+            "a graph that Dynamo has made, with %s, is run by autograd, op by op, as %s; its gradients are sent in "
+            "buckets planned from the sizes of parameters",
+            _listed(trained),
+            why,
+        )
+        order = [name for name in dict.fromkeys((*sent, *graph.gradient_order(names))) if name in trained]
+        held = {name: value for name, value in zip(names, values, strict=True) if name is not None}
+        run = graph.ops()
+        by_autograd = GraphCalls(
+            GradientsAsModel(held, order, why),
+            self.owner,
+            self._reduces,
+            lambda planner, owner: AutogradSession(planner, owner, run, names, order),
+        )
+        self._compile(by_autograd, values)
+        return _Compiled(by_autograd, None)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether graphs reduce their gradients: with find_unused_parameters=True that is done at the end."""
+        return not self.owner.config.find_unused_parameters
+
+    @property
+    def _shares_order(self) -> bool:
+        """Whether a graph for any size has to send what other ranks send that run the same code as a graph for their
+        size. With plans by cost, for which sizes matter, buckets are others in any case."""
+        return self.owner.mesh.world > 1 and self._reduces and not self.owner.config.plans_by_cost
+
+    def _compile(self, calls: GraphCalls, args: Sequence[Any]) -> list[str]:
+        """Compile a graph for these arguments, to be read or to be run. Returns what it sends, by name."""
+        if self.lowering is None:
+            calls.compile(args)
+            lowered = calls.lowered()[-1]
+        else:
+            lowered = calls.read(args)
+        return [name for each in lowered.collectives for name in each.members]
 
     def _all_calls(self) -> list[GraphCalls]:
         made = (found for each in self._made.values() for found in each.values() if not isinstance(found, AsItIs))
-        return sorted((calls for _, calls in made), key=lambda calls: calls.number)
+        return sorted((found.calls for found in made), key=lambda calls: calls.number)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""
@@ -109,61 +161,21 @@ class DynamoGraphs:
         self.late.forget()
 
 
-class Graph:
-    """One graph of Dynamo, which may run with the parameters of several modules that have the same code.
+def run_graph(graphs: DynamoGraphs | None, graph: SharedGraph, values: Sequence[Any]) -> Any:
+    """Run a graph with these arguments. graphs: those of the model that runs now, if one does."""
+    if graphs is None or not torch.is_grad_enabled():
+        return graph.run_as_it_is(values)
+    return graphs.run(graph, values)
 
-    sources: for every argument the expression that it comes from.
-    runs_as_it_is: why it is not compiled; empty if it is.
-    """
 
-    def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
-        self.sources: Sequence[str] = sources_of(graph)  # while Dynamo still knows them
-        self.runs_as_it_is = "it is for any size" if is_dynamic(examples) else ""
-        self._graph = with_checkpoints(graph)
-        self._views: Views | None = None
-        self._outputs = sum(len(tree_leaves(node.args)) for node in graph.graph.nodes if node.op == "output")
-        if not self.runs_as_it_is:
-            try:
-                self._views = views_of(graph)
-            except UnknownViews:
-                self.runs_as_it_is = "its outputs share memory, which autograd has to know"
+def _listed(params: Sequence[str]) -> str:
+    return f"parameter {params[0]} and {len(params) - 1} others"
 
-    def model(self, values: Sequence[Any], names: Names) -> GraphOfDynamo:
-        """The graph as a model that holds those of these arguments that have names."""
-        return GraphOfDynamo(self._graph, values, names, None if self._views is None else self._views.kept)
 
-    def run(self, graphs: DynamoGraphs | None, values: Sequence[Any]) -> Any:
-        """Run the graph with these arguments. graphs: those of the model that runs now, if one does."""
-        if graphs is None or not torch.is_grad_enabled():
-            return self._run_as_it_is(values)
-        names = graphs.names_of(self, values)
-        held = (value for value, name in zip(values, names, strict=True) if name is not None)
-        if not any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):
-            return self._run_as_it_is(values)
-        if graphs.lowering is not None and graphs.owner.mesh.world > 1:
-            refuse_collectives(self._graph)
-        calls = graphs.calls_of(self, names, values)
-        if graphs.lowering is not None:
-            return self._lower(graphs.lowering, calls, values, names)
-        if calls is None:
-            graphs.late.expect([name for name in names if name is not None])
-            return self._run_as_it_is(values)
-        others = [value for value, name in zip(values, names, strict=True) if name is None]
-        syncs = graphs.late.syncs and not graphs.owner.config.find_unused_parameters
-        outputs = calls.run(others, syncs, partial(graphs.late.wrote, calls.buffers))
-        return outputs if self._views is None else self._views.outputs(values, outputs)
+def _in_short(error: Exception) -> str:
+    """The same on all ranks: without addresses."""
+    text = re.sub(" object at 0x[0-9a-f]+", "", str(error).partition("\n")[0])
+    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
 
-    def _lower(self, lowering: Lowering, calls: GraphCalls | None, values: Sequence[Any], names: Names) -> Any:
-        """Compile the graph, and compute its outputs as it is, so that the call goes on. Autograd does not come to the
-        parameters of a graph that reduces their gradients."""
-        if calls is None:
-            return self._run_as_it_is(values)
-        lowering.add(calls, [value for value, name in zip(values, names, strict=True) if name is None])
-        given = list(values)
-        for place, (value, name) in enumerate(zip(values, names, strict=True)):
-            if name is not None and isinstance(value, nn.Parameter):
-                given[place] = value.detach().requires_grad_(value.requires_grad)
-        return self._run_as_it_is(given)
 
-    def _run_as_it_is(self, values: Sequence[Any]) -> Any:
-        return self._graph(*values)[: self._outputs]
+_LONGEST = 200

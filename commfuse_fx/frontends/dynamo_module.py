@@ -12,12 +12,13 @@ from torch import fx, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from commfuse_fx.capture.graph_of_dynamo import Names
+from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.capture.signature import Watch
 from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.call_undone import call_undone
-from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, Graph
+from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.lowering import Lowering, reached_by_autograd
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.inspect.explain_graphs import GraphsExplanation
@@ -75,7 +76,7 @@ class DynamoModule(CompiledModule):
         finally:
             _running.graphs = before
 
-    def _names_of(self, graph: Graph, values: Sequence[Any]) -> Names:
+    def _names_of(self, graph: SharedGraph, values: Sequence[Any]) -> Names:
         return tuple(self._names.get(id(value)) for value in values)
 
     @property
@@ -156,8 +157,8 @@ _running = _Running()
 def _backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """What Dynamo calls with each graph that it has made. It is the same for all modules: those of one class share
     graphs, which Dynamo counts (recompile_limit)."""
-    made = Graph(graph, examples)
-    return lambda *values: made.run(_running.graphs, values)
+    made = SharedGraph(graph, examples)
+    return lambda *values: run_graph(_running.graphs, made, values)
 
 
 _NO_JOIN = (

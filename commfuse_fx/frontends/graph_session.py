@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -18,6 +18,7 @@ from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.inspect.lowered import Lowered, lowered_of
 from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.ranks.callers import lock_of
 from commfuse_fx.runtime.ranks.groups import Groups
 
@@ -30,6 +31,10 @@ class GraphSession(ModuleSession):
         super().__init__(planner, owner.rank)
         self._voting.is_started = owner.is_started
         self.parts = owner.parts
+
+    def take_apart(self, args: Sequence[Any]) -> Call:
+        """The call that is planned for a call with these arguments."""
+        return self.planner.take_apart(tuple(args), {})
 
     def _join(self, config: CompileConfig) -> Groups:
         self.agreement = self._owner.agreement
@@ -47,15 +52,22 @@ class GraphCalls:
 
     owner: what all graphs of the user's model belong to. number: counts up in the order in which they are made.
     reduces: whether its backward may reduce gradients. buffers: the names of those that its backward sends.
+    make_session: makes what runs the calls.
     """
 
-    def __init__(self, model: nn.Module, owner: CompiledCall, reduces: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: CompiledCall,
+        reduces: bool = True,
+        make_session: Callable[[Planner, ModuleSession], GraphSession] = GraphSession,
+    ) -> None:
         self.number = next(_numbers)
         # What no graph of a backward reaches is seen at its end, over the whole model.
         config = replace(owner.config, find_unused_parameters=False)
         assert isinstance(owner.session, ModuleSession)
         self._planner = Planner(model, None, None, config, owner.mesh, Publisher(owner.rank), "module")
-        self._session = GraphSession(self._planner, owner.session)
+        self._session = make_session(self._planner, owner.session)
         self._calls = Calls()
         self._reduces = reduces
         self.buffers = [name for name, _ in model.named_buffers()] if config.broadcast_buffers else []
@@ -67,7 +79,7 @@ class GraphCalls:
     def read(self, args: Sequence[Any]) -> Lowered:
         """The graph as it is compiled for these arguments. Raises what tracing raises; nothing is sent."""
         with lock_of(self._planner.model):
-            compiled = self._planner.read(self._planner.take_apart(tuple(args), {}))
+            compiled = self._planner.read(self._session.take_apart(args))
             if not self._reduces:
                 compiled = self._planner.other_backward(compiled, "local", ())
         return lowered_of(compiled, self._session.rank)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from commfuse_fx.capture.gradients_as_model import GradientsAsModel
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.gradients_as_model import COUNTS, GradientsAsModel
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
@@ -27,6 +27,10 @@ _RUNTIME = logger("runtime")
 _MOST = 8  # of what is kept: plans for sets of parameters, and backwards that run inside of each other
 
 
+_COUNTS = "reached_parameters"
+"""The name of the parameter that counts which of the others a rank has reached."""
+
+
 _Key = tuple[tuple[str, ...], tuple[str, ...]]
 """Names of the buffers that are sent and of the parameters whose gradients are reduced."""
 
@@ -35,13 +39,14 @@ _Key = tuple[tuple[str, ...], tuple[str, ...]]
 class _Backward:
     """may_run_again: so that buffers stay as they were in the forward.
 
-    open: parameters whose gradients are not reduced. reduced: gradients that graphs have reduced, with their versions.
+    open: parameters whose gradients are not reduced. settled: gradients that graphs have reduced, or not reached, with
+    their versions.
     sent: buffers that graphs have sent. aside: sums that gradients of this rank may not be added to.
     """
 
     may_run_again: bool
     open: dict[str, None] = field(default_factory=dict)
-    reduced: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
+    settled: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     sent: dict[str, None] = field(default_factory=dict)
     aside: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -80,23 +85,29 @@ class LateReduction:
         """No warning for these: they belong to a graph for any size."""
         self._expected.update(dict.fromkeys(names))
 
-    def wrote(self, buffers: Sequence[str], names: Sequence[str], mode: str) -> None:
+    def wrote(self, buffers: Sequence[str], names: Sequence[str], passed: Sequence[str], mode: str) -> None:
         """A compiled backward has written `.grad` of the parameters of these names. mode: as in `Situation`.
 
-        buffers: what it has sent, if it has reduced gradients.
+        buffers: what it has sent, if it has reduced gradients. passed: parameters to which autograd leads, and which
+            the backward has not reached.
         """
-        if not names:
+        if not names and not passed:
             return
         now = self._now()
-        if mode != "local":
+        if mode != "local" and names:
             now.sent.update(dict.fromkeys(buffers))
         for name in names:
             if mode == "local":
                 now.open[name] = None
             else:
                 now.open.pop(name, None)
-                grad = self._hooks.params[name].grad
-                now.reduced[name] = (grad, -1 if grad is None else grad._version)
+                now.settled[name] = self._as_it_is(name)
+        for name in passed:
+            now.settled.setdefault(name, self._as_it_is(name))
+
+    def _as_it_is(self, name: str) -> tuple[torch.Tensor | None, int]:
+        grad = self._hooks.params[name].grad
+        return grad, -1 if grad is None else grad._version
 
     def accumulates(self, name: str) -> None:
         """Autograd is about to add to a gradient."""
@@ -105,8 +116,8 @@ class LateReduction:
     def accumulated(self, name: str) -> None:
         """Autograd has come to the end of a parameter: a compiled backward has written its gradient, or autograd."""
         now, param = self._now(), self._hooks.params[name]
-        if name in now.reduced:
-            grad, version = now.reduced[name]
+        if name in now.settled:
+            grad, version = now.settled[name]
             if param.grad is None or (param.grad is grad and grad._version == version):
                 return
         self._parts.was_local([name])
@@ -171,7 +182,7 @@ class LateReduction:
         device = next((param.device for param in params.values()), None)
         reached = torch.tensor([float(name in self._parts.local) for name in params], device=device)
         found = self._run(params, buffers, reached)
-        ranks = found.pop(COUNTS).tolist()
+        ranks = found.pop(_COUNTS).tolist()
         self._write([name for name, count in zip(params, ranks, strict=True) if count], found)
         self._parts.was_reduced(list(params))
 
@@ -182,7 +193,7 @@ class LateReduction:
         calls = self._calls_for(params, buffers, reached)
         held = self._parts.unreduced(params)
         grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
-        return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
+        return calls.reduce(grads if reached is None else {**grads, _COUNTS: reached})
 
     def _calls_for(
         self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
@@ -191,11 +202,11 @@ class LateReduction:
         if key not in self._made:
             if len(self._made) >= _MOST:
                 self._made.clear()
-            counts = None if reached is None else nn.Parameter(torch.zeros_like(reached))
-            made = GradientsAsModel(params, buffers, counts)
+            counts = {} if reached is None else {_COUNTS: nn.Parameter(torch.zeros_like(reached))}
+            made = GradientsAsModel({**params, **buffers, **counts})
             self._made[key] = made, GraphCalls(made, self._owner)
         model, calls = self._made[key]
-        model.hold(params, buffers)
+        model.hold({**params, **buffers})
         return calls
 
     def lower(self, reached: Iterable[str], params: Mapping[str, nn.Parameter], sent: Iterable[str]) -> list[Lowered]:

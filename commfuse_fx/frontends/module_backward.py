@@ -18,8 +18,9 @@ from commfuse_fx.support.tracebacks import user_frames_only
 
 Gradients = tuple[torch.Tensor | None, ...]
 
-OnWritten = Callable[[Sequence[str], str], None]
-"""Is told the names of parameters whose `.grad` has been written, and the mode of `ModuleSession.backward`."""
+OnWritten = Callable[[Sequence[str], Sequence[str], str], None]
+"""Is told the names of parameters whose `.grad` has been written, of those that the backward has not reached although
+autograd leads there, and the mode of `ModuleSession.backward`."""
 
 
 class Calls:
@@ -82,8 +83,7 @@ class ModuleCall:
         self.syncs = syncs
         self.on_written = on_written
         self.done_in = -1
-        params = session.planner.watch.params
-        self.params = {name: param for name, param in params.items() if param.requires_grad}
+        self.params = {name: param for name, param in session.params.items() if param.requires_grad}
         self.edges = [name for name, param in self.params.items() if not param._backward_hooks]
 
     def apply(self) -> Sequence[torch.Tensor]:
@@ -125,7 +125,7 @@ class ModuleCall:
         else:
             parts.was_reduced(list(self.params))
         if self.on_written is not None:
-            self.on_written(reached, mode)
+            self.on_written(reached, [name for name in written if name not in grads], mode)
         if len(self.edges) < len(self.params):  # of those that it leads to, autograd calls them
             for name in [name for name in written if self.params[name]._backward_hooks]:
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):

@@ -26,7 +26,7 @@ from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.answer import answer
-from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
+from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.ranks.agreement import Agreement
@@ -86,6 +86,11 @@ class ModuleSession(Session):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
+
+    @property
+    def params(self) -> Mapping[str, torch.nn.Parameter]:
+        """The user's parameters, by name."""
+        return self.planner.watch.params
 
     def send_start_values(self) -> None:
         """Compare what parameters there are, and let all ranks begin with rank 0's parameters and buffers."""
@@ -174,7 +179,7 @@ class ModuleSession(Session):
             executor = self._executor_of(plan)
             outputs, saved = executor.forward(dict(call.leaves))
             assert plan.compiled.outputs is not None
-            outputs = _guarded(outputs, plan.compiled.outputs.differentiable)
+            outputs = guarded(outputs, plan.compiled.outputs.differentiable)
             self._last = plan
         watched = _read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)
         versions = [(name, tensor, tensor._version) for name, tensor in watched]
@@ -199,7 +204,7 @@ class ModuleSession(Session):
 
     def backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> NamedGradients:
         """Run the backward of a forward: gradients of parameters and of inputs.
 
         mode: what becomes of the gradients, as in `Situation`. keep: whether the backward may run again.
@@ -237,36 +242,40 @@ class ModuleSession(Session):
 
     def _backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        values = forward.values
-        if values is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
-                "already been freed): pass retain_graph=True to the first backward"
-            )
+    ) -> NamedGradients:
+        values = values_of(forward)
         _check_versions(forward)
         differentiable = forward.described.differentiable
         absent = tuple(i for i, grad in enumerate(gradients) if grad is None and differentiable[i])
         plan, executor, places = self._taking(forward, mode, absent)
-        runner = self.runners.of(plan)
-        if mode != "local" and not self._voting.is_started and runner is not None:
-            self._voting.start(runner)
+        self._about_to_run(plan, executor, mode)
         taken = [values[place] for place in places]
         if not keep:
-            forward.values = values = None
+            forward.values = None
             forward.versions.clear()
+            del values  # the executor lets go of each when it has been used
         held: dict[str, torch.Tensor | None] = {}
         if mode == "accumulated":
             held = self.parts.unreduced(executor.params)
             if self.planner.config.find_unused_parameters:
                 held[USED] = self._reached_before(plan.compiled.program)
+        grads, of_inputs = executor.backward(taken, gradients, held)
+        self._to_mean_of_active(grads, mode)
+        return grads, of_inputs
+
+    def _about_to_run(self, plan: Plan, executor: HalvesExecutor, mode: str) -> None:
+        """Agree on first values where that has still to be done, and let the wire know who looks on and who sends."""
+        runner = self.runners.of(plan)
+        if mode != "local" and not self._voting.is_started and runner is not None:
+            self._voting.start(runner)
         self._watch_wire(executor)
         executor.wire.buffers_from = None if self.roll is None else self.roll.source
-        grads, of_inputs = executor.backward(taken, gradients, held)
+
+    def _to_mean_of_active(self, grads: Mapping[str, torch.Tensor], mode: str) -> None:
+        """Where only ranks that still have batches count, make means over all ranks means over those, in place."""
         if mode != "local" and self.roll is not None and self.mean_of_active:
             for grad in grads.values():
                 grad.mul_(self.planner.mesh.world / len(self.roll.active))
-        return grads, of_inputs
 
     def _reached_before(self, program: Program) -> torch.Tensor:
         """Parameters whose gradients have not been reduced since a backward has reached them."""
@@ -320,7 +329,17 @@ def write_gradients(
                 param.grad.add_(grad)
 
 
-def _guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> list[torch.Tensor]:
+def values_of(forward: Forward) -> list[Any]:
+    """What a forward has saved. Raises RuntimeError, as autograd does, where a backward has used it up."""
+    if forward.values is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+            "already been freed): pass retain_graph=True to the first backward"
+        )
+    return forward.values
+
+
+def guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> list[torch.Tensor]:
     """Autograd lets nobody change a view in place that a function of its own returns. That is right for outputs that
     share memory: a change of one would not reach the gradient of the other."""
     memory = [out.untyped_storage()._cdata if out.layout is torch.strided else id(out) for out in outputs]

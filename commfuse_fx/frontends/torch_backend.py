@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_caller, path_in_source, register
+from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
-from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, Graph
+from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
 from commfuse_fx.support.checks import show
 
@@ -68,11 +69,11 @@ class _Engine:
         self._held: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, int] = {}
         # With which buffers a graph has run beside the same parameters.
-        self._ways: weakref.WeakKeyDictionary[Graph, dict[Names, dict[Names, None]]] = weakref.WeakKeyDictionary()
+        self._ways: weakref.WeakKeyDictionary[SharedGraph, dict[Names, dict[Names, None]]] = weakref.WeakKeyDictionary()
 
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """What runs this graph."""
-        made = Graph(graph, examples)
+        made = SharedGraph(graph, examples)
 
         def run(*values: Any) -> Any:
             graphs = self._of(values)
@@ -80,7 +81,7 @@ class _Engine:
                 for name, param in module.named_parameters():
                     self._name(param, name)
             try:
-                return made.run(graphs, values)
+                return run_graph(graphs, made, values)
             except Exception as error:
                 if torch.is_grad_enabled():
                     graphs.tell(error)
@@ -100,7 +101,7 @@ class _Engine:
             self._graphs = DynamoGraphs(ModuleCompiler(model, None, None, self._config), self._names_of)
         return self._graphs
 
-    def _names_of(self, graph: Graph, values: Sequence[Any]) -> Names:
+    def _names_of(self, graph: SharedGraph, values: Sequence[Any]) -> Names:
         assert self._graphs is not None, "a graph runs"
         found: list[str | None] = [
             self._name(value, source) if isinstance(value, nn.Parameter) else None

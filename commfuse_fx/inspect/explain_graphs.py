@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.ir.program import SKIPPED, Program
 
 
 @dataclass(frozen=True, order=True)
@@ -33,7 +34,7 @@ class GraphsExplanation:
         """The same as lines for people."""
         lines = [f"{len(self.compiled)} compiled graph(s), {len(self.as_they_are)} that run as they are"]
         for number, lowered in enumerate(self.compiled):
-            lines.append(f"graph {number}: {_sent(lowered)}")
+            lines.append(f"graph {number}: {_sent(lowered)}{_skipped(lowered.program)}")
         lines += [f"as it is: parameters {_first(each.params)}: {each.reason}" for each in self.as_they_are]
         lines += [f"at the end of the backward: {_sent(lowered)}" for lowered in self.late]
         return "\n".join(lines) + "\n"
@@ -46,6 +47,14 @@ def _sent(lowered: Lowered) -> str:
     if not params:
         return "reduces nothing"
     return f"reduces {_first(params)} in {len(reduced)} all_reduce(s) of {size} bytes together"
+
+
+def _skipped(program: Program) -> str:
+    if not program.by_autograd:
+        return ""
+    skipped = ", ".join(note.subject for note in program.notes if note.topic == SKIPPED)
+    passes = f"; skipped passes: {skipped}" if skipped else ""
+    return f"; autograd runs its ops, as {program.by_autograd}{passes}"
 
 
 def _first(names: Sequence[str]) -> str:

@@ -108,6 +108,9 @@ class Note:
 Layouts = Mapping[str, tuple[tuple[str, Placement], ...]]
 """Name of a parameter -> (group of mesh axes, placement) pairs, as in `Parameter.layout`."""
 
+SKIPPED = "skipped passes"
+"""Topic of notes that say which passes autograd's computing leaves no work for."""
+
 LAYOUT = "layout"
 """Topic of notes that say how a parameter lies on one group of mesh axes."""
 
@@ -151,6 +154,8 @@ class Program:
         where the step is divided.
     marks: what users say of layouts (`sharding.marking.marks.Marks`). None: nobody has looked for marks.
     layouts: layouts of parameters that an earlier graph of the same step has decided, or None.
+    by_autograd: why autograd computes the gradients, op by op, and hands them to the second half one by one; "": the
+        program computes them.
     torch_version: of the torch whose ops the graph calls.
     """
 
@@ -174,6 +179,7 @@ class Program:
     batch_inputs: tuple[str, ...] = ()
     marks: Any = None
     layouts: Layouts | None = None
+    by_autograd: str = ""
     torch_version: str = torch.__version__.split("+")[0]
 
     def __post_init__(self) -> None:

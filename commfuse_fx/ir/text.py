@@ -26,7 +26,7 @@ def header(program: Program) -> list[tuple[str, str]]:
         *config.header(),
     ]
     if program.has_two_halves:
-        lines.append(("form", "module"))
+        lines.append(("form", "module, computed by autograd" if program.by_autograd else "module"))
     if program.aux:
         lines.append(("aux", ", ".join(program.aux)))
     if program.optimizer is not None:

@@ -13,7 +13,7 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
@@ -21,7 +21,7 @@ from commfuse_fx.planning.choose import Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassRecord, Watcher
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.recipe import build_pipeline, skipped_passes
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
 from commfuse_fx.planning.variants import variants
@@ -97,7 +97,10 @@ def plan_step(
         same_batches=common is None,
         local_parameters=sharding is not None and sharding.local_parameters,
         gradients=asked.gradients,
+        by_autograd=bool(program.by_autograd),
     )
+    for each in skipped_passes(situation):
+        program.note(SKIPPED, each.name, f"it works on what is computed, and {program.by_autograd}")
     context = PassContext.of(config)
     if config.plans_by_cost and common is not None:
         context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from commfuse_fx.passes.declaration import PassContext, Situation
+from dataclasses import replace
+
+from commfuse_fx.passes.declaration import Pass, PassContext, Situation
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.planning.pipeline import PassPipeline
 
@@ -10,5 +12,19 @@ from commfuse_fx.planning.pipeline import PassPipeline
 def build_pipeline(situation: Situation, context: PassContext | None = None) -> PassPipeline:
     """The passes of one compile, in order. context: by default that of the configured cluster."""
     context = PassContext.of(situation.config) if context is None else context
-    made = (each.when(situation) for passes in TABLE.values() for each in passes)
+    made = (
+        each.when(situation)
+        for passes in TABLE.values()
+        for each in passes
+        if not (each.needs_sizes and situation.by_autograd)
+    )
     return PassPipeline(tuple(item for item in made if item is not None), context=context)
+
+
+def skipped_passes(situation: Situation) -> list[type[Pass]]:
+    """The passes that do not run because autograd computes, and would run otherwise."""
+    if not situation.by_autograd:
+        return []
+    compiled = replace(situation, by_autograd=False)
+    needing = (each for passes in TABLE.values() for each in passes if each.needs_sizes)
+    return [each for each in needing if each.when(compiled) is not None]

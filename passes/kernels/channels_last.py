@@ -89,6 +89,7 @@ class ChannelsLast(Pass):
 
     name = "channels_last"
     numerics = "reordered"
+    needs_sizes = True
     requires = ("simplified",)
 
     large_weight: float = 0.5

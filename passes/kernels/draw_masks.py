@@ -24,6 +24,7 @@ class DrawMasks(Pass):
 
     name = "draw_masks"
     numerics = "defines"
+    needs_sizes = True
 
     at_least: int = 16384
 

@@ -35,6 +35,7 @@ class WeightGradients(Pass):
 
     name = "weight_gradients"
     numerics = "reordered"
+    needs_sizes = True
     requires = ("simplified",)
 
     at_least: int = 32

@@ -33,6 +33,7 @@ class ResendRows(Pass):
 
     name = "resend_rows"
     numerics = "reordered"
+    needs_sizes = True
     optional = True
     requires = ("reduced", "updated")
 

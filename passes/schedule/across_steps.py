@@ -42,6 +42,7 @@ class AcrossSteps(PricedPass):
 
     name = "across_steps"
     numerics = "bitwise"
+    needs_sizes = True
     requires = ("averaged", "split")
 
     @classmethod

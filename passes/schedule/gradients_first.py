@@ -26,6 +26,7 @@ class GradientsFirst(Pass):
 
     name = "gradients_first"
     numerics = "bitwise"
+    needs_sizes = True
     requires = ("reduced",)
 
     @classmethod

@@ -32,6 +32,7 @@ class IssueByNeed(PricedPass):
 
     name = "issue_by_need"
     numerics = "bitwise"
+    needs_sizes = True
     requires = ("averaged",)
 
     @classmethod

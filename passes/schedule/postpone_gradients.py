@@ -40,6 +40,7 @@ class PostponeGradients(PricedPass):
 
     name = "postpone_gradients"
     numerics = "bitwise"
+    needs_sizes = True
     optional = True
     requires = ("reduced", "updated")
 

@@ -45,6 +45,7 @@ class Schedule(PricedPass):
 
     name = "schedule"
     numerics = "reordered"
+    needs_sizes = True
     requires = ("averaged", "split")
     ensures = ("scheduled",)
 

@@ -39,6 +39,7 @@ class TileFirstGradient(PricedPass):
 
     name = "tile_first_gradient"
     numerics = "bitwise"
+    needs_sizes = True
     requires = ("flat",)
 
     @classmethod

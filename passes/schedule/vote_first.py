@@ -27,6 +27,7 @@ class VoteFirst(PricedPass):
 
     name = "vote_first"
     numerics = "bitwise"
+    needs_sizes = True
     requires = ("scheduled",)
 
     @classmethod

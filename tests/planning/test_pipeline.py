@@ -25,7 +25,7 @@ from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.recipe import build_pipeline, skipped_passes
 from commfuse_fx.planning.registry import PASSES
 from commfuse_fx.planning.variants import affordable, offered
 from commfuse_fx.solvers.effort import Effort
@@ -96,6 +96,16 @@ def test_the_passes_of_a_situation(
     config = CompileConfig.resolve(options)
     situation = Situation(config, Mesh.of_sizes((2,)), Variant.of(**choices))
     assert [each.name for each in build_pipeline(situation).passes] == order.split()
+
+
+@pytest.mark.parametrize("options", [{}, {"cluster": "gloo-1gbit", "comm_fusion": OPTIMAL}], ids=["plain", "by-cost"])
+def test_passes_that_need_sizes_are_skipped_where_autograd_computes(options: dict[str, object]) -> None:
+    config, mesh = CompileConfig.resolve(options), Mesh.of_sizes((2,))
+    computed, by_autograd = Situation(config, mesh), Situation(config, mesh, by_autograd=True)
+    passes = build_pipeline(by_autograd).passes
+    assert not any(each.needs_sizes for each in passes) and {"overlap", "stream_buckets"} <= {p.name for p in passes}
+    needing = [each.name for each in build_pipeline(computed).passes if each.needs_sizes]
+    assert [each.name for each in skipped_passes(by_autograd)] == needing and not skipped_passes(computed)
 
 
 PLAIN, WITHIN, AMPLE, RESENT = (

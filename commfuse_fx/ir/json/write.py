@@ -133,6 +133,7 @@ def _program(program: Program) -> dict[str, Any]:
         "config": config_to_dict(program.config),
         "training": program.training,
         "batch_axes": program.batch_axes,
+        **({"by_autograd": program.by_autograd} if program.by_autograd else {}),
         **({"batch_inputs": list(program.batch_inputs)} if program.batch_inputs else {}),
         "parameters": [_parameter(param) for param in program.params.values()],
         "inputs": [info(node).name for node in program.sources],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +21,13 @@ class Halves:
 
     forward: takes the list of inputs; returns the outputs, and the values that are saved for the backward.
     backward: takes one list: the saved values, the gradients that parameters hold and, as its last item, the list of
-        the outputs' gradients. It empties the list, and returns the gradients of parameters and inputs.
+        the outputs' gradients. It empties the list, and returns the gradients of parameters and inputs. Where autograd
+        computes them it is a generator: it yields the numbers of the gradients, and is sent these one by one.
     saved: the names of the saved values, in order.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], tuple[Any, ...]]]
-    backward: Callable[[list[Any]], tuple[Any, ...]]
+    backward: Callable[[list[Any]], Any]
     saved: tuple[str, ...]
     source: str
     filename: str
@@ -56,6 +58,8 @@ class _HalvesGenerator(Generator):
     def halves(self) -> Halves:
         program = self.program
         early, late = split(program)
+        if program.by_autograd:
+            late = self._as_they_arrive(late)
         saved = [node for node in crossing(program) if not self._is_held(node)]
         inputs = [node for node in program.sources if not self._is_held(node)]
         outputs = program.loss.args[0]
@@ -79,6 +83,23 @@ class _HalvesGenerator(Generator):
         return Halves(
             made["forward"], made["backward"], names, source, filename, self.node_of_line, self.handed_on, made
         )
+
+    def _as_they_arrive(self, late: Sequence[fx.Node]) -> list[fx.Node]:
+        """The backward, in which each gradient is asked for where it is first used."""
+        found: dict[fx.Node, None] = {}
+        for node in late:
+            if not self._arrives(node):
+                found.update(dict.fromkeys([*filter(self._arrives, node.all_input_nodes), node]))
+        found.update(dict.fromkeys(late))
+        return list(found)
+
+    def _arrives(self, node: fx.Node) -> bool:
+        return bool(self.program.by_autograd) and node.target is operator.getitem and node.args[0] is self.program.loss
+
+    def _statement(self, node: fx.Node) -> None:
+        super()._statement(node)
+        if self._arrives(node):
+            self.lines[-1] = f"    {self.variable[node]} = yield {self.literal(node.args[1])}"
 
     def _is_held(self, node: fx.Node) -> bool:
         source = self.program.sources.get(node)

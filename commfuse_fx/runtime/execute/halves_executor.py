@@ -16,6 +16,9 @@ from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
+NamedGradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Gradients of parameters, and those of inputs, by name."""
+
 
 class HalvesExecutor(Executor):
     """An executor of one program of two halves.
@@ -64,7 +67,7 @@ class HalvesExecutor(Executor):
         saved: list[Any],
         gradients: Sequence[torch.Tensor | None],
         held: Mapping[str, torch.Tensor | None],
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> NamedGradients:
         """Run the backward; returns the gradients of parameters and those of inputs, by name.
 
         saved: the values that the forward has saved, in the order of the property `saved`. The list is emptied.
@@ -72,9 +75,7 @@ class HalvesExecutor(Executor):
         held: `.grad` of the parameters by name, for a program that adds to it; None counts as zero. Under
             `USED` a count for each trainable parameter (int32): 1 where backwards that did not reduce have reached it.
         """
-        for node, source in self.program.sources.items():
-            if source.kind == "gradient":
-                saved.append(self._held(source.name.removesuffix(".grad"), tensor_spec(node), held))
+        self._add_held(saved, held)
         saved.append([_given(value, spec) for value, spec in zip(gradients, self._gradient_specs, strict=True)])
         with self._quietly():
             try:
@@ -82,6 +83,21 @@ class HalvesExecutor(Executor):
             except BaseException as error:
                 self._leave(error)
                 raise
+        return self._results(found)
+
+    def begin_backward(self, saved: list[Any], held: Mapping[str, torch.Tensor | None]) -> Arrivals:
+        """Begin a backward to which autograd hands its gradients one by one. The arguments are those of `backward`."""
+        self._add_held(saved, held)
+        saved.append(None)
+        return Arrivals(self, saved)
+
+    def _add_held(self, saved: list[Any], held: Mapping[str, torch.Tensor | None]) -> None:
+        for node, source in self.program.sources.items():
+            if source.kind == "gradient":
+                saved.append(self._held(source.name.removesuffix(".grad"), tensor_spec(node), held))
+
+    def _results(self, found: tuple[Any, ...]) -> NamedGradients:
+        """What a backward returns, of what its code has returned."""
         if self._check is not None:
             self.halves = self._code.without(self._check.needless())
             self._check = None
@@ -126,3 +142,46 @@ def _given(value: torch.Tensor | None, spec: Spec) -> torch.Tensor | None:
         return spec.empty().zero_()
     found: torch.Tensor = as_recorded(value.detach(), spec)
     return found
+
+
+class Arrivals:
+    """A backward that goes on as gradients arrive, in the order of the program.
+
+    wanted: the number of the gradient that it waits for; None when it has come to its end.
+    """
+
+    def __init__(self, executor: HalvesExecutor, saved: list[Any]) -> None:
+        self.wanted: int | None = None
+        self._executor = executor
+        self._found: tuple[Any, ...] = ()
+        self._has_left = False
+        self._code = executor._code.backward(saved)
+        self._go_on(None)
+
+    def take(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Go on as far as these gradients suffice; those that were taken are removed."""
+        while self.wanted in gradients:
+            self._go_on(gradients.pop(self.wanted))
+
+    def finish(self) -> NamedGradients:
+        """Go on to the end; what has not arrived is zero. Returns the gradients of parameters."""
+        while self.wanted is not None:
+            self._go_on(None)
+        return self._executor._results(self._found)
+
+    def leave(self, error: BaseException) -> None:
+        """Give up, as autograd has failed."""
+        if not self._has_left:
+            self._has_left = True
+            self._executor._leave(error)
+
+    def _go_on(self, gradient: torch.Tensor | None) -> None:
+        given = None if self.wanted is None else _given(gradient, self._executor._gradient_specs[self.wanted])
+        with self._executor._quietly():
+            try:
+                self.wanted = self._code.send(given)
+            except StopIteration as end:
+                self.wanted, self._found = None, end.value
+            except BaseException as error:
+                self.leave(error)
+                raise
