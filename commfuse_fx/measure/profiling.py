@@ -24,6 +24,7 @@ from commfuse_fx.ir.naming import op_label
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.undo import step_undone, undone
+from commfuse_fx.runtime.execute.bindings import bound
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import as_recorded, computed
 from commfuse_fx.simulate.rounds import play
@@ -141,8 +142,9 @@ class _Stopwatch:
         self.executor = executor
         self.nodes = list(executor.program.graph.nodes)
         self.sends = executor.wire.sends()
-        self.callables = {node: _direct(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
+        self.callables = {node: bound(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
         self.computed = computed(executor.program)
+        self.made_once = executor.made_once
         self.dead_after = self._lifetimes()
 
     def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
@@ -183,7 +185,7 @@ class _Stopwatch:
                 if is_start(node):
                     self._complete()
                 elif not is_wait(node):
-                    seconds[node] = took
+                    seconds[node] = 0.0 if node in self.made_once else took
                 for send, storage in self.sends.get(node, ()):
                     send(values[storage])
                     self._complete()
@@ -223,9 +225,3 @@ class _Stopwatch:
                 updates.setdefault(PER_ELEMENT + op_label(node.target), []).append((took, update_elements(node)))
         rates = {key: sum(took for took, _ in each) / sum(count for _, count in each) for key, each in updates.items()}
         return {key: mean(each) for key, each in (*found.items(), *views.items())} | rates
-
-
-def _direct(function: Any) -> Callable[..., Any]:
-    """As generated code calls it: an overload's own callable skips a Python frame."""
-    direct: Callable[..., Any] = function._op if isinstance(function, torch._ops.OpOverload) else function
-    return direct

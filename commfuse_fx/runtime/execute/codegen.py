@@ -22,7 +22,7 @@ from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.runtime.execute.bindings import BINDINGS
+from commfuse_fx.runtime.execute.bindings import bound
 
 serial = count()
 """Numbers for the names of generated files: Python tells sources apart by their file names."""
@@ -253,10 +253,7 @@ class Generator:
         if key not in self.functions:
             name = f"f{len(self.functions)}"
             self.functions[key] = name
-            if isinstance(function, torch._ops.OpOverload):
-                # The overload's own callable skips a Python frame per call.
-                function = BINDINGS.get(function) or function._op
-            self.namespace[name] = function
+            self.namespace[name] = bound(function)
         return self.functions[key]
 
     def literal(self, value: Any) -> str:

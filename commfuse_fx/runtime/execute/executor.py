@@ -100,6 +100,11 @@ class Executor:
         self._generate(hooks, sends, self._check)
         weakref.finalize(self, linecache.cache.pop, self._code.filename, None).atexit = False
 
+    @property
+    def made_once(self) -> dict[fx.Node, None]:
+        """The nodes that take no time in a step: views of memory that is there."""
+        return dict.fromkeys(node for made in self._views.values() for node in (*made.own, *made.lent))
+
     def _hooks(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> Hooks:
         """The functions that run just before a node, by node."""
         hooks: Hooks = {}
