@@ -71,6 +71,12 @@ def capture_joint(
     [(paths, nest)] = found
     program = describe(traced, model, leaves, mesh, config, True, None)
     program.by_autograd = why_by_autograd(model)
+    if program.by_autograd:
+        program.note(
+            "by autograd",
+            "all ops",
+            f"autograd runs them, as {program.by_autograd}: the graph holds communication only, and so do predictions",
+        )
     _hand_over(program, traced, paths)
     program.aux = {
         f"{path}.grad": grad for (path, _), grad in zip(leaves, traced.input_grads, strict=True) if grad is not None

@@ -40,6 +40,7 @@ from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
+from commfuse_fx.capture.saved_tensors import outer_hooks_masked
 from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.capture.sync_batch_norm import sync_batch_norm
 from commfuse_fx.capture.tensor_attributes import own_attributes
@@ -176,6 +177,7 @@ def trace_step(
         eager_collectives_refused(),
         patched_here(nn.SyncBatchNorm, "forward", sync_batch_norm(mesh, marked)),
         without_anomaly_detection(),
+        outer_hooks_masked(),
         own_mode_kept(model),
         torch.autograd.set_multithreading_enabled(False),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,15 +31,16 @@ from commfuse_fx.runtime.ranks.callers import lock_of
 class Recorded:
     """What autograd has recorded of one forward.
 
-    edges: where the backward begins, for each output; None for an output without gradient.
     params, inputs: what stands for the parameters and inputs that require a gradient, by name or path.
-    owners: the parameters of the user, by name.
+    owners, buffers: the parameters and buffers of the user, by name.
+    edges: where the backward begins, for each output; None for an output without gradient.
     """
 
-    edges: Sequence[GradientEdge | None]
     params: Mapping[str, torch.Tensor]
     inputs: Mapping[str, torch.Tensor]
     owners: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    edges: list[GradientEdge | None] = field(default_factory=list)
 
 
 class AutogradSession(GraphSession):
@@ -86,34 +87,36 @@ class AutogradSession(GraphSession):
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         with lock_of(self.planner.model):
             self._last = plan = self.planner.plan(self.take_apart(args))
+            values, params, inputs = self._with_leaves(args)
+            with torch.enable_grad():
+                found = self._run_graph(*values)
+            recorded = Recorded(params, inputs, self._owners, self._buffers)
+        flat, nest = flatten_output(found, "output")
+        recorded.edges.extend(get_gradient_edge(output) if output.requires_grad else None for _, output in flat)
+        differentiable = tuple(edge is not None for edge in recorded.edges)
+        outputs = guarded([output.detach() for _, output in flat], differentiable)
+        given = {path: args[int(path.rpartition(".")[2])] for path in inputs}
+        return Forward(plan, outputs, Outputs(nest, differentiable), given, (), [recorded], [])
+
+    def _with_leaves(self, args: Sequence[Any]) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The arguments with leaves in place of all that require a gradient: those of parameters, and of inputs."""
+        values: list[Any] = []
         params: dict[str, torch.Tensor] = {}
         inputs: dict[str, torch.Tensor] = {}
-        given: dict[str, torch.Tensor] = {}
-        values: list[Any] = []
         for place, (name, value) in enumerate(zip(self._names, args, strict=True)):
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 values.append(value)
-                continue
-            if name is None or name not in self._owners:
-                leaves, name = inputs, f"input.{place}"
-                given[name] = value
+            elif name is not None and name in self._owners:
+                if name not in params:
+                    params[name] = value.detach().requires_grad_()
+                values.append(params[name])
             else:
-                leaves = params
-            if name not in leaves:
-                leaves[name] = value.detach().requires_grad_()
-            values.append(leaves[name])
+                inputs[f"input.{place}"] = value.detach().requires_grad_()
+                values.append(inputs[f"input.{place}"])
         for name, leaf in params.items():
             for hook in (self._owners[name]._backward_hooks or {}).values():
                 leaf.register_hook(hook)
-        with torch.enable_grad():
-            found = self._run_graph(*values)
-        flat, nest = flatten_output(found, "output")
-        outputs = [output for _, output in flat]
-        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
-        differentiable = tuple(edge is not None for edge in edges)
-        outputs = guarded([output.detach() for output in outputs], differentiable)
-        recorded = Recorded(edges, params, inputs, self._owners)
-        return Forward(plan, outputs, Outputs(nest, differentiable), given, (), [recorded], [])
+        return values, params, inputs
 
     def _backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
@@ -136,7 +139,9 @@ class AutogradSession(GraphSession):
         executor = self._executor_of(plan)
         self._about_to_run(plan, executor, mode)
         # Where the backward may run again, what it reads stays as it is: what rank 0 sends is dropped.
-        buffers = {name: value.clone() for name, value in self._buffers.items()} if keep else self._buffers
+        buffers = recorded.buffers
+        if keep:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         held = self.parts.unreduced(recorded.owners) if mode == "accumulated" else {}
         return executor.begin_backward([buffers[name] for name in executor.saved], held)
 

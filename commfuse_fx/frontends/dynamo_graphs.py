@@ -22,6 +22,7 @@ from commfuse_fx.frontends.late_reduction import LateReduction
 from commfuse_fx.frontends.lowering import Lowering, refuse_collectives
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.inspect.explain_graphs import AsItIs, GraphsExplanation
+from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from commfuse_fx.support.logs import logger
 
 _PLAN = logger("plan")
@@ -33,6 +34,11 @@ class _Compiled:
 
     calls: GraphCalls
     model: GraphOfDynamo | None
+
+
+_Made = dict[tuple[str, ...], _Compiled | AsItIs]
+"""What has been made of one graph, by the parameters that are trained: in some versions of torch Dynamo does not make
+another graph when one is frozen."""
 
 
 class DynamoGraphs:
@@ -48,21 +54,22 @@ class DynamoGraphs:
         self.names_of = names_of
         self.lowering: Lowering | None = None
         # Dynamo's caches hold graphs, of which modules of one class share some.
-        self._made: weakref.WeakKeyDictionary[SharedGraph, dict[Names, _Compiled | AsItIs]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._made: weakref.WeakKeyDictionary[SharedGraph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
 
     def run(self, graph: SharedGraph, values: Sequence[Any]) -> Any:
         """Run a graph with these arguments, or compile it only."""
         names = self.names_of(graph, values)
-        if not any(map(is_trained, values, names)):
+        trained = tuple(str(name) for name, value in zip(names, values, strict=True) if is_trained(value, name))
+        if not trained:
             return graph.run_as_it_is(values)
         if self.lowering is not None and self.owner.mesh.world > 1:
             refuse_collectives(graph.graph)
-        made = self._made.setdefault(graph, {})
-        if names not in made:
-            made[names] = self._compiled(graph, names, values)
-        found = made[names]
+        made = self._made.setdefault(graph, {}).setdefault(names, {})
+        if trained not in made:
+            if len(made) >= MAX_GRAPHS:
+                made.pop(next(iter(made)))
+            made[trained] = self._compiled(graph, names, values, trained)
+        found = made[trained]
         if isinstance(found, AsItIs):
             if self.lowering is not None:
                 self.lowering.as_they_are[found] = None
@@ -78,8 +85,9 @@ class DynamoGraphs:
         syncs = self.late.syncs and not self.owner.config.find_unused_parameters
         return graph.outputs(values, found.calls.run(given, syncs, partial(self.late.wrote, found.calls.buffers)))
 
-    def _compiled(self, graph: SharedGraph, names: Names, values: Sequence[Any]) -> _Compiled | AsItIs:
-        trained = tuple(str(name) for name, value in zip(names, values, strict=True) if is_trained(value, name))
+    def _compiled(
+        self, graph: SharedGraph, names: Names, values: Sequence[Any], trained: tuple[str, ...]
+    ) -> _Compiled | AsItIs:
         if graph.runs_as_it_is:
             _PLAN.info(
                 "a graph that Dynamo has made, with %s, runs as it is, as %s; its gradients are reduced at the end of "
@@ -138,9 +146,12 @@ class DynamoGraphs:
             lowered = calls.read(args)
         return [name for each in lowered.collectives for name in each.members]
 
+    def _all(self) -> list[_Compiled | AsItIs]:
+        return [found for graph in self._made.values() for made in graph.values() for found in made.values()]
+
     def _all_calls(self) -> list[GraphCalls]:
-        made = (found for each in self._made.values() for found in each.values() if not isinstance(found, AsItIs))
-        return sorted((found.calls for found in made), key=lambda calls: calls.number)
+        calls = (found.calls for found in self._all() if isinstance(found, _Compiled))
+        return sorted(calls, key=lambda calls: calls.number)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""
@@ -150,7 +161,7 @@ class DynamoGraphs:
     def explain(self) -> GraphsExplanation:
         """What has become of each graph so far."""
         compiled = [lowered for calls in self._all_calls() for lowered in calls.lowered()]
-        as_they_are = [each for made in self._made.values() for each in made.values() if isinstance(each, AsItIs)]
+        as_they_are = [each for each in self._all() if isinstance(each, AsItIs)]
         late = [lowered for calls in self.late.made() for lowered in calls.lowered()]
         return GraphsExplanation(tuple(compiled), tuple(sorted(as_they_are)), tuple(late))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
 from commfuse_fx.capture.gradient_order import gradient_order
@@ -121,8 +122,9 @@ def test_what_is_saved_of_a_graph_for_any_size() -> None:
     *_, graph = [each for each in trains_as_eager(Views, (5, 6)).graphs if each.program.by_autograd]
     assert "# form: module, computed by autograd\n" in graph.text()
     assert from_json(graph.to_json()).by_autograd == "the graph is for any size"
-    (note,) = graph.program.notes
-    assert (note.topic, note.subject) == ("skipped passes", "gradients_first")
+    notes = [(note.topic, note.subject) for note in graph.program.notes]
+    assert notes == [("by autograd", "all ops"), ("skipped passes", "gradients_first")]
+    assert "predictions" in graph.explain().text()
 
 
 def test_a_gradient_is_ready_behind_the_first_op_that_reads_the_parameter() -> None:
@@ -132,3 +134,26 @@ def test_a_gradient_is_ready_behind_the_first_op_that_reads_the_parameter() -> N
     graph.output(graph.call_function(torch.matmul, (graph.call_function(torch.matmul, (h, last)), weight)))
     made = fx.GraphModule(nn.Module(), graph)
     assert gradient_order(made, (None, "weight", "bias", "last")) == ["last", "bias", "weight"]
+
+
+class Dropped(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(self.first(x)), 0.3) @ self.first.weight
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_checkpointing_around_the_module(is_reentrant: bool) -> None:
+    torch._dynamo.reset()
+    model = Dropped()
+    twin = copy.deepcopy(model)
+    call = cf.compile(model, capture="dynamo", cpu_kernels=False)
+    for rows in (3, 5, 6):
+        found = []
+        for run in (call, twin):
+            run.zero_grad()
+            torch.manual_seed(rows)
+            x = torch.randn(rows, 4, requires_grad=True)
+            checkpoint(lambda x, run=run: run(run(x)), x, use_reentrant=is_reentrant).square().sum().backward()
+            found.append((x.grad, [param.grad for param in run.parameters()]))
+        torch.testing.assert_close(*found)
+    assert [bool(graph.program.by_autograd) for graph in call.graphs] == [False, True]
