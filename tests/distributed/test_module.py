@@ -378,7 +378,7 @@ def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", ["module", "step"])
 def test_gradients_that_are_held_keep_their_values(ranks: Ranks, form: str) -> None:
-    ranks.run(gradients_that_are_held, form)
+    ranks.values(gradients_that_are_held, form)
 
 
 def equal_gradients() -> None:
@@ -393,4 +393,4 @@ def equal_gradients() -> None:
 
 
 def test_parameters_with_equal_gradients_have_their_own(ranks: Ranks) -> None:
-    ranks.run(equal_gradients)
+    ranks.values(equal_gradients)
