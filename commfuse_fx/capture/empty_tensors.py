@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from commfuse_fx.capture.known_results import key_of, known_result, remember
 from commfuse_fx.errors import CommFuseError
 
 _MEANT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, CommFuseError)
@@ -28,8 +29,15 @@ class FakeTensors(FakeTensorMode):
     """A FakeTensorMode that runs the op itself if torch's rule for it fails and some tensor has no elements."""
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None) -> object:
+        key = key_of(self, func, args, kwargs)
+        known = None if key is None else known_result(self, key, args)
+        if known is not None:
+            return known
         try:
-            return super().dispatch(func, types, args, kwargs)
+            made = super().dispatch(func, types, args, kwargs)
+            if key is not None:
+                remember(self, key, func, args, kwargs, made)
+            return made
         except _MEANT:
             raise
         except Exception:

@@ -38,6 +38,7 @@ from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
 from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
+from commfuse_fx.capture.quick_recording import quick_recording
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.saved_tensors import outer_hooks_masked
@@ -180,6 +181,7 @@ def trace_step(
         outer_hooks_masked(),
         own_mode_kept(model),
         torch.autograd.set_multithreading_enabled(False),
+        quick_recording(),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time
     ):
         try:

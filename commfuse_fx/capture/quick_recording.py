@@ -1,0 +1,105 @@
+"""Record plain ops of a trace in a shorter way than torch does: its own takes three quarters of the time of an op.
+
+An op is plain if its arguments are Python constants and fake tensors that the trace knows, and nothing decomposes it.
+Torch records all others. The nodes are the same, except that they lack metadata that only torch's compilers read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+
+from commfuse_fx.capture.known_results import CONSTANTS_OF_OPS
+from commfuse_fx.capture.this_thread import patched_here
+
+_aten = torch.ops.aten
+
+_NOT_PLAIN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_NEVER_PLAIN = frozenset(
+    [
+        _aten.lift_fresh.default,
+        _aten.is_nonzero.default,
+        _aten.size.default,
+        _aten.stride.default,
+        _aten.storage_offset.default,
+    ]
+)
+
+_PARAMETERS = ["proxy_mode", "func", "pre_dispatch", "args", "kwargs"]
+_original: Callable[..., Any] | None = getattr(proxy_tensor, "proxy_call", None)
+
+
+class _NotPlain(Exception):
+    """An argument is not plain."""
+
+
+def quick_recording() -> AbstractContextManager[None]:
+    """Inside the `with` block, make_fx records plain ops in the short way, if this version of torch can be followed."""
+    if _original is None or list(inspect.signature(_original).parameters) != _PARAMETERS:
+        return nullcontext()
+    return patched_here(proxy_tensor, "proxy_call", _record)
+
+
+def _record(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = _name_if_plain(func)
+    if not name or pre_dispatch or func in mode.decomposition_table:
+        return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
+    tracer = mode.tracer
+    known = tracer.tensor_tracker
+    try:
+        node_args = tuple([_node_of(value, known) for value in args])
+        node_kwargs = {key: _node_of(value, known) for key, value in kwargs.items()}
+    except _NotPlain:
+        return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
+    node = tracer.graph.create_node("call_function", func, node_args, node_kwargs, name)
+    proxy = fx.Proxy(node, tracer)
+    out = func(*args, **kwargs)
+    if type(out) is FakeTensor and out.layout is torch.strided:
+        node.meta["val"] = proxy_tensor.extract_val(out)
+        proxy_tensor.set_proxy_slot(out, tracer, proxy_tensor._ProxyTensor(proxy, None))
+    else:
+        proxy_tensor.track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+    return out
+
+
+def _node_of(value: Any, known: Any) -> Any:
+    """What stands for an argument in the graph. Raises _NotPlain."""
+    kind = type(value)
+    if kind in CONSTANTS_OF_OPS:
+        return value
+    if kind is FakeTensor:
+        slot = known.get(value)
+        if slot is None or slot.constant is not None:
+            raise _NotPlain
+        return slot.proxy.node
+    if kind is list or kind is tuple:
+        return kind([_node_of(item, known) for item in value])
+    raise _NotPlain
+
+
+_names: dict[int, tuple[Any, str]] = {}
+"""By the identity of an op, which stays alive here: the name of its nodes, or an empty text if it is not plain."""
+
+
+def _name_if_plain(func: Any) -> str:
+    found = _names.get(id(func))
+    if found is None:
+        name = fx.Graph()._target_to_str(func.overloadpacket.__name__) if _is_plain(func) else ""
+        found = _names[id(func)] = (func, name)
+    return found[1]
+
+
+def _is_plain(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in _NEVER_PLAIN:
+        return False
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    if implicit in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit):
+        return False
+    return not any(tag in func.tags for tag in _NOT_PLAIN_TAGS)
