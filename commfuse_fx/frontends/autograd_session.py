@@ -20,7 +20,8 @@ from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.graph_session import GraphSession
-from commfuse_fx.frontends.module_session import Forward, ModuleSession, guarded, values_of
+from commfuse_fx.frontends.kept_forward import Forward, guarded, values_of
+from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.halves_executor import Arrivals, NamedGradients
@@ -86,7 +87,7 @@ class AutogradSession(GraphSession):
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         with lock_of(self.planner.model):
-            self._last = plan = self.planner.plan(self.take_apart(args))
+            plan = self.planner.plan(self.take_apart(args))
             values, params, inputs = self._with_leaves(args)
             with torch.enable_grad():
                 found = self._run_graph(*values)

@@ -21,6 +21,7 @@ from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
 from commfuse_fx.frontends.lowering import Lowering, refuse_collectives
 from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.uneven_batches import is_known
 from commfuse_fx.inspect.explain_graphs import AsItIs, GraphsExplanation
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from commfuse_fx.support.logs import logger
@@ -103,6 +104,8 @@ class DynamoGraphs:
             try:
                 sent = self._compile(calls, others(values, names))
             except Exception as error:
+                if is_known(error):
+                    raise
                 why = why or f"the graph cannot be traced [{_in_short(error)}]"
             else:
                 if not why:
@@ -162,14 +165,14 @@ class DynamoGraphs:
         """What has become of each graph so far."""
         compiled = [lowered for calls in self._all_calls() for lowered in calls.lowered()]
         as_they_are = [each for each in self._all() if isinstance(each, AsItIs)]
-        late = [lowered for calls in self.late.made() for lowered in calls.lowered()]
+        late = [lowered for calls in self.late.graphs.made() for lowered in calls.lowered()]
         return GraphsExplanation(tuple(compiled), tuple(sorted(as_they_are)), tuple(late))
 
     def retrace(self) -> None:
         """Forget what has been compiled."""
         for calls in self._all_calls():
             calls.retrace()
-        self.late.forget()
+        self.late.graphs.forget()
 
 
 def run_graph(graphs: DynamoGraphs | None, graph: SharedGraph, values: Sequence[Any]) -> Any:

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.algorithms.join import Join, JoinHook
 
 from commfuse_fx.capture.graph_of_dynamo import Names
 from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.capture.signature import Watch
 from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.call_undone import call_undone
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.lowering import Lowering, reached_by_autograd
@@ -47,15 +45,22 @@ class DynamoModule(CompiledModule):
         self._with_dynamo = [compiled]  # in a list, so that it is no part of this module
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        late = self._graphs.late
+        late, syncs = self._graphs.late, self.require_backward_grad_sync
+        owes = self._begin_iteration(syncs)
         self._look()
-        late.syncs = self.require_backward_grad_sync
+        late.begin(syncs)
         try:
-            return self._run_graphs(args, kwargs)
+            outputs = self._run_graphs(args, kwargs)
+            leaves = flatten_output(outputs, "output")[0] if owes else []
         except Exception as error:
-            if late.syncs:
+            if syncs or owes:
                 self._graphs.tell(error)
             raise
+        if owes and not syncs:
+            self._end_iteration()
+        elif owes:
+            late.follow(output for _, output in leaves)
+        return outputs
 
     def _look(self) -> Watch:
         """Look at the parameters and buffers that the model has now."""
@@ -117,18 +122,11 @@ class DynamoModule(CompiledModule):
             graphs.lowering = None
         names = [name for name, param in watch.params.items() if id(param) in reached]
         names += [name for each in lowering.as_they_are for name in each.params]
-        late = graphs.late.lower(names, watch.params, lowering.sent)
+        buffers = watch.buffers if self._compiled.config.broadcast_buffers else {}
+        late = graphs.late.graphs.lower(names, lowering.sent, watch.params, buffers)
         if len(lowering.compiled) == 1 and not late and not lowering.as_they_are:
             return lowering.compiled[0]
         return LoweredGraphs(tuple(lowering.compiled), tuple(late), tuple(lowering.as_they_are))
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Raises NotAvailableError."""
-        raise NotAvailableError(_NO_JOIN)
-
-    def join(self, *args: Any, **kwargs: Any) -> Join:
-        """Raises NotAvailableError."""
-        raise NotAvailableError(_NO_JOIN)
 
     def retrace(self) -> None:
         """Forget what has been compiled, so that the next call compiles its graphs again."""
@@ -159,9 +157,3 @@ def _backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., An
     graphs, which Dynamo counts (recompile_limit)."""
     made = SharedGraph(graph, examples)
     return lambda *values: run_graph(_running.graphs, made, values)
-
-
-_NO_JOIN = (
-    'join() is not available yet with capture="dynamo": a rank that has no more batches does not know which graphs the '
-    'others run. Give all ranks as many batches (drop_last), or use capture="trace"'
-)

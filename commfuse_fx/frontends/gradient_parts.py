@@ -8,39 +8,47 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import NotAvailableError
+from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 
 
 class GradientParts:
     """Knows of every `.grad` of one model what has become of it.
 
     A mean of equal means is the same mean, but a sum of equal sums is not: what has been reduced may not go through
-    the ranks again, and gradients of one rank may not be added to it.
+    the ranks again, and gradients of one rank may not be added to it. The same holds for a mean that counts ranks
+    without batches, in the backward that has computed it.
 
     sums: whether gradients are summed over the ranks, rather than averaged.
     local: names of parameters whose `.grad` holds what has not been reduced.
-    put_aside: takes a sum out of the `.grad` of a parameter, given its name; None: that is an error.
+    counts_absent: whether means count ranks without batches now. means: names of parameters whose `.grad` holds such a
+        mean.
+    put_aside: takes what is final out of the `.grad` of a parameter, given its name; None: that is an error.
     """
 
     def __init__(self, sums: bool) -> None:
         self.sums = sums
         self.local: dict[str, None] = {}
+        self.counts_absent = False
+        self.means: dict[str, None] = {}
         self.put_aside: Callable[[str], None] | None = None
 
-    def is_sum(self, name: str, param: nn.Parameter) -> bool:
-        """Whether `.grad` holds a sum over the ranks."""
-        return self.sums and param.grad is not None and name not in self.local
+    def is_final(self, name: str, param: nn.Parameter) -> bool:
+        """Whether `.grad` holds what may not go through the ranks again."""
+        if param.grad is None:
+            return False
+        return name not in self.local if self.sums else name in self.means
 
     def unreduced(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
         """What each `.grad` holds that is still to be reduced."""
-        return {name: None if self.is_sum(name, param) else param.grad for name, param in params.items()}
+        return {name: None if self.is_final(name, param) else param.grad for name, param in params.items()}
 
     def will_be_local(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> None:
         """Gradients of this rank are about to be added to `.grad` of the parameters of these names.
 
-        Raises NotAvailableError where it holds a sum over the ranks, and is not put aside.
+        Raises NotAvailableError where it holds what is final, and that is not put aside.
         """
         for name in names:
-            if not self.is_sum(name, params[name]):
+            if not self.is_final(name, params[name]):
                 continue
             if self.put_aside is not None:
                 self.put_aside(name)
@@ -58,9 +66,31 @@ class GradientParts:
 
     def was_local(self, names: Sequence[str]) -> None:
         """Gradients of this rank have been added."""
-        self.local.update(dict.fromkeys(names))
+        for name in names:
+            self.local[name] = None
+            self.means.pop(name, None)
 
     def was_reduced(self, names: Sequence[str]) -> None:
         """`.grad` of the parameters of these names has been reduced."""
         for name in names:
             self.local.pop(name, None)
+            if self.counts_absent:
+                self.means[name] = None
+
+
+def write_gradients(
+    params: Mapping[str, nn.Parameter], grads: Mapping[str, torch.Tensor], mode: str, parts: GradientParts
+) -> None:
+    """Let `.grad` hold them, as the backward of eager PyTorch does: an existing `.grad` stays the same tensor.
+
+    mode: what has become of them, as in `Situation`. parts: what each `.grad` has held so far.
+    """
+    with torch.no_grad(), interrupts_deferred():
+        for name, grad in grads.items():
+            param = params[name]
+            if param.grad is None:
+                param.grad = grad
+            elif mode == "accumulated" and not parts.is_final(name, param):
+                param.grad.copy_(grad)
+            else:
+                param.grad.add_(grad)

@@ -14,25 +14,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from commfuse_fx.capture.gradients_as_model import GradientsAsModel
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.graph_session import GraphCalls
+from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
-from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
-_MOST = 8  # of what is kept: plans for sets of parameters, and backwards that run inside of each other
-
-
-_COUNTS = "reached_parameters"
-"""The name of the parameter that counts which of the others a rank has reached."""
-
-
-_Key = tuple[tuple[str, ...], tuple[str, ...]]
-"""Names of the buffers that are sent and of the parameters whose gradients are reduced."""
+_MOST = 8  # backwards that run inside of each other
 
 
 @dataclass
@@ -41,10 +31,12 @@ class _Backward:
 
     open: parameters whose gradients are not reduced. settled: gradients that graphs have reduced, or not reached, with
     their versions.
-    sent: buffers that graphs have sent. aside: sums that gradients of this rank may not be added to.
+    sent: buffers that graphs have sent. aside: what gradients of this rank may not be added to.
+    ends: whether ranks without batches wait for its end.
     """
 
     may_run_again: bool
+    ends: bool = False
     open: dict[str, None] = field(default_factory=dict)
     settled: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     sent: dict[str, None] = field(default_factory=dict)
@@ -54,27 +46,46 @@ class _Backward:
 class LateReduction:
     """Knows for every backward which gradients are still to be reduced.
 
-    syncs: whether the last forward was one whose backward reduces.
+    syncs: whether the last forward was one whose backward reduces. graphs: what reduces them.
     """
 
     def __init__(self, owner: CompiledCall) -> None:
         assert isinstance(owner.session, ModuleSession)
         self.syncs = True
-        self._owner = owner
+        self.graphs = LateGraphs(owner, owner.session.parts)
         self._find_unused = owner.config.find_unused_parameters
+        self._session = owner.session
         self._parts = owner.session.parts
         late = weakref.ref(self)  # whatever writes gradients here holds this object
         self._parts.put_aside = lambda name: None if (found := late()) is None else found._put_aside(name)
-        self._hooks = ParameterHooks(self, tells_before=self._parts.sums)
+        self._hooks = ParameterHooks(self)
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._expected: dict[str, None] = {}  # what a graph for any size reads
         self._warned: dict[str, None] = {}
         self._backwards: dict[int, _Backward] = {}
-        self._made: dict[_Key, tuple[GradientsAsModel, GraphCalls]] = {}
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
         """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
-        self._hooks.watch(params)
+        self._hooks.watch(params, tells_before=self._parts.sums or self._are_absent)
+
+    def begin(self, syncs: bool) -> None:
+        """A forward begins. syncs: whether its backward reduces."""
+        self.syncs = syncs
+        self._parts.counts_absent = self._are_absent
+        if torch._C._current_graph_task_id() != -1:
+            return  # activation checkpointing computes a forward again
+        self._parts.means.clear()
+        for failed in self._backwards.values():
+            failed.ends = False
+
+    def follow(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Ranks without batches wait for the end of the backward of these outputs of the model."""
+        for node in dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None):
+            node.register_prehook(lambda _: self._now() and None)
+
+    @property
+    def _are_absent(self) -> bool:
+        return self._session.uneven is not None and self._session.uneven.are_absent
 
     def send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Let rank 0 send those of them that no graph sends, at the end of every backward that reduces and cannot run
@@ -124,7 +135,7 @@ class LateReduction:
         now.open[name] = None
 
     def _put_aside(self, name: str) -> None:
-        """Take a sum over the ranks out of `.grad`, until what is added there has been reduced as well."""
+        """Take what is final out of `.grad`, until what is added there has been reduced as well."""
         param = self._hooks.params[name]
         if not self.syncs:
             self._parts.refuse(name, param)
@@ -143,18 +154,25 @@ class LateReduction:
         if task not in self._backwards:
             if len(self._backwards) >= _MOST:  # backwards that have failed
                 self._backwards.pop(next(iter(self._backwards)))
-            self._backwards[task] = _Backward(bool(torch._C._autograd._get_current_graph_task_keep_graph()))
+            uneven = self._session.uneven
+            ends = uneven is not None and uneven.owes and not any(each.ends for each in self._backwards.values())
+            self._backwards[task] = _Backward(bool(torch._C._autograd._get_current_graph_task_keep_graph()), ends)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         return self._backwards[task]
 
     def _end(self, task: int) -> None:
         now = self._backwards.pop(task)
-        if not self.syncs or self._owner.session.agreement is None:
+        if not self.syncs or self._session.uneven is None:
             return
         try:
             self._reduce_rest(now)
+        except Exception as error:
+            self._session.tell(error)
+            raise
         finally:
             self._put_back(now.aside)
+        if now.ends:
+            self._session.uneven.end()
 
     def _reduce_rest(self, now: _Backward) -> None:
         buffers = (
@@ -171,9 +189,9 @@ class LateReduction:
         params = {name: self._hooks.params[name] for name in names}
         _refuse(params)
         if not params:  # buffers alone: gradients of nothing go with them
-            self._run({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
+            self.graphs.reduce({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
             return
-        self._write(names, self._run(params, buffers, None))
+        self._write(names, self.graphs.reduce(params, buffers, None))
         self._parts.was_reduced(names)
 
     def _reduce_all(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -181,51 +199,10 @@ class LateReduction:
         _refuse(params)
         device = next((param.device for param in params.values()), None)
         reached = torch.tensor([float(name in self._parts.local) for name in params], device=device)
-        found = self._run(params, buffers, reached)
-        ranks = found.pop(_COUNTS).tolist()
+        found = self.graphs.reduce(params, buffers, reached)
+        ranks = found.pop(COUNTS).tolist()
         self._write([name for name, count in zip(params, ranks, strict=True) if count], found)
         self._parts.was_reduced(list(params))
-
-    def _run(
-        self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """Reduce the gradients of these parameters and the counts, and send the buffers."""
-        calls = self._calls_for(params, buffers, reached)
-        held = self._parts.unreduced(params)
-        grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
-        return calls.reduce(grads if reached is None else {**grads, _COUNTS: reached})
-
-    def _calls_for(
-        self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], reached: torch.Tensor | None
-    ) -> GraphCalls:
-        key = tuple(buffers), tuple(params)
-        if key not in self._made:
-            if len(self._made) >= _MOST:
-                self._made.clear()
-            counts = {} if reached is None else {_COUNTS: nn.Parameter(torch.zeros_like(reached))}
-            made = GradientsAsModel({**params, **buffers, **counts})
-            self._made[key] = made, GraphCalls(made, self._owner)
-        model, calls = self._made[key]
-        model.hold({**params, **buffers})
-        return calls
-
-    def lower(self, reached: Iterable[str], params: Mapping[str, nn.Parameter], sent: Iterable[str]) -> list[Lowered]:
-        """What would be reduced at the end of a backward, to read; empty if nothing is.
-
-        reached: names of the parameters that autograd adds to by itself. params: those of the model. sent: names of
-        buffers that graphs send.
-        """
-        config, device = self._owner.config, next((param.device for param in params.values()), None)
-        if self._owner.mesh.world == 1 or config.parallel_mode == "stand_alone":
-            return []
-        open_names = dict.fromkeys(reached)
-        sent_names = () if self._find_unused else dict.fromkeys(sent)
-        chosen = {n: p for n, p in params.items() if p.requires_grad and (self._find_unused or n in open_names)}
-        buffers = {n: b for n, b in self._buffers.items() if n not in sent_names and b.numel()}
-        counts = torch.zeros(len(chosen) or 1, device=device)
-        if not chosen and not buffers:
-            return []
-        return [self._calls_for(chosen, buffers, counts if self._find_unused or not chosen else None).read(())]
 
     def _write(self, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -233,7 +210,7 @@ class LateReduction:
                 param = self._hooks.params[name]
                 if param.grad is None:
                     param.grad = found[name]
-                elif self._parts.is_sum(name, param):
+                elif self._parts.is_final(name, param):
                     param.grad.add_(found[name])
                 else:
                     param.grad.copy_(found[name])
@@ -245,14 +222,6 @@ class LateReduction:
                 if param.grad is not None:
                     total.add_(param.grad)
                 param.grad = total
-
-    def forget(self) -> None:
-        """Drop what has been compiled."""
-        self._made.clear()
-
-    def made(self) -> list[GraphCalls]:
-        """What has been compiled for gradients that no graph has reduced."""
-        return [calls for _, calls in self._made.values()]
 
     def _warn(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned]

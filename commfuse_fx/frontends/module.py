@@ -16,9 +16,10 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.arguments_of_ddp import refuse_wrappers
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
 from commfuse_fx.frontends.module_session import ModuleSession
-from commfuse_fx.frontends.uneven_batches import ModuleJoinHook
+from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -89,13 +90,36 @@ class CompiledModule(nn.Module, Joinable):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        session = self._session
-        forward = session.forward(args, kwargs, self.require_backward_grad_sync)
-        if self._join_config.enable and session.agreement is not None:
-            Join.notify_join_context(self)
-            session.take_roll(self.require_backward_grad_sync)
-        outputs = ModuleCall(session, forward, self._calls, self.require_backward_grad_sync).apply()
+        session, syncs = self._session, self.require_backward_grad_sync
+        owes = self._begin_iteration(syncs)
+        forward = session.forward(args, kwargs, syncs or owes)
+        if owes and not syncs:
+            self._end_iteration()
+        outputs = ModuleCall(session, forward, self._calls, syncs).apply()
         return unflatten(forward.described.nest, iter(outputs))
+
+    def _begin_iteration(self, syncs: bool) -> bool:
+        """In a `Join` context, before a forward: whether other ranks wait for what comes of it."""
+        uneven = self._session.uneven
+        if uneven is None:
+            return False
+        if not self._join_config.enable:
+            uneven.leave()
+            return False
+        if uneven.owes and torch._C._current_graph_task_id() != -1:
+            return True  # activation checkpointing computes the forward again
+        try:
+            uneven.end()  # the last forward had no backward
+            Join.notify_join_context(self)
+            uneven.begin(syncs)
+        except Exception as error:
+            note_known(error)
+            raise
+        return uneven.owes
+
+    def _end_iteration(self) -> None:
+        if self._session.uneven is not None:
+            self._session.uneven.end()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -129,17 +153,11 @@ class CompiledModule(nn.Module, Joinable):
         divide_by_initial_world_size: whether means divide by all ranks, rather than by those that still have batches.
         throw_on_early_termination: whether all ranks raise once one has no more batches.
         """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        return ModuleJoin(self, self._session, enable, throw_on_early_termination, divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does for the others when it has no more batches."""
-        self._session.mean_of_active = not kwargs.get("divide_by_initial_world_size", True)
-        return ModuleJoinHook(self._session)
+        return ModuleJoinHook(self._session, **kwargs)
 
     @property
     def join_device(self) -> torch.device:

@@ -12,8 +12,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from commfuse_fx.errors import CaptureError, NotAvailableError
+from commfuse_fx.frontends.gradient_parts import write_gradients
+from commfuse_fx.frontends.kept_forward import Forward
 from commfuse_fx.frontends.late_gradients import watch_gradients
-from commfuse_fx.frontends.module_session import Forward, ModuleSession, write_gradients
+from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.support.tracebacks import user_frames_only
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -123,7 +125,7 @@ class ModuleCall:
         if mode == "local":
             parts.was_local(reached)
         else:
-            parts.was_reduced(list(self.params))
+            parts.was_reduced(reached)
         if self.on_written is not None:
             self.on_written(reached, [name for name in written if name not in grads], mode)
         if len(self.edges) < len(self.params):  # of those that it leads to, autograd calls them

@@ -2,87 +2,44 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
-from commfuse_fx.frontends.runners import ballot_of_module
+from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of
+from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
+from commfuse_fx.frontends.uneven_batches import UnevenBatches, is_known, note_known
 from commfuse_fx.ir.halves import USED
-from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.ir.json.write import to_json
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.planning.shared_prices import Seconds
-from commfuse_fx.runtime.execute.answer import answer
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
-from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
-from commfuse_fx.runtime.execute.wire import Wire
-from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
-
-
-@dataclass(frozen=True)
-class Roll:
-    """active: the ranks that still have batches. syncs: whether they reduce gradients this time. needs_plan: whether
-    some other rank has never run the module."""
-
-    active: list[int]
-    syncs: bool
-    needs_plan: bool
-
-    @property
-    def source(self) -> int:
-        """The rank whose buffers count."""
-        return self.active[-1] if self.active else 0
-
-
-@dataclass
-class Forward:
-    """A forward holds its outputs, and what its backward needs.
-
-    described: how the outputs nest, and which have a gradient.
-    inputs: the call's tensors that require a gradient, by path.
-    values: what was saved, under the names of `names`.
-    versions: names, tensors and their versions, of what the user can change and the backward reads.
-    """
-
-    plan: Plan
-    outputs: list[torch.Tensor]
-    described: Outputs
-    inputs: dict[str, torch.Tensor]
-    names: tuple[str, ...]
-    values: list[Any] | None
-    versions: list[tuple[str, torch.Tensor, int]]
 
 
 class ModuleSession(Session):
     """The state behind one compiled module on one rank.
 
-    roll: which ranks still have batches, in a `Join` context. mean_of_active: whether only these count in means.
+    uneven: which ranks still have batches; None on one device.
     parts: what of gradients has been reduced.
     """
 
     def __init__(self, planner: Planner, rank: int) -> None:
         super().__init__(planner, rank)
-        self.roll: Roll | None = None
-        self.mean_of_active = False
+        self.uneven: UnevenBatches | None = None
+        if self.agreement is not None:
+            self.uneven = UnevenBatches(self.agreement, lambda: self.device, self.step_of_ranks)
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
+        self._may_differ = False  # whether ranks may come to other graphs than this one
         self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
-        self._last: Plan | None = None  # the plan of the last forward
-        self._given: Program | None = None  # what other ranks run, where this one has run nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
@@ -105,43 +62,10 @@ class ModuleSession(Session):
         """Where the parameters are."""
         return next((param.device for param in self.planner.model.parameters()), torch.device("cpu"))
 
-    def take_roll(self, syncs: bool) -> None:
-        """In a `Join` context, once per forward: learn which ranks still have batches. syncs: whether the backward of
-        this forward reduces."""
-        roll = self._roll(is_active=True, syncs=syncs, needs_plan=False)
-        if roll.needs_plan:
-            assert self._last is not None, "a forward has run"
-            text = [to_json(self._last.compiled.program)]
-            dist.broadcast_object_list(text, roll.source)
-
     def answer(self) -> None:
         """In a `Join` context, on a rank without batches: take part in one iteration of the others."""
-        roll = self._roll(is_active=False, syncs=False, needs_plan=self._last is None and self._given is None)
-        if roll.needs_plan:
-            text: list[Any] = [None]
-            dist.broadcast_object_list(text, roll.source)
-            if self._last is None and self._given is None:
-                self._given = from_json(text[0])
-        if not roll.syncs or self.agreement is None:
-            return
-        program = self._given if self._last is None else self._last.compiled.program
-        assert program is not None
-        agreement, ballot = self.agreement, ballot_of_module(program, self.agreement.number, self.planner)
-        wire = Wire(program, self.runners.groups, self.rank)
-        wire.distress, wire.buffers_from = agreement.distress, roll.source
-        with agreement.callers.turn(agreement.number), self._voted():
-            cast, settle = partial(agreement.cast, ballot.signature), partial(agreement.settle, ballot)
-            answer(program, wire, self.device, cast, settle)
-
-    def _roll(self, is_active: bool, syncs: bool, needs_plan: bool) -> Roll:
-        world = dist.get_world_size()
-        told = torch.zeros(world + 2, dtype=torch.int64, device=self.device)
-        told[self.rank], told[world], told[world + 1] = int(is_active), int(syncs), int(needs_plan)
-        dist.all_reduce(told)
-        *ranks, reducing, needing = told.tolist()
-        active = [rank for rank, count in enumerate(ranks) if count]
-        self.roll = Roll(active, bool(reducing), bool(needing))
-        return self.roll
+        if self.uneven is not None:
+            self.uneven.attend(self.runners.groups)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], syncs: bool) -> Forward:
         """Run the compiled forward. syncs: whether its backward is to reduce: other ranks will wait for this one.
@@ -157,10 +81,17 @@ class ModuleSession(Session):
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""
-        if self.agreement is not None:
-            with self.agreement.callers.turn(self.agreement.number):
-                self.agreement.begin_step()
-                self.agreement.leave_step(error, expected=True)
+        if self.agreement is None or is_known(error):
+            return
+        with self.agreement.callers.turn(self.agreement.number):
+            self.agreement.begin_step()
+            self.agreement.leave_step(error, expected=True)
+        self._told(error)
+
+    def _told(self, error: BaseException) -> None:
+        note_known(error)
+        if self.uneven is not None:
+            self.uneven.owes = False
 
     def compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make the plan of a call. Raises what compiling raises; the other ranks are not told."""
@@ -169,7 +100,7 @@ class ModuleSession(Session):
 
     def _compiled(self, call: Call) -> Plan:
         if self.agreement is not None and self.planner.config.plans_by_cost:
-            self._plan_by_prices_of_rank_0(self.agreement, call)
+            self._plan_by_prices_of_rank_0(call)
         return self.planner.plan(call)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
@@ -180,25 +111,25 @@ class ModuleSession(Session):
             outputs, saved = executor.forward(dict(call.leaves))
             assert plan.compiled.outputs is not None
             outputs = guarded(outputs, plan.compiled.outputs.differentiable)
-            self._last = plan
-        watched = _read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)
+        watched = read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)
         versions = [(name, tensor, tensor._version) for name, tensor in watched]
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
 
-    def _plan_by_prices_of_rank_0(self, agreement: Agreement, call: Call) -> None:
+    def _plan_by_prices_of_rank_0(self, call: Call) -> None:
         """Batches of other sizes would lead to other plans. All ranks come here in their first forward; for a model
         that has changed since, the prices are those of then."""
         self.planner.signature(call)  # looks at the model
         if self.planner.has_common_plan:
             return
         if self._prices is None:
+            assert self.uneven is not None, "several ranks"
             mine = None
             try:
-                if self.rank == 0:
+                if self.rank == self.uneven.source_of_prices:
                     mine = self.planner.seconds_by_name(call)
             finally:
-                self._prices = agreement.from_rank_0(mine)
+                self._prices = self.uneven.shared(mine, self._may_differ)
         if self._prices is not None:
             self.planner.plan_in_common(self._prices)
 
@@ -211,13 +142,36 @@ class ModuleSession(Session):
 
         Raises PlanMismatchError, PeerFailedError or CollectiveError as a step does.
         """
-        agreement = self.agreement if mode != "local" else None
-        if agreement is None:
+        if self.uneven is None or mode == "local":
             with lock_of(self.planner.model):
                 return self._backward(forward, gradients, mode, keep)
+        self.uneven.check()
+        with self.step_of_ranks():
+            found = self._backward(forward, gradients, mode, keep)
+        self._sent()
+        return found
+
+    def _sent(self) -> None:
+        """A backward has reduced gradients: it is all that a forward leads to."""
+        assert self.uneven is not None, "several ranks"
+        self.uneven.end()
+
+    @contextmanager
+    def step_of_ranks(self) -> Iterator[None]:
+        """What the ranks do together, from a vote to what they have voted for. Raises what leads to an error there."""
         self.check_process()
-        with agreement.callers.turn(agreement.number), self._voted():
-            return self._backward(forward, gradients, mode, keep)
+        assert self.agreement is not None, "several ranks"
+        with self.agreement.callers.turn(self.agreement.number), self._voted():
+            yield
+
+    def _prepare(self, runner: Runner) -> None:
+        runner.executor.prepare(lambda: self._voting.cast(runner), lambda: self._settle(runner))
+
+    def _settle(self, runner: Runner) -> None:
+        self._voting.settle(runner)
+        if self.uneven is not None and self.uneven.are_absent:
+            assert runner.ballot is not None, "it was voted on"
+            self.uneven.tell(runner.ballot.signature, runner.executor.program)
 
     @contextmanager
     def _voted(self) -> Iterator[None]:
@@ -230,13 +184,16 @@ class ModuleSession(Session):
             with lock_of(self.planner.model):
                 yield
         except OutOfTurn as other:
-            raise PlanMismatchError(
+            error = PlanMismatchError(
                 f"rank 0 runs the backward of compiled module {other.first}, counted in the order in which they were "
                 f"compiled, and this rank that of module {agreement.number}: run backwards in the same order on all "
                 "ranks"
-            ) from None
+            )
+            self._told(error)
+            raise error from None
         except BaseException as error:
             agreement.leave_step(error, expected=True)
+            self._told(error)
             raise
         agreement.end_step()
 
@@ -244,7 +201,7 @@ class ModuleSession(Session):
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
     ) -> NamedGradients:
         values = values_of(forward)
-        _check_versions(forward)
+        check_versions(forward)
         differentiable = forward.described.differentiable
         absent = tuple(i for i, grad in enumerate(gradients) if grad is None and differentiable[i])
         plan, executor, places = self._taking(forward, mode, absent)
@@ -269,13 +226,14 @@ class ModuleSession(Session):
         if mode != "local" and not self._voting.is_started and runner is not None:
             self._voting.start(runner)
         self._watch_wire(executor)
-        executor.wire.buffers_from = None if self.roll is None else self.roll.source
+        executor.wire.buffers_from = None if self.uneven is None else self.uneven.source
 
     def _to_mean_of_active(self, grads: Mapping[str, torch.Tensor], mode: str) -> None:
         """Where only ranks that still have batches count, make means over all ranks means over those, in place."""
-        if mode != "local" and self.roll is not None and self.mean_of_active:
+        scale = 1.0 if self.uneven is None or mode == "local" else self.uneven.scale
+        if scale != 1.0:
             for grad in grads.values():
-                grad.mul_(self.planner.mesh.world / len(self.roll.active))
+                grad.mul_(scale)
 
     def _reached_before(self, program: Program) -> torch.Tensor:
         """Parameters whose gradients have not been reduced since a backward has reached them."""
@@ -309,65 +267,3 @@ class ModuleSession(Session):
         executor = runner.executor
         assert isinstance(executor, HalvesExecutor)
         return executor
-
-
-def write_gradients(
-    params: Mapping[str, torch.nn.Parameter], grads: Mapping[str, torch.Tensor], mode: str, parts: GradientParts
-) -> None:
-    """Let `.grad` hold them, as the backward of eager PyTorch does: an existing `.grad` stays the same tensor.
-
-    mode: what has become of them, as in `Situation`. parts: what each `.grad` has held so far.
-    """
-    with torch.no_grad(), interrupts_deferred():
-        for name, grad in grads.items():
-            param = params[name]
-            if param.grad is None:
-                param.grad = grad
-            elif mode == "accumulated" and not parts.is_sum(name, param):
-                param.grad.copy_(grad)
-            else:
-                param.grad.add_(grad)
-
-
-def values_of(forward: Forward) -> list[Any]:
-    """What a forward has saved. Raises RuntimeError, as autograd does, where a backward has used it up."""
-    if forward.values is None:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
-            "already been freed): pass retain_graph=True to the first backward"
-        )
-    return forward.values
-
-
-def guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> list[torch.Tensor]:
-    """Autograd lets nobody change a view in place that a function of its own returns. That is right for outputs that
-    share memory: a change of one would not reach the gradient of the other."""
-    memory = [out.untyped_storage()._cdata if out.layout is torch.strided else id(out) for out in outputs]
-    sharing = Counter(each for each, has_gradient in zip(memory, differentiable, strict=True) if has_gradient)
-    found = []
-    for output, each in zip(outputs, memory, strict=True):
-        if sharing[each] > 1:
-            found.append(output if output._is_view() else output.view_as(output))
-        else:
-            found.append(output.data if output._is_view() else output)
-    return found
-
-
-def _read_late(
-    described: Outputs, executor: HalvesExecutor, inputs: Mapping[str, torch.Tensor], outputs: list[torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the user can change although the backward reads it."""
-    held = {"parameter": executor.params, "buffer": executor.buffers, "input": inputs}
-    for source in described.read_late:
-        yield source.name, held[source.kind][source.name]
-    for number in described.outputs_read_late:
-        yield f"output {number}", outputs[number].detach()  # not what leads back to here: that would be a cycle
-
-
-def _check_versions(forward: Forward) -> None:
-    for name, tensor, version in forward.versions:
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{name} is at version {tensor._version}; expected version {version} instead"
-            )

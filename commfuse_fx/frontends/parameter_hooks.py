@@ -25,18 +25,19 @@ class ParameterHooks:
     """Hooks of the parameters of one model, as long as their listener lives.
 
     Of several such models that share a parameter, the one whose forward has run last has the hooks.
-    tells_before: whether the listener is told before autograd adds to a gradient, too.
     """
 
-    def __init__(self, listener: Listener, tells_before: bool) -> None:
+    def __init__(self, listener: Listener) -> None:
         self.params: dict[str, nn.Parameter] = {}
         self._listener = weakref.ref(listener)
-        self._tells_before = tells_before
         self._hooks: dict[str, LateHook] = {}
         weakref.finalize(listener, _remove, self._hooks).atexit = False
 
-    def watch(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
+    def watch(self, params: Mapping[str, nn.Parameter], tells_before: bool) -> None:
+        """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later.
+
+        tells_before: whether the listener is told before autograd adds to a gradient, too.
+        """
         for name, param in params.items():
             hook = self._hooks.get(name)
             if hook is not None and (hook.is_removed or self.params.get(name) is not param):
@@ -46,7 +47,7 @@ class ParameterHooks:
                 continue
             if hook is None:
                 hook = self._hooks[name] = LateHook(self._listener, name, param)
-            if self._tells_before:
+            if tells_before:
                 hook.look_before(param)
         if len(self.params) != len(params) or any(self.params.get(name) is not params[name] for name in params):
             self.params = dict(params)

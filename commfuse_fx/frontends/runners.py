@@ -17,7 +17,8 @@ from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.rank_executors import RankExecutors
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.memory.host_memory import keep_freed_memory
-from commfuse_fx.runtime.ranks.agreement import Agreement, Ballot
+from commfuse_fx.runtime.ranks.agreement import Agreement
+from commfuse_fx.runtime.ranks.ballots import Ballot
 from commfuse_fx.runtime.ranks.exchange import Exchange, ProcessExchange
 from commfuse_fx.runtime.ranks.groups import Groups
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.planning.planner import Planner
-from commfuse_fx.runtime.ranks.agreement import Agreement, Ballot, checksum
+from commfuse_fx.runtime.ranks.agreement import Agreement, checksum
+from commfuse_fx.runtime.ranks.ballots import Ballot
 from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
 
 

@@ -183,12 +183,6 @@ def test_options_that_do_not_go_together(options: dict[str, Any], error: type[Ex
         cf.compile(Clipped(), **{"capture": "dynamo", **options})
 
 
-def test_what_takes_one_graph_says_so() -> None:
-    call, _, _ = made()
-    with pytest.raises(cf.NotAvailableError, match="drop_last"):
-        call.join()
-
-
 def backend(kind: type[nn.Module] = Clipped, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
     torch._dynamo.reset()
     model = kind()

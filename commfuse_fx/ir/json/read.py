@@ -26,7 +26,7 @@ from commfuse_fx.ir.program import Note, Program, Redistribution, Source, Update
 from commfuse_fx.support.json_fields import DUMP, LARGEST
 from commfuse_fx.support.strict_json import parse_object
 
-_SOURCES = ("parameter", "buffer", "input", "flat", "state", "hyper", "seed")
+_SOURCES = ("parameter", "buffer", "input", "flat", "state", "hyper", "seed", "gradient")
 _OWNED = ("flat", "state", "hyper")
 _CONSTANT = re.compile(r"[A-Za-z_]\w{0,199}", re.ASCII)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
@@ -13,20 +11,15 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.execute.wire import Wire
 
 
-def answer(
-    program: Program, wire: Wire, device: torch.device, cast: Callable[[], None], settle: Callable[[], None]
-) -> None:
-    """Vote, and run the program's collectives on zeros.
+def answer(program: Program, wire: Wire, device: torch.device) -> None:
+    """Run the collectives of a program on zeros.
 
     program: the program that the other ranks run.
     wire: the collectives of this program.
     device: the device of the zeros.
-    cast, settle: functions that start the vote on the program, and that read it.
 
-    Raises CollectiveError, and all that `settle` raises.
+    Raises CollectiveError.
     """
-    cast()
-    settle()
     sends = wire.sends()
     memory: dict[fx.Node, torch.Tensor] = {}
 

@@ -13,11 +13,9 @@ a ring twice, and each hop would wait for a core that is busy with compute.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -27,17 +25,12 @@ import torch.distributed as dist
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
-from commfuse_fx.runtime.ranks.ballot_order import same_but_for_order
+from commfuse_fx.runtime.ranks.ballots import Ballot, explain_failures, explain_mismatch
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 
 log = logging.getLogger("commfuse_fx.runtime")
-
-
-def hash62(text: str) -> int:
-    """A positive integer that fits 62 bits, the same on every rank and run."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def checksum(tensors: list[torch.Tensor]) -> int:
@@ -49,32 +42,8 @@ def checksum(tensors: list[torch.Tensor]) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class Ballot:
-    """A ballot is one rank's vote on its plan, with the texts that explain it to the other ranks if votes differ.
-
-    number: the number of the compiled step, in the order in which the program compiled its steps.
-    model: the name of the model's class.
-    captured: the text of the captured graph, without what may differ between ranks.
-    full: the same text with all details, line by line as in `captured`. Error messages quote it.
-    plan: the text of the plan's collectives, as `communication_text` gives it.
-    in_common: whether the plan follows from prices that all ranks share.
-    others: whether other threads of this rank call steps too. Their steps may be the ones that other ranks called.
-    is_module: whether the step is a compiled module. Then `captured` lists the parameters that have a gradient.
-    """
-
-    number: int
-    model: str
-    captured: str
-    full: str
-    plan: str
-    in_common: bool = False
-    others: bool = False
-    is_module: bool = False
-
-    @cached_property
-    def signature(self) -> int:
-        return hash62(f"{self.number}\n{self.captured}\n{self.plan}")
+_VOTES, _FAILED, _ATTENDS = range(3)
+"""What a vote is: for a plan, that the rank cannot go on, or that it goes where the others go."""
 
 
 class Agreement:
@@ -134,37 +103,51 @@ class Agreement:
         elif expected and not self.has_voted and isinstance(error, Exception):
             self._fail(error)
 
-    def cast(self, signature: int, parameters: int = 0, failed: bool = False) -> None:
+    def cast(self, signature: int, parameters: int = 0, kind: int = _VOTES) -> None:
         """Start the vote, and return at once. Raises CollectiveError if the connections are gone."""
         world = dist.get_world_size(self._box.group)
-        self._sent = torch.tensor([signature, int(failed), parameters], device="cpu").repeat(world)
+        self._sent = torch.tensor([signature, kind, parameters], device="cpu").repeat(world)
         self._votes = torch.empty_like(self._sent)
         since = perf_counter()
         try:
             self._work = dist.all_to_all_single(self._votes, self._sent, group=self._box.group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
-        self._is_running = not failed
+        self._is_running = kind != _FAILED
         if self.timeline is not None:
             self.timeline.issued(self, "agreement", f"vote bytes={self._votes.nbytes}", since, self._work)
 
+    def attend(self) -> int:
+        """Take part in a vote of the other ranks, whatever they vote for. Returns the signature that they agree on.
+
+        Raises what `settle` and `cast` raise.
+        """
+        self.cast(0, kind=_ATTENDS)
+        return self._read(None)
+
     def settle(self, ballot: Ballot) -> None:
         """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
-        if self._settled:
-            return
+        if not self._settled:
+            self._read(ballot)
+
+    def _read(self, ballot: Ballot | None) -> int:
         self._settled = True
-        signatures, failures, parameters = zip(*self._result(), strict=True)
-        failed, differ = any(failures), len(set(signatures)) > 1
+        votes = self._result()
+        signatures, kinds, parameters = zip(*(vote for vote in votes if vote[1] != _ATTENDS), strict=True)
+        failed, differ = _FAILED in kinds, len(set(signatures)) > 1
         self._is_running = not failed and not differ
         if failed:
-            raise PeerFailedError(self._explain_failure(self._exchange("")))
+            raise PeerFailedError(explain_failures(self._exchange("")))
         if differ:
-            raise self._mismatch(self._exchange(replace(ballot, others=self.callers.have_others())))
+            mine = None if ballot is None else replace(ballot, others=self.callers.have_others())
+            raise self._mismatch(self._exchange(mine))
         if len(set(parameters)) > 1:
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
                 "parameter_broadcast=True to start from rank 0's"
             )
+        found: int = signatures[0]
+        return found
 
     def from_rank_0(self, mine: Any) -> Any:
         """Return rank 0's object. All ranks call this together, between a vote and the next one."""
@@ -181,7 +164,7 @@ class Agreement:
             with suppress(RuntimeError):  # the store is gone: the vote fails as well
                 release_waiting_ranks(self.name)
         try:
-            self.cast(0, failed=True)
+            self.cast(0, kind=_FAILED)
             self._result()
             self._exchange(f"{type(error).__name__}: {error}")
         except CollectiveError as lost:
@@ -218,73 +201,14 @@ class Agreement:
             f"did not reach this step within the time-out. Nothing was updated. [{type(error).__name__}: {error}]"
         )
 
-    def _explain_failure(self, messages: list[Any]) -> str:
-        said = [(rank, text) for rank, text in enumerate(messages) if isinstance(text, str) and text]
-        causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
-        return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
-
-    def _mismatch(self, ballots: list[Ballot]) -> Exception:
-        first = ballots[0].number
-        out_of_turn = [each for each in ballots if each.number != first]
+    def _mismatch(self, cast: list[Ballot | None]) -> Exception:
+        given = {rank: ballot for rank, ballot in enumerate(cast) if ballot is not None}
+        first, *_ = ballots = list(given.values())
+        out_of_turn = [each for each in ballots if each.number != first.number]
         if out_of_turn and all(each.others for each in out_of_turn):
-            return OutOfTurn(first)
-        error = PlanMismatchError(self._explain_mismatch(ballots))
-        same = all(each.number == ballots[0].number and each.captured == ballots[0].captured for each in ballots)
+            return OutOfTurn(first.number)
+        error = PlanMismatchError(explain_mismatch(given))
+        same = all(each.number == first.number and each.captured == first.captured for each in ballots)
         # All ranks compute this from the same ballots, so all of them go on alike.
         error.may_agree = same and not all(each.in_common for each in ballots)
         return error
-
-    def _explain_mismatch(self, ballots: list[Any]) -> str:
-        first = ballots[0]
-        for other, ballot in enumerate(ballots):
-            if not isinstance(ballot, Ballot) or not isinstance(first, Ballot):
-                continue
-            if ballot.number != first.number:
-                return (
-                    f"ranks 0 and {other} called different steps, counted in the order in which they were compiled\n"
-                    f"  rank 0: step {first.number}, of {first.model}\n"
-                    f"  rank {other}: step {ballot.number}, of {ballot.model}\n"
-                    "Compile the same steps in the same order on every rank, and call them in the same order."
-                )
-            if (ballot.captured, ballot.plan) != (first.captured, first.plan):
-                if first.is_module and ballot.captured != first.captured:
-                    return _other_parameters(first, ballot, other)
-                line, one, two = _first_difference(first, ballot)
-                advice = "the same model, configuration and optimizer, and batches of the same structure"
-                if ballot.captured == first.captured:
-                    advice = "the same optimizer state and, with a memory_limit, batches of the same size"
-                elif same_but_for_order(ballot.captured, first.captured):
-                    advice = (
-                        "the same order: their models compute the same ops, but in different orders, or they add the "
-                        "terms of a sum in different orders. A set of strings, for example, has another order in every "
-                        "process. Iterate over sorted(...) there, or start all ranks with the same hash seed: "
-                        "PYTHONHASHSEED=0 torchrun ..."
-                    )
-                return (
-                    f"ranks 0 and {other} compiled different plans; the first difference is in line {line}\n"
-                    f"  rank 0: {one}\n  rank {other}: {two}\nGive every rank {advice}."
-                )
-        return "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
-
-
-def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
-    """The number of the first line that must agree and does not, and the full line of each rank."""
-    keys = [[*ballot.captured.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
-    full = [[*ballot.full.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
-    for i in range(max(len(keys[0]), len(keys[1]))):
-        if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
-            return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]
-    return 0, "", ""
-
-
-def _other_parameters(first: Ballot, ballot: Ballot, other: int) -> str:
-    """The error for a module whose backward reaches other parameters on rank `other` than on rank 0."""
-    one, two = first.captured.splitlines(), ballot.captured.splitlines()
-    missing = [(other, line) for line in one if line not in two] + [(0, line) for line in two if line not in one]
-    texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]
-    more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
-    listed = "\n  ".join(texts) or "the parameters stand in another order"
-    return (
-        f"ranks 0 and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters, or "
-        "pass find_unused_parameters=True to cf.compile."
-    )

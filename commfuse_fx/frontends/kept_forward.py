@@ -1,0 +1,77 @@
+"""What a forward of a compiled module leaves to its backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commfuse_fx.capture.joint import Outputs
+from commfuse_fx.planning.plan_cache import Plan
+from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
+
+
+@dataclass
+class Forward:
+    """A forward holds its outputs, and what its backward needs.
+
+    described: how the outputs nest, and which have a gradient.
+    inputs: the call's tensors that require a gradient, by path.
+    values: what was saved, under the names of `names`.
+    versions: names, tensors and their versions, of what the user can change and the backward reads.
+    """
+
+    plan: Plan
+    outputs: list[torch.Tensor]
+    described: Outputs
+    inputs: dict[str, torch.Tensor]
+    names: tuple[str, ...]
+    values: list[Any] | None
+    versions: list[tuple[str, torch.Tensor, int]]
+
+
+def values_of(forward: Forward) -> list[Any]:
+    """What a forward has saved. Raises RuntimeError, as autograd does, where a backward has used it up."""
+    if forward.values is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+            "already been freed): pass retain_graph=True to the first backward"
+        )
+    return forward.values
+
+
+def guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> list[torch.Tensor]:
+    """Autograd lets nobody change a view in place that a function of its own returns. That is right for outputs that
+    share memory: a change of one would not reach the gradient of the other."""
+    memory = [out.untyped_storage()._cdata if out.layout is torch.strided else id(out) for out in outputs]
+    sharing = Counter(each for each, has_gradient in zip(memory, differentiable, strict=True) if has_gradient)
+    found = []
+    for output, each in zip(outputs, memory, strict=True):
+        if sharing[each] > 1:
+            found.append(output if output._is_view() else output.view_as(output))
+        else:
+            found.append(output.data if output._is_view() else output)
+    return found
+
+
+def read_late(
+    described: Outputs, executor: HalvesExecutor, inputs: Mapping[str, torch.Tensor], outputs: list[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the user can change although the backward reads it."""
+    held = {"parameter": executor.params, "buffer": executor.buffers, "input": inputs}
+    for source in described.read_late:
+        yield source.name, held[source.kind][source.name]
+    for number in described.outputs_read_late:
+        yield f"output {number}", outputs[number].detach()  # not what leads back to here: that would be a cycle
+
+
+def check_versions(forward: Forward) -> None:
+    for name, tensor, version in forward.versions:
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name} is at version {tensor._version}; expected version {version} instead"
+            )

@@ -1,0 +1,106 @@
+"""What ranks vote on, and what differing votes come from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from commfuse_fx.runtime.ranks.ballot_order import same_but_for_order
+
+
+def hash62(text: str) -> int:
+    """A positive integer that fits 62 bits, the same on every rank and run."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """A ballot is one rank's vote on its plan, with the texts that explain it to the other ranks if votes differ.
+
+    number: the number of the compiled step, in the order in which the program compiled its steps.
+    model: the name of the model's class.
+    captured: the text of the captured graph, without what may differ between ranks.
+    full: the same text with all details, line by line as in `captured`. Error messages quote it.
+    plan: the text of the plan's collectives, as `communication_text` gives it.
+    in_common: whether the plan follows from prices that all ranks share.
+    others: whether other threads of this rank call steps too. Their steps may be the ones that other ranks called.
+    is_module: whether the step is a compiled module. Then `captured` lists the parameters that have a gradient.
+    """
+
+    number: int
+    model: str
+    captured: str
+    full: str
+    plan: str
+    in_common: bool = False
+    others: bool = False
+    is_module: bool = False
+
+    @cached_property
+    def signature(self) -> int:
+        return hash62(f"{self.number}\n{self.captured}\n{self.plan}")
+
+
+def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
+    """Why the ballots of these ranks differ, and what to do."""
+    (one, first), *others = ballots.items()
+    for other, ballot in others:
+        if ballot.number != first.number:
+            return (
+                f"ranks {one} and {other} called different steps, counted in the order in which they were compiled\n"
+                f"  rank {one}: step {first.number}, of {first.model}\n"
+                f"  rank {other}: step {ballot.number}, of {ballot.model}\n"
+                "Compile the same steps in the same order on every rank, and call them in the same order."
+            )
+        if (ballot.captured, ballot.plan) != (first.captured, first.plan):
+            if first.is_module and ballot.captured != first.captured:
+                return _other_parameters(one, first, other, ballot)
+            line, here, there = _first_difference(first, ballot)
+            advice = "the same model, configuration and optimizer, and batches of the same structure"
+            if ballot.captured == first.captured:
+                advice = "the same optimizer state and, with a memory_limit, batches of the same size"
+            elif same_but_for_order(ballot.captured, first.captured):
+                advice = (
+                    "the same order: their models compute the same ops, but in different orders, or they add the "
+                    "terms of a sum in different orders. A set of strings, for example, has another order in every "
+                    "process. Iterate over sorted(...) there, or start all ranks with the same hash seed: "
+                    "PYTHONHASHSEED=0 torchrun ..."
+                )
+            return (
+                f"ranks {one} and {other} compiled different plans; the first difference is in line {line}\n"
+                f"  rank {one}: {here}\n  rank {other}: {there}\nGive every rank {advice}."
+            )
+    return "the ranks' plans differ in their hashes but not in their texts; run again with COMMFUSE_VERIFY=1"
+
+
+def explain_failures(messages: Sequence[object]) -> str:
+    """What ranks have said that cannot go on."""
+    said = [(rank, text) for rank, text in enumerate(messages) if isinstance(text, str) and text]
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
+    return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
+
+
+def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
+    """The number of the first line that must agree and does not, and the full line of each rank."""
+    keys = [[*ballot.captured.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
+    full = [[*ballot.full.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
+    for i in range(max(len(keys[0]), len(keys[1]))):
+        if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
+            return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]
+    return 0, "", ""
+
+
+def _other_parameters(one: int, first: Ballot, other: int, ballot: Ballot) -> str:
+    """The error for a module whose backward reaches other parameters on rank `other` than on rank `one`."""
+    here, there = first.captured.splitlines(), ballot.captured.splitlines()
+    missing = [(other, line) for line in here if line not in there]
+    missing += [(one, line) for line in there if line not in here]
+    texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]
+    more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
+    listed = "\n  ".join(texts) or "the parameters stand in another order"
+    return (
+        f"ranks {one} and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters, "
+        "or pass find_unused_parameters=True to cf.compile."
+    )
