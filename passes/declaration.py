@@ -64,6 +64,7 @@ class Situation:
     gradients: "reduced" over the ranks; "local": each rank keeps its own; "accumulated": added to what `.grad` holds,
         and the sum is reduced.
     by_autograd: whether autograd computes the gradients, op by op, and the program holds their communication only.
+    by_rules: whether plans follow from rules alone, as ranks may plan at other times and cannot agree on prices.
     """
 
     config: CompileConfig
@@ -74,6 +75,7 @@ class Situation:
     local_parameters: bool = False
     gradients: str = "reduced"
     by_autograd: bool = False
+    by_rules: bool = False
 
     @property
     def divides(self) -> bool:
@@ -95,7 +97,7 @@ class Situation:
     @property
     def by_cost(self) -> bool:
         """Whether the plan follows from predicted times."""
-        return self.config.plans_by_cost and not self.in_order and not self.by_autograd
+        return self.config.plans_by_cost and not (self.in_order or self.by_rules or self.by_autograd)
 
     @property
     def in_order(self) -> bool:

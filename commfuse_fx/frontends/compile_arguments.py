@@ -68,6 +68,11 @@ def check_form_of_module(config: CompileConfig) -> None:
             "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
             "caller's; hand every rank its own rows, or pass loss_fn"
         )
+    if config.capture == "dynamo" and config.memory_limit is not None:
+        raise ConfigValueError(
+            f'capture="dynamo" with schedule=ScheduleConfig(memory_limit={config.memory_limit}): graphs are planned '
+            "one by one, and none knows what the others hold; leave one of them out"
+        )
     if config.across_steps:
         raise ConfigValueError(
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "

@@ -137,8 +137,8 @@ class DynamoGraphs:
     @property
     def _shares_order(self) -> bool:
         """Whether a graph for any size has to send what other ranks send that run the same code as a graph for their
-        size. With plans by cost, for which sizes matter, buckets are others in any case."""
-        return self.owner.mesh.world > 1 and self._reduces and not self.owner.config.plans_by_cost
+        size."""
+        return self.owner.mesh.world > 1 and self._reduces
 
     def _compile(self, calls: GraphCalls, args: Sequence[Any]) -> list[str]:
         """Compile a graph for these arguments, to be read or to be run. Returns what it sends, by name."""

@@ -24,17 +24,13 @@ from commfuse_fx.runtime.ranks.groups import Groups
 
 
 class GraphSession(ModuleSession):
-    """The session of one graph. It votes as a part of `owner`, so that ranks may make graphs in any order.
-
-    reduces: whether its backward may reduce gradients.
-    """
+    """The session of one graph. It votes as a part of `owner`, so that ranks may make graphs in any order."""
 
     def __init__(self, planner: Planner, owner: ModuleSession) -> None:
         self._owner = owner
         super().__init__(planner, owner.rank)
         self._voting.is_started = owner.is_started
         self.parts, self.uneven = owner.parts, owner.uneven
-        self.reduces, self._may_differ = True, True
 
     def take_apart(self, args: Sequence[Any]) -> Call:
         """The call that is planned for a call with these arguments."""
@@ -46,10 +42,6 @@ class GraphSession(ModuleSession):
         groups = self._owner.runners.groups
         assert groups is not None, "the owner's world has several ranks"
         return groups
-
-    def _plan_by_prices_of_rank_0(self, call: Call) -> None:
-        if self.reduces:
-            super()._plan_by_prices_of_rank_0(call)
 
     def _sent(self) -> None:
         """Others may follow in this backward."""
@@ -77,9 +69,10 @@ class GraphCalls:
         # What no graph of a backward reaches is seen at its end, over the whole model.
         config = replace(owner.config, find_unused_parameters=False)
         assert isinstance(owner.session, ModuleSession)
-        self._planner = Planner(model, None, None, config, owner.mesh, Publisher(owner.rank), "module")
+        # Ranks come to a graph at other times, as values and sizes say: they never ask each other for prices.
+        by_rules, publisher = owner.mesh.world > 1, Publisher(owner.rank)
+        self._planner = Planner(model, None, None, config, owner.mesh, publisher, "module", by_rules)
         self._session = make_session(self._planner, owner.session)
-        self._session.reduces = reduces
         self._calls = Calls()
         self._reduces = reduces
         self.buffers = [name for name, _ in model.named_buffers()] if config.broadcast_buffers else []

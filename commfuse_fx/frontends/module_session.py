@@ -38,7 +38,6 @@ class ModuleSession(Session):
         if self.agreement is not None:
             self.uneven = UnevenBatches(self.agreement, lambda: self.device, self.step_of_ranks)
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
-        self._may_differ = False  # whether ranks may come to other graphs than this one
         self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,7 +98,7 @@ class ModuleSession(Session):
             self._compiled(self.planner.take_apart(args, kwargs))
 
     def _compiled(self, call: Call) -> Plan:
-        if self.agreement is not None and self.planner.config.plans_by_cost:
+        if self.agreement is not None and self.planner.plans_by_cost:
             self._plan_by_prices_of_rank_0(call)
         return self.planner.plan(call)
 
@@ -129,7 +128,7 @@ class ModuleSession(Session):
                 if self.rank == self.uneven.source_of_prices:
                     mine = self.planner.seconds_by_name(call)
             finally:
-                self._prices = self.uneven.shared(mine, self._may_differ)
+                self._prices = self.uneven.shared(mine)
         if self._prices is not None:
             self.planner.plan_in_common(self._prices)
 

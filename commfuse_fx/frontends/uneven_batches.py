@@ -122,12 +122,9 @@ class UnevenBatches:
             with self._in_step():
                 self._vote(_END)
 
-    def shared(self, mine: Any, always_votes: bool = False) -> Any:
-        """The object of rank 0, or of a rank that still has batches. The active ranks call this together.
-
-        always_votes: whether some rank may be about to vote for something else.
-        """
-        if not self.are_absent and not always_votes:
+    def shared(self, mine: Any) -> Any:
+        """The object of rank 0, or of a rank that still has batches. The active ranks call this together."""
+        if not self.are_absent:
             return self._agreement.from_rank_0(mine)
         with self._in_step():
             self._vote(_PRICES)

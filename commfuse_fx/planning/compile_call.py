@@ -98,7 +98,10 @@ def plan_step(
         local_parameters=sharding is not None and sharding.local_parameters,
         gradients=asked.gradients,
         by_autograd=bool(program.by_autograd),
+        by_rules=asked.by_rules,
     )
+    if asked.by_rules and config.plans_by_cost:
+        program.note("by rules", "buckets", "ranks may come to this graph at other times, so no prices are asked for")
     for each in skipped_passes(situation):
         program.note(SKIPPED, each.name, f"it works on what is computed, and {program.by_autograd}")
     context = PassContext.of(config)

@@ -50,7 +50,10 @@ class OnCompile(Protocol):
 
 
 class Planner:
-    """Finds or makes the plan of a call. on_compile: sees each compile. form: as in `CompileRequest`."""
+    """Finds or makes the plan of a call.
+
+    on_compile: sees each compile. form: as in `CompileRequest`. by_rules: as in `PassRequest`.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class Planner:
         mesh: Mesh,
         on_compile: OnCompile,
         form: str = "step",
+        by_rules: bool = False,
     ) -> None:
         self.model = model
+        self._by_rules = by_rules
         self.form = form
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -134,6 +139,11 @@ class Planner:
         plan.guards = self._guards()
 
     @property
+    def plans_by_cost(self) -> bool:
+        """Whether plans follow from prices."""
+        return self.config.plans_by_cost and not self._by_rules
+
+    @property
     def has_common_plan(self) -> bool:
         """Whether plans for the model as it is now are already those that ranks have in common."""
         return self._mode in self._common
@@ -189,7 +199,7 @@ class Planner:
             self.config,
             training,
             self._describe_optimizer(opaque) if training else None,
-            PassRequest(flat_updates=flat_updates, common=self._common.get(self._mode) if self._common else None),
+            self._asked(flat_updates=flat_updates),
             keep_captured or self.form == "module" or self._on_compile.keeps_captured(),
             self.form,
         )
@@ -210,9 +220,12 @@ class Planner:
         if absent:
             leave_out(captured, absent)
         with progress("compiling the module's backward"):
-            asked = PassRequest(gradients=gradients, common=self._common.get(self._mode) if self._common else None)
-            planned = plan_step(captured, self.config, asked)
+            planned = plan_step(captured, self.config, self._asked(gradients=gradients))
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
+
+    def _asked(self, flat_updates: bool = True, gradients: str = "reduced") -> PassRequest:
+        common = self._common.get(self._mode) if self._common else None
+        return PassRequest(flat_updates=flat_updates, common=common, gradients=gradients, by_rules=self._by_rules)
 
     def _compile_divided(self, request: CompileRequest) -> Compiled:
         """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""

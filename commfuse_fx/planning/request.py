@@ -51,6 +51,7 @@ class PassRequest:
     sharding: how the step is divided, None for data parallelism.
     common: what nodes count as in a plan that all ranks have in common, whatever their batches.
     gradients: what becomes of them, as in `Situation`.
+    by_rules: whether nothing follows from prices, as in `Situation`.
     """
 
     sliced_inputs: Sequence[str] = ()
@@ -58,6 +59,7 @@ class PassRequest:
     sharding: Sharding | None = None
     common: Seconds | None = None
     gradients: str = "reduced"
+    by_rules: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class FuseCollectives(PricedPass):
     def when(cls, situation: Situation) -> FuseCollectives | None:
         is_cut_within = situation.variant.get("cut_within", False)
         mib = situation.variant.get("fused_mib", None)
-        if (situation.in_order or situation.by_autograd) and situation.config.comm_fusion.is_optimal:
+        if situation.config.comm_fusion.is_optimal and not situation.by_cost:
             mib = OF_DDP_MIB  # prices would follow from what this rank computes
         return cls(mib, situation.across_steps and not is_cut_within)
 

@@ -99,10 +99,12 @@ def marked(model: Words) -> Words:
     return model
 
 
+OPTIMAL: dict[str, Any] = {"allreduce": {"mode": "optimal", "config": None}}
 FUSION: list[dict[str, Any]] = [
     {"allreduce": {"mode": "index", "config": [2, 4]}},
     {"allreduce": {"mode": "size", "config": 1}},
     {"openstate": False},
+    OPTIMAL,
 ]
 
 
@@ -115,7 +117,7 @@ def buckets(fusion: dict[str, Any]) -> list[Any]:
     return [sent, [bool(graph.program.by_autograd) for graph in graphs], wrapped.explain().text()]
 
 
-@pytest.mark.parametrize("fusion", FUSION, ids=lambda fusion: next(iter(fusion)))
+@pytest.mark.parametrize("fusion", FUSION, ids=["index", "size", "off", "optimal"])
 def test_buckets_are_those_of_a_known_size(ranks: Ranks, fusion: dict[str, Any]) -> None:
     for (known, for_any), by_autograd, text in ranks.values(buckets, fusion):
         assert by_autograd == [False, True]
@@ -173,8 +175,10 @@ def test_a_loop_with_graphs_for_any_size_gives_what_ddp_gives(ranks: Ranks, loop
 
 
 def ways_for_any_size() -> int:
+    """With plans by cost, for which ranks would have to come to a graph at the same time."""
     with any_size():
-        return compare(routed, Routes(), find_unused_parameters=True)
+        compare(routed, Routes(), find_unused_parameters=True)
+    return compare(routed, Routes(), find_unused_parameters=True, comm_fusion=OPTIMAL)
 
 
 def test_ranks_may_run_other_graphs_for_any_size(ranks: Ranks) -> None:

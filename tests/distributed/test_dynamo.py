@@ -327,4 +327,4 @@ def lowered_on_one_rank(options: dict[str, Any]) -> list[list[str]]:
 @pytest.mark.parametrize("mode", ["auto", "optimal"])
 def test_one_rank_may_look(ranks: Ranks, mode: str) -> None:
     for found, ran in ranks.values(lowered_on_one_rank, {"comm_fusion": {"allreduce": {"mode": mode, "config": None}}}):
-        assert found == ran or mode == "optimal"  # with prices in common ranks plan again
+        assert found == ran

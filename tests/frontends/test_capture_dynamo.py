@@ -175,6 +175,7 @@ def test_gradients_disabled_and_frozen() -> None:
     ("options", "error", "text"),
     [
         ({"loss_fn": F.mse_loss}, cf.ConfigValueError, 'capture="dynamo" is an option of the module form'),
+        ({"schedule": cf.ScheduleConfig(memory_limit=1 << 30)}, cf.ConfigValueError, "planned one by one"),
         ({"capture": "trace2"}, cf.ConfigValueError, "capture is 'trace2'|capture='trace2'"),
     ],
 )
