@@ -15,6 +15,7 @@ from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.capture.signature import Watch
 from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.frontends.call_undone import call_undone
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.lowering import Lowering, reached_by_autograd
@@ -51,15 +52,14 @@ class DynamoModule(CompiledModule):
         late.begin(syncs)
         try:
             outputs = self._run_graphs(args, kwargs)
-            leaves = flatten_output(outputs, "output")[0] if owes else []
         except Exception as error:
             if syncs or owes:
                 self._graphs.tell(error)
             raise
         if owes and not syncs:
             self._end_iteration()
-        elif owes:
-            late.follow(output for _, output in leaves)
+        elif syncs and self._session.uneven is not None:
+            late.follow(_tensors_in(outputs))
         return outputs
 
     def _look(self) -> Watch:
@@ -116,8 +116,8 @@ class DynamoModule(CompiledModule):
         try:
             with quietly, torch.inference_mode(False), torch.enable_grad(), call_undone(self.module):
                 watch = self._look()
-                leaves, _ = flatten_output(self._run_graphs(args, kwargs), "output")
-                reached = reached_by_autograd([output for _, output in leaves if output.requires_grad])
+                outputs = _tensors_in(self._run_graphs(args, kwargs))
+                reached = reached_by_autograd([output for output in outputs if output.requires_grad])
         finally:
             graphs.lowering = None
         names = [name for name, param in watch.params.items() if id(param) in reached]
@@ -141,6 +141,14 @@ class DynamoModule(CompiledModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+
+def _tensors_in(outputs: Any) -> list[torch.Tensor]:
+    """The tensors that a model has returned; none if an object among them holds itself."""
+    try:
+        return [output for _, output in flatten_output(outputs, "output")[0]]
+    except CaptureError:
+        return []
 
 
 class _Running(threading.local):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +33,12 @@ class _Backward:
     open: parameters whose gradients are not reduced. settled: gradients that graphs have reduced, or not reached, with
     their versions.
     sent: buffers that graphs have sent. aside: what gradients of this rank may not be added to.
-    ends: whether ranks without batches wait for its end.
+    is_outermost: whether no other backward runs around it. has_gradients: whether it has come to a parameter.
     """
 
     may_run_again: bool
-    ends: bool = False
+    is_outermost: bool
+    has_gradients: bool = False
     open: dict[str, None] = field(default_factory=dict)
     settled: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     sent: dict[str, None] = field(default_factory=dict)
@@ -76,12 +78,15 @@ class LateReduction:
             return  # activation checkpointing computes a forward again
         self._parts.means.clear()
         for failed in self._backwards.values():
-            failed.ends = False
+            failed.is_outermost = False
 
     def follow(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Ranks without batches wait for the end of the backward of these outputs of the model."""
+        """The outermost backward begins at these outputs of the model."""
         for node in dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None):
-            node.register_prehook(lambda _: self._now() and None)
+            node.register_prehook(self._begun)
+
+    def _begun(self, gradients: Any) -> None:
+        self._now()
 
     @property
     def _are_absent(self) -> bool:
@@ -105,6 +110,7 @@ class LateReduction:
         if not names and not passed:
             return
         now = self._now()
+        now.has_gradients = True
         if mode != "local" and names:
             now.sent.update(dict.fromkeys(buffers))
         for name in names:
@@ -127,6 +133,7 @@ class LateReduction:
     def accumulated(self, name: str) -> None:
         """Autograd has come to the end of a parameter: a compiled backward has written its gradient, or autograd."""
         now, param = self._now(), self._hooks.params[name]
+        now.has_gradients = True
         if name in now.settled:
             grad, version = now.settled[name]
             if param.grad is None or (param.grad is grad and grad._version == version):
@@ -154,15 +161,17 @@ class LateReduction:
         if task not in self._backwards:
             if len(self._backwards) >= _MOST:  # backwards that have failed
                 self._backwards.pop(next(iter(self._backwards)))
-            uneven = self._session.uneven
-            ends = uneven is not None and uneven.owes and not any(each.ends for each in self._backwards.values())
-            self._backwards[task] = _Backward(bool(torch._C._autograd._get_current_graph_task_keep_graph()), ends)
+            is_outermost = not any(each.is_outermost for each in self._backwards.values())
+            may_run_again = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+            self._backwards[task] = _Backward(may_run_again, is_outermost)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         return self._backwards[task]
 
     def _end(self, task: int) -> None:
         now = self._backwards.pop(task)
-        if not self.syncs or self._session.uneven is None:
+        for outer in self._backwards.values():
+            outer.has_gradients = outer.has_gradients or (outer.is_outermost and now.has_gradients)
+        if not now.has_gradients or not self.syncs or self._session.uneven is None:
             return
         try:
             self._reduce_rest(now)
@@ -171,15 +180,16 @@ class LateReduction:
             raise
         finally:
             self._put_back(now.aside)
-        if now.ends:
+        if now.is_outermost:
             self._session.uneven.end()
 
     def _reduce_rest(self, now: _Backward) -> None:
-        buffers = (
-            {} if now.may_run_again else {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
-        )
+        buffers: Mapping[str, torch.Tensor] = {}
+        if now.is_outermost and not now.may_run_again:  # else what a backward still reads would change
+            buffers = {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
         if self._find_unused:
-            self._reduce_all(buffers)
+            if now.is_outermost:
+                self._reduce_all(buffers)
         elif now.open or buffers:
             names = [name for name in self._hooks.params if name in now.open]
             self._warn([name for name in names if name not in self._expected])

@@ -252,16 +252,16 @@ def test_a_frame_past_the_limit_is_reduced(ranks: Ranks) -> None:
 
 
 def sums(wrapped: Any, model: nn.Module) -> Iterator[Any]:
-    """Micro-batches, then backwards on top of what has been reduced."""
+    """Micro-batches, then backwards on top of what has been reduced. Graphs of later steps are for any size."""
     scale = 1 if isinstance(wrapped, cf.CompiledModule) else dist.get_world_size()
     for step in range(3):
         model.zero_grad(set_to_none=step != 1)
         with wrapped.no_sync():
             for part in range(2):
-                wrapped(batch(10 * step + part)).square().mean().backward()
+                wrapped(batch(10 * step + part, 4 + step)).square().mean().backward()
         kept = model.get_parameter("python.0.weight").grad
         for part in range(2):
-            wrapped(batch(10 * step + part + 5)).square().mean().backward()
+            wrapped(batch(10 * step + part + 5, 4 + step)).square().mean().backward()
             yield [None if grad is None else grad * scale for grad in grads(model)]
         assert kept is model.get_parameter("python.0.weight").grad
 
