@@ -18,6 +18,7 @@ from torch import nn
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs
+from commfuse_fx.frontends.module_backward import LOOKED_AT
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
 from commfuse_fx.support.logs import logger
@@ -65,6 +66,7 @@ class LateReduction:
         self._expected: dict[str, None] = {}  # what a graph for any size reads
         self._warned: dict[str, None] = {}
         self._backwards: dict[int, _Backward] = {}
+        self._ends = 0  # backwards at whose end ranks have agreed that nothing is left
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
         """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
@@ -174,16 +176,20 @@ class LateReduction:
         if not now.has_gradients or not self.syncs or self._session.uneven is None:
             return
         try:
-            self._reduce_rest(now)
+            has_reduced = self._reduce_rest(now)
         except Exception as error:
             self._session.tell(error)
             raise
         finally:
             self._put_back(now.aside)
         if now.is_outermost:
+            if not has_reduced and self._ends < LOOKED_AT:
+                self._ends += 1
+                self._session.uneven.agree_on_end()
             self._session.uneven.end()
 
-    def _reduce_rest(self, now: _Backward) -> None:
+    def _reduce_rest(self, now: _Backward) -> bool:
+        """Reduce what is left. Returns whether something is."""
         buffers: Mapping[str, torch.Tensor] = {}
         if now.is_outermost and not now.may_run_again:  # else what a backward still reads would change
             buffers = {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
@@ -194,6 +200,9 @@ class LateReduction:
             names = [name for name in self._hooks.params if name in now.open]
             self._warn([name for name in names if name not in self._expected])
             self._reduce(names, buffers)
+        else:
+            return False
+        return True
 
     def _reduce(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: self._hooks.params[name] for name in names}

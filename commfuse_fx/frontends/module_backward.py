@@ -60,10 +60,11 @@ class Calls:
     def is_looked_at(self) -> bool:
         """Whether this backward is one of the first, in which a mistake of the program shows: looking takes time."""
         self._backwards += 1
-        return self._backwards <= _LOOKED_AT
+        return self._backwards <= LOOKED_AT
 
 
-_LOOKED_AT = 16
+LOOKED_AT = 16
+"""How many of the first backwards are looked at."""
 
 
 class ModuleCall:

@@ -122,6 +122,15 @@ class UnevenBatches:
             with self._in_step():
                 self._vote(_END)
 
+    def agree_on_end(self) -> None:
+        """Vote that nothing more is sent in this backward.
+
+        Raises PlanMismatchError, on every rank, where another rank is about to send something.
+        """
+        if self.roll is None:
+            with self._in_step():
+                self._vote(_END)
+
     def shared(self, mine: Any) -> Any:
         """The object of rank 0, or of a rank that still has batches. The active ranks call this together."""
         if not self.are_absent:

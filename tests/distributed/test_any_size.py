@@ -263,3 +263,25 @@ def test_a_rank_that_fails_between_buckets_is_named(ranks: Ranks) -> None:
     (name, text), other = ranks.values(failing)
     assert other[0] == "KeyError" and "a bad gradient" in other[1]
     assert name == "CollectiveError" and "rank 1: KeyError" in text
+
+
+def uneven() -> list[Any]:
+    """Rank 0 has one batch, and rank 1 three, each of another length."""
+    found = []
+    with any_size():
+        wrapped, model, other, twin = pair(Words())
+        for call, each in ((wrapped, model), (other, twin)):
+            torch.manual_seed(dist.get_rank())
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
+            with call.join():
+                for step in range(1 + 2 * dist.get_rank()):
+                    optimizer.zero_grad()
+                    (call(words(2, 4 + step)).square().sum() / 100).backward()
+                    optimizer.step()
+            found.append([param.detach() for param in each.parameters()])
+    return found
+
+
+def test_ranks_may_have_other_numbers_of_batches_of_other_sizes(ranks: Ranks) -> None:
+    for ours, theirs in ranks.values(uneven):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -130,6 +130,37 @@ def test_every_graph_has_buckets_of_its_own(ranks: Ranks) -> None:
         assert "%blocks.0.linear/addmm.0" in text and "%blocks.0.norm/" in text and "%blocks.0/sum.0" in text
 
 
+class Alone(Breaks):
+    """Values may leave out the part that stays with Python."""
+
+    is_alone = False
+
+    @torch._dynamo.disable
+    def by_python(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x if self.is_alone else self.python(x)
+        return out
+
+
+def left_out_on_rank_0() -> list[str]:
+    model = Alone()
+    wrapped, *_ = pair(model, broadcast_buffers=False)
+    found = []
+    for alone in (False, True, False):
+        model.is_alone = alone and dist.get_rank() == 0
+        model.zero_grad()
+        try:
+            wrapped(batch(0)).square().mean().backward()
+            found.append("")
+        except cf.PlanMismatchError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_learn_in_the_same_step_that_one_has_more_to_reduce(ranks: Ranks) -> None:
+    for before, text, after in ranks.values(left_out_on_rank_0):
+        assert "rank 0 has no gradient of python.0.weight" in text and not before and not after
+
+
 class Fails(Breaks):
     """One rank fails in Python, between two graphs."""
 
