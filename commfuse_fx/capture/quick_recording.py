@@ -44,6 +44,8 @@ def quick_recording() -> AbstractContextManager[None]:
     """Inside the `with` block, make_fx records plain ops in the short way, if this version of torch can be followed."""
     if _original is None or list(inspect.signature(_original).parameters) != _PARAMETERS:
         return nullcontext()
+    if "decomposition_table" not in inspect.signature(proxy_tensor.ProxyTorchDispatchMode).parameters:
+        return nullcontext()  # torch 2.11 keeps it elsewhere
     return patched_here(proxy_tensor, "proxy_call", _record)
 
 
