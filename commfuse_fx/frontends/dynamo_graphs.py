@@ -21,7 +21,6 @@ from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.late_reduction import LateReduction
 from commfuse_fx.frontends.lowering import Lowering, refuse_collectives
 from commfuse_fx.frontends.module_session import ModuleSession
-from commfuse_fx.frontends.uneven_batches import is_known
 from commfuse_fx.inspect.explain_graphs import AsItIs, GraphsExplanation
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from commfuse_fx.support.logs import logger
@@ -104,8 +103,6 @@ class DynamoGraphs:
             try:
                 sent = self._compile(calls, others(values, names))
             except Exception as error:
-                if is_known(error):
-                    raise
                 why = why or f"the graph cannot be traced [{_in_short(error)}]"
             else:
                 if not why:

@@ -57,7 +57,8 @@ class ModuleJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Answer one forward and backward of the other ranks."""
-        self._session.answer()
+        if self._session.uneven is not None:
+            self._session.uneven.attend(self._session.runners.groups)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks end with the parameters and buffers of one of those that had the most batches."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,29 +19,10 @@ from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs
 from commfuse_fx.frontends.module_backward import LOOKED_AT
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
+from commfuse_fx.frontends.running_backwards import RunningBackward, RunningBackwards
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
-_MOST = 8  # backwards that run inside of each other
-
-
-@dataclass
-class _Backward:
-    """may_run_again: so that buffers stay as they were in the forward.
-
-    open: parameters whose gradients are not reduced. settled: gradients that graphs have reduced, or not reached, with
-    their versions.
-    sent: buffers that graphs have sent. aside: what gradients of this rank may not be added to.
-    is_outermost: whether no other backward runs around it. has_gradients: whether it has come to a parameter.
-    """
-
-    may_run_again: bool
-    is_outermost: bool
-    has_gradients: bool = False
-    open: dict[str, None] = field(default_factory=dict)
-    settled: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
-    sent: dict[str, None] = field(default_factory=dict)
-    aside: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LateReduction:
@@ -65,7 +44,7 @@ class LateReduction:
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._expected: dict[str, None] = {}  # what a graph for any size reads
         self._warned: dict[str, None] = {}
-        self._backwards: dict[int, _Backward] = {}
+        self._running = RunningBackwards()
         self._ends = 0  # backwards at whose end ranks have agreed that nothing is left
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -79,16 +58,11 @@ class LateReduction:
         if torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing computes a forward again
         self._parts.means.clear()
-        for failed in self._backwards.values():
-            failed.is_outermost = False
+        self._running.forget()
 
     def follow(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The outermost backward begins at these outputs of the model."""
-        for node in dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None):
-            node.register_prehook(self._begun)
-
-    def _begun(self, gradients: Any) -> None:
-        self._now()
+        """The backward begins at these outputs of the model."""
+        self._running.follow(outputs, self._end)
 
     @property
     def _are_absent(self) -> bool:
@@ -150,29 +124,13 @@ class LateReduction:
             self._parts.refuse(name, param)
             return
         assert param.grad is not None, "it holds a sum"
-        aside = self._now().aside
-        if name in aside:
-            aside[name].add_(param.grad)
-        else:
-            aside[name] = param.grad
+        self._now().put_aside(name, param.grad)
         param.grad = None
 
-    def _now(self) -> _Backward:
-        """The backward that runs now. Activation checkpointing may run another one inside of it."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._backwards:
-            if len(self._backwards) >= _MOST:  # backwards that have failed
-                self._backwards.pop(next(iter(self._backwards)))
-            is_outermost = not any(each.is_outermost for each in self._backwards.values())
-            may_run_again = bool(torch._C._autograd._get_current_graph_task_keep_graph())
-            self._backwards[task] = _Backward(may_run_again, is_outermost)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-        return self._backwards[task]
+    def _now(self) -> RunningBackward:
+        return self._running.now(self._end)
 
-    def _end(self, task: int) -> None:
-        now = self._backwards.pop(task)
-        for outer in self._backwards.values():
-            outer.has_gradients = outer.has_gradients or (outer.is_outermost and now.has_gradients)
+    def _end(self, now: RunningBackward) -> None:
         if not now.has_gradients or not self.syncs or self._session.uneven is None:
             return
         try:
@@ -182,20 +140,18 @@ class LateReduction:
             raise
         finally:
             self._put_back(now.aside)
-        if now.is_outermost:
-            if not has_reduced and self._ends < LOOKED_AT:
-                self._ends += 1
-                self._session.uneven.agree_on_end()
-            self._session.uneven.end()
+        if not has_reduced and self._ends < LOOKED_AT:
+            self._ends += 1
+            self._session.uneven.agree_on_end()
+        self._session.uneven.end()
 
-    def _reduce_rest(self, now: _Backward) -> bool:
+    def _reduce_rest(self, now: RunningBackward) -> bool:
         """Reduce what is left. Returns whether something is."""
         buffers: Mapping[str, torch.Tensor] = {}
-        if now.is_outermost and not now.may_run_again:  # else what a backward still reads would change
+        if not now.may_run_again:  # what it reads would change
             buffers = {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
         if self._find_unused:
-            if now.is_outermost:
-                self._reduce_all(buffers)
+            self._reduce_all(buffers)
         elif now.open or buffers:
             names = [name for name in self._hooks.params if name in now.open]
             self._warn([name for name in names if name not in self._expected])

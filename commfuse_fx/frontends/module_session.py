@@ -11,6 +11,7 @@ import torch
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of
+from commfuse_fx.frontends.prices_of_one_rank import PricesOfOneRank
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.uneven_batches import UnevenBatches, is_known, note_known
@@ -19,7 +20,6 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
-from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
@@ -35,10 +35,11 @@ class ModuleSession(Session):
     def __init__(self, planner: Planner, rank: int) -> None:
         super().__init__(planner, rank)
         self.uneven: UnevenBatches | None = None
+        self._prices: PricesOfOneRank | None = None
         if self.agreement is not None:
             self.uneven = UnevenBatches(self.agreement, lambda: self.device, self.step_of_ranks)
+            self._prices = PricesOfOneRank(planner, self.uneven, rank)
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
-        self._prices: Seconds | None = None  # what nodes take on rank 0, where plans follow from that
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
@@ -60,11 +61,6 @@ class ModuleSession(Session):
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next((param.device for param in self.planner.model.parameters()), torch.device("cpu"))
-
-    def answer(self) -> None:
-        """In a `Join` context, on a rank without batches: take part in one iteration of the others."""
-        if self.uneven is not None:
-            self.uneven.attend(self.runners.groups)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], syncs: bool) -> Forward:
         """Run the compiled forward. syncs: whether its backward is to reduce: other ranks will wait for this one.
@@ -98,8 +94,8 @@ class ModuleSession(Session):
             self._compiled(self.planner.take_apart(args, kwargs))
 
     def _compiled(self, call: Call) -> Plan:
-        if self.agreement is not None and self.planner.plans_by_cost:
-            self._plan_by_prices_of_rank_0(call)
+        if self._prices is not None and self.planner.plans_by_cost:
+            self._prices.plan_in_common(call)
         return self.planner.plan(call)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
@@ -114,23 +110,6 @@ class ModuleSession(Session):
         versions = [(name, tensor, tensor._version) for name, tensor in watched]
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
-
-    def _plan_by_prices_of_rank_0(self, call: Call) -> None:
-        """Batches of other sizes would lead to other plans. All ranks come here in their first forward; for a model
-        that has changed since, the prices are those of then."""
-        self.planner.signature(call)  # looks at the model
-        if self.planner.has_common_plan:
-            return
-        if self._prices is None:
-            assert self.uneven is not None, "several ranks"
-            mine = None
-            try:
-                if self.rank == self.uneven.source_of_prices:
-                    mine = self.planner.seconds_by_name(call)
-            finally:
-                self._prices = self.uneven.shared(mine)
-        if self._prices is not None:
-            self.planner.plan_in_common(self._prices)
 
     def backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
