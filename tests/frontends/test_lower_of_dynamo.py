@@ -145,11 +145,10 @@ def test_several_graphs_where_one_is_wanted() -> None:
         cf.diff(found, found)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"), [(cf.ops.all_reduce, "cf.ops.all_reduce"), (in_the_graph, "commfuse.all_reduce")]
-)
-def test_collectives_of_the_model_are_refused(call: Any, name: str) -> None:
-    with pytest.raises(cf.NotAvailableError, match=f"calls {name}: .*attribute graphs"):
+@pytest.mark.parametrize("call", [cf.ops.all_reduce, in_the_graph])
+def test_collectives_of_the_model_are_refused(call: Any) -> None:
+    # Whether Dynamo looks into a function of this package depends on the version of torch.
+    with pytest.raises(cf.NotAvailableError, match=r"calls (cf\.ops|commfuse)\.all_reduce: .*attribute graphs"):
         lowered(Sends(call), device_num=2)
 
 
