@@ -109,11 +109,30 @@ class UnevenBatches:
             )
 
     def tell(self, signature: int, program: Program) -> None:
-        """The ranks have voted for this program. Those that do not run it themselves may not know it."""
+        """The ranks have voted for this program. Those that do not run it themselves may not know it.
+
+        Raises CommFuseError, on all ranks, for a program that cannot be written as JSON.
+        """
         assert self.roll is not None, "some rank is absent"
-        if signature not in self._texts:
-            text = to_json(program) if self._agreement.rank == self.roll.source else None
-            self._texts[signature] = self._agreement.from_all(text)[self.roll.source]
+        if signature in self._texts:
+            return
+        text = error = None
+        if self._agreement.rank == self.roll.source:
+            try:
+                text = to_json(program)
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        self._learn(signature, (text, error))
+
+    def _learn(self, signature: int, mine: tuple[str | None, str | None]) -> None:
+        assert self.roll is not None, "some rank is absent"
+        text, error = self._agreement.from_all(mine)[self.roll.source]
+        if error is not None:
+            raise CommFuseError(
+                f"rank {self.roll.source} cannot tell ranks without batches what it sends [{error}]: give all ranks as "
+                "many batches (drop_last)"
+            )
+        self._texts[signature] = text
 
     def end(self) -> None:
         """Nothing more is sent for this forward."""
@@ -169,9 +188,9 @@ class UnevenBatches:
         roll = self.roll
         assert roll is not None, "it has been taken"
         if signature not in self._texts:
-            self._texts[signature] = self._agreement.from_all(None)[roll.source]
+            self._learn(signature, (None, None))
         if signature not in self._programs:
-            self._programs[signature] = from_json(self._texts[signature])
+            self._programs[signature] = from_json(self._texts[signature], any_op=True)
         program = self._programs[signature]
         wire = Wire(program, groups, self._agreement.rank)
         wire.distress, wire.buffers_from = self._agreement.distress, roll.source
