@@ -5,7 +5,7 @@ So a graph serves for any size: nothing that is planned depends on sizes other t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +133,7 @@ class AutogradSession(GraphSession):
                 torch.autograd.backward([edge for edge, _ in begins], [grad for _, grad in begins], keep)
             return sent.finish()
 
-    def begin(self, forward: Forward, recorded: Recorded, reached: Sequence[str], mode: str, keep: bool) -> Arrivals:
+    def begin(self, forward: Forward, recorded: Recorded, reached: Collection[str], mode: str, keep: bool) -> Arrivals:
         """Begin to send the gradients that a backward reaches. Returns what takes them."""
         absent = tuple(number for name, number in self.numbers.items() if name not in reached)
         plan = self.plan_of(forward.plan, mode, absent)
@@ -205,7 +205,7 @@ class _Sent:
         self._came[self._session.numbers[name]] = gradient
         self._arrivals.take(self._came)
 
-    def _reached(self) -> list[str]:
-        """The parameters that this backward reaches. autograd knows them as soon as it has begun."""
+    def _reached(self) -> dict[str, None]:
+        """The parameters that this backward reaches. Autograd knows them as soon as it has begun."""
         nodes = ((name, get_gradient_edge(leaf).node) for name, leaf in self._recorded.params.items())
-        return [name for name, node in nodes if torch._C._will_engine_execute_node(node)]
+        return {name: None for name, node in nodes if torch._C._will_engine_execute_node(node)}

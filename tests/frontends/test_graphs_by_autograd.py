@@ -157,3 +157,28 @@ def test_checkpointing_around_the_module(is_reentrant: bool) -> None:
             found.append((x.grad, [param.grad for param in run.parameters()]))
         torch.testing.assert_close(*found)
     assert [bool(graph.program.by_autograd) for graph in call.graphs] == [False, True]
+
+
+class Saved(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)).view(-1)
+
+
+def test_outputs_that_the_backward_reads_may_not_change() -> None:
+    torch._dynamo.reset()
+    call = cf.compile(Saved(), capture="dynamo", cpu_kernels=False)
+    for rows in (3, 5, 6):
+        out = call(torch.randn(rows, 4))
+        out.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_graph_for_any_size_in_a_virtual_world() -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        found = cf.compile(Dropped(), capture="dynamo", device_num=8, global_rank=3).lower(torch.randn(3, 4))
+    assert found.program.by_autograd == "the graph is for any size"
+    assert [(each.kind, each.members) for each in found.collectives] == [("all_reduce", ["first.bias", "first.weight"])]
+    skipped = [note.subject for note in found.program.notes if note.topic == "skipped passes"]
+    assert "draw_masks" in skipped and "gradients_first" in skipped
