@@ -33,6 +33,7 @@ class FakeTensors(FakeTensorMode):
         known = None if key is None else known_result(self, key, args)
         if known is not None:
             return known
+        self.cache_enabled = key is None  # torch need not remember it too
         try:
             made = super().dispatch(func, types, args, kwargs)
             if key is not None:

@@ -1,7 +1,7 @@
 """Remember what torch's rules for fake tensors say of an op: looking it up takes half as long as in torch's own cache.
 
-Only ops are remembered that make one strided tensor, which is new or a view of one argument. What they make follows
-from the layouts of their arguments and from Python constants.
+Only ops are remembered that make new strided tensors or one view of an argument. What they make follows from the
+layouts of their arguments and from Python constants.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Result(NamedTuple):
     offset: int
 
 
-_known: dict[tuple[Any, ...], _Result] = {}
+_known: dict[tuple[Any, ...], _Result | tuple[_Result | None, ...]] = {}
 _suitable: dict[int, tuple[Any, bool]] = {}
 """By the identity of an op, which stays alive here: whether its results can be remembered."""
 
@@ -55,12 +55,37 @@ def key_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any
     return tuple(parts) if is_known else None
 
 
-def known_result(mode: FakeTensorMode, key: tuple[Any, ...], args: Any) -> FakeTensor | None:
+def known_result(mode: FakeTensorMode, key: tuple[Any, ...], args: Any) -> Any:
     """Make what the op has made before of arguments with this key; None if it has not been called."""
     found = _known.get(key)
-    if found is None:
-        return None
-    shape, stride, dtype, device, view_of, offset = found
+    if found is None or isinstance(found, _Result):
+        return None if found is None else _make(mode, found, args)
+    return tuple([None if each is None else _make(mode, each, args) for each in found])
+
+
+def remember(mode: FakeTensorMode, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    """Remember what an op has made, unless more belongs to it than a `_Result` says."""
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if len(_known) >= _MOST:
+        _known.clear()
+    if func.is_view:
+        if len(given) == 1 and any(value is given[0] for value in args) and _shares(made, given):
+            view_of = next(i for i, value in enumerate(args) if value is given[0])
+            if (result := _result_of(mode, made, args, view_of)) is not None:
+                _known[key] = result
+    elif not isinstance(made, tuple):
+        if (result := None if _shares(made, given) else _result_of(mode, made, args)) is not None:
+            _known[key] = result
+    else:
+        results = [None if each is None else _result_of(mode, each, args) for each in made]
+        there = [each for each in made if each is not None]
+        is_new = not any(_shares(each, given + there[:i]) for i, each in enumerate(there))
+        if is_new and all((result is None) == (each is None) for result, each in zip(results, made, strict=True)):
+            _known[key] = tuple(results)
+
+
+def _make(mode: FakeTensorMode, result: _Result, args: Any) -> FakeTensor:
+    shape, stride, dtype, device, view_of, offset = result
     with in_kernel_invocation_manager(mode):
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if view_of >= 0:
@@ -68,27 +93,19 @@ def known_result(mode: FakeTensorMode, key: tuple[Any, ...], args: Any) -> FakeT
     return FakeTensor(mode, made, device)
 
 
-def remember(mode: FakeTensorMode, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, made: Any) -> None:
-    """Remember what an op has made, unless more belongs to it than a `_Result` says."""
+def _result_of(mode: FakeTensorMode, made: Any, args: Any, view_of: int = -1) -> _Result | None:
     if type(made) is not FakeTensor or made.constant is not None or made.requires_grad or not _is_plain(made):
-        return
-    memory = made.untyped_storage()._cdata
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    shared = [value for value in given if value.untyped_storage()._cdata == memory]
-    view_of, offset = -1, 0
-    if func.is_view:
-        if len(given) != 1 or not shared or not any(value is given[0] for value in args):
-            return
-        view_of, offset = next(i for i, value in enumerate(args) if value is given[0]), int(made.storage_offset())
-    elif shared:
-        return
-    if len(_known) >= _MOST:
-        _known.clear()
-    _known[key] = _Result(tuple(made.shape), made.stride(), made.dtype, made.fake_device, view_of, offset)
-    again = known_result(mode, key, args)
-    assert again is not None
-    if torch._C._dispatch_key_set(again) != torch._C._dispatch_key_set(made) or again.storage_offset() != offset:
-        del _known[key]
+        return None
+    offset = int(made.storage_offset()) if view_of >= 0 else 0
+    result = _Result(tuple(made.shape), made.stride(), made.dtype, made.fake_device, view_of, offset)
+    again = _make(mode, result, args)
+    is_equal = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
+    return result if is_equal and again.storage_offset() == made.storage_offset() else None
+
+
+def _shares(made: Any, others: list[Any]) -> bool:
+    memory = made.untyped_storage()._cdata if type(made) is FakeTensor and made.layout is torch.strided else None
+    return any(each.layout is torch.strided and each.untyped_storage()._cdata == memory for each in others)
 
 
 def _is_suitable(func: Any) -> bool:
@@ -97,7 +114,7 @@ def _is_suitable(func: Any) -> bool:
     schema, implicit = func._schema, torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         not schema.is_mutable
-        and [str(each.type) for each in schema.returns] == ["Tensor"]
+        and {str(each.type) for each in schema.returns} == {"Tensor"}
         and not any(tag in func.tags for tag in _NOT_LAYOUTS_ALONE)
         and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
     )

@@ -7,6 +7,7 @@ Torch records all others. The nodes are the same, except that they lack metadata
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -61,14 +62,28 @@ def _record(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwa
     except _NotPlain:
         return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
     node = tracer.graph.create_node("call_function", func, node_args, node_kwargs, name)
-    proxy = fx.Proxy(node, tracer)
     out = func(*args, **kwargs)
-    if type(out) is FakeTensor and out.layout is torch.strided:
-        node.meta["val"] = proxy_tensor.extract_val(out)
-        proxy_tensor.set_proxy_slot(out, tracer, proxy_tensor._ProxyTensor(proxy, None))
+    if _is_strided(out):
+        _stands_for(node, out, tracer)
+    elif type(out) in (tuple, list) and all(each is None or _is_strided(each) for each in out):
+        for i, each in enumerate(out):
+            part = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, "getitem")
+            if each is not None:
+                _stands_for(part, each, tracer)
+        parts = list(node.users)
+        node.meta["val"] = type(out)([part.meta.get("val") for part in parts])
     else:
-        proxy_tensor.track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+        proxy_tensor.track_tensor_tree(out, fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return out
+
+
+def _is_strided(value: Any) -> bool:
+    return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def _stands_for(node: fx.Node, value: FakeTensor, tracer: Any) -> None:
+    node.meta["val"] = proxy_tensor.snapshot_fake(value)
+    proxy_tensor.set_proxy_slot(value, tracer, proxy_tensor._ProxyTensor(fx.Proxy(node, tracer), None))
 
 
 def _node_of(value: Any, known: Any) -> Any:
