@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 aten = torch.ops.aten
 
@@ -68,3 +69,10 @@ BATCH_NORMS: Mapping[Any, Callable[..., Any]] = {
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }
+
+
+def statistics_of(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a node writes without a word of it in its schema."""
+    if node.target not in (aten.native_batch_norm.default, aten.cudnn_batch_norm.default):
+        return []
+    return [value for value in node.args[3:5] if isinstance(value, fx.Node)]

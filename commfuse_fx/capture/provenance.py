@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,10 +26,9 @@ from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_ea
 from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.graph_of_dynamo import locator_of
 from commfuse_fx.capture.python_numbers import PythonNumbers
-from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.capture.substitute import Attributes
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.random_draws import call_draws, draws_random_numbers
+from commfuse_fx.ir.random_draws import call_draws
 from commfuse_fx.support.user_lines import _location, is_user_file, user_line
 
 _DEVICE = torch.ops.prim.device.default
@@ -199,40 +198,3 @@ class OriginRecorder(TorchDispatchMode):
 
     def _place(self, line: str) -> str:
         return f"in {self.module or 'the top-level module'}{f' at {line}' if line else ''}"
-
-
-class OriginKeeper(fx.Interpreter):
-    """Traces a graph again, so that new nodes inherit the origins of old ones, and results keep their strides."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self._moving = in_place_ops_that_move(module.graph)
-
-    def run_node(self, n: fx.Node) -> Any:
-        graph = traced_graph()
-        last = graph._root.prev
-        if draws_random_numbers(n):
-            out = self._draw_in_memory_order(n)
-        elif n in self._moving:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            out = args[0].copy_(self._moving[n](*args, **kwargs))
-        else:
-            out = super().run_node(n)
-            if not any(part.alias_info for part in getattr(getattr(n.target, "_schema", None), "returns", ())):
-                out = laid_out_like(out, n.meta.get("val"))
-        annotate_after(graph, last, origin_of(n))
-        return out
-
-    def _draw_in_memory_order(self, n: fx.Node) -> Any:
-        """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not n.target._schema.is_mutable or args[0].is_contiguous():  # type: ignore[union-attr]
-            return super().run_node(n)
-        order = sorted(range(args[0].ndim), key=lambda dim: -args[0].stride(dim))
-        n.target(args[0].permute(order), *args[1:], **kwargs)  # type: ignore[operator]
-        return args[0]
-
-
-def keeping_origins(module: fx.GraphModule) -> Callable[..., Any]:
-    """`module` as a function to trace again."""
-    return lambda *args: OriginKeeper(module).run(*args)

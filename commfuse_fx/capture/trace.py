@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.func import functionalize
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -34,10 +33,11 @@ from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
 from commfuse_fx.capture.functional_collectives import functional_collectives
+from commfuse_fx.capture.functional_trace import make_functional
 from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
 from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.own_mode import own_mode_kept
-from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, keeping_origins, origin_of
+from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, origin_of
 from commfuse_fx.capture.quick_recording import quick_recording
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
@@ -208,21 +208,9 @@ def trace_step(
         refuse_kept_tensors(model)
         _check_constants(traced, recorder.attributes, replaced)
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
-        if _is_functional(traced.graph, decompositions):
-            functional = traced
-        else:
-            with torch._C._DisableAutocast(), fake:
-                functional = make_fx(
-                    functionalize(keeping_origins(traced), remove="mutations"),
-                    decomposition_table=decompositions,
-                    _disable_torch_fn_metadata_mode=True,
-                )(*(value.detach() for value in flat))
+        with torch._C._DisableAutocast(), fake:
+            functional = make_functional(traced, [value.detach() for value in flat], decompositions)
     return _read(functional, count, len(params), recorder.calls)
-
-
-def _is_functional(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> bool:
-    """Whether no op writes into a tensor or is to be decomposed, so that the second stage would change nothing."""
-    return not any(node.target in decompositions or written_nodes(node) for node in graph.nodes)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:

@@ -1,0 +1,140 @@
+"""Make a trace functional. Torch's functionalization runs the nodes that it may change, and all others are copied."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import maybe_current_level
+from torch._functorch.eager_transforms import _maybe_unwrap_functional_tensor, _wrap_all_tensors_to_functional
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+
+from commfuse_fx.capture.batch_norm import statistics_of
+from commfuse_fx.capture.provenance import ORIGIN, annotate_after, origin_of, traced_graph
+from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
+from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.random_draws import draws_random_numbers
+
+
+def make_functional(
+    traced: fx.GraphModule, inputs: list[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """The trace without ops that write into tensors, other than copies into its inputs at the end.
+
+    inputs: fake tensors for the placeholders. decompositions: by op, what is to stand in its place.
+    New nodes inherit the origins of old ones, and results keep their strides.
+    """
+    if not any(node.target in decompositions or written_nodes(node) for node in traced.graph.nodes):
+        return traced
+    run = _Functional(traced, decompositions).run
+    return make_fx(
+        functionalize(lambda *args: run(*args), remove="mutations"),
+        decomposition_table=decompositions,
+        _disable_torch_fn_metadata_mode=True,
+    )(*inputs)
+
+
+def _nodes_to_run(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> dict[fx.Node, None]:
+    """The nodes that functionalization may change: those that write, read what some node writes, or are decomposed."""
+    roots = Roots(graph)
+    written = {roots[value]: None for node in graph.nodes for value in (*written_nodes(node), *statistics_of(node))}
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            is_concerned = node.args[0] in found
+        elif isinstance(node.target, torch._ops.OpOverload):
+            inputs = node.all_input_nodes
+            is_concerned = (
+                node.target in decompositions
+                or bool(written_nodes(node))
+                or any(roots[value] in written for value in inputs)
+            )
+        else:
+            is_concerned = True
+        if is_concerned:
+            found[node] = None
+    return found
+
+
+class _Copied:
+    """The value of a node that was copied. tensor: what stands for it where a node is run, once one has asked."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.tensor: torch.Tensor | None = None
+
+
+class _Functional(fx.Interpreter):
+    """Traces a graph again."""
+
+    def __init__(self, module: fx.GraphModule, decompositions: Mapping[Any, Any]) -> None:
+        super().__init__(module)
+        self._moving = in_place_ops_that_move(module.graph)
+        self._to_run = _nodes_to_run(module.graph, decompositions)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n not in self._to_run:
+            return self._copy(n)
+        graph = traced_graph()
+        last = graph._root.prev
+        if draws_random_numbers(n):
+            out = self._draw_in_memory_order(n)
+        elif n in self._moving:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            out = args[0].copy_(self._moving[n](*args, **kwargs))
+        else:
+            out = super().run_node(n)
+            if not any(part.alias_info for part in getattr(getattr(n.target, "_schema", None), "returns", ())):
+                out = laid_out_like(out, n.meta.get("val"))
+        annotate_after(graph, last, origin_of(n))
+        return out
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return fx.node.map_arg(args, lambda value: self._tensor_of(self.env[value]))
+
+    def _copy(self, n: fx.Node) -> _Copied:
+        name = getattr(getattr(n.target, "overloadpacket", None), "__name__", None)
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), self._node_of)
+        node = traced_graph().create_node("call_function", n.target, args, kwargs, name)
+        node.meta |= {key: n.meta[key] for key in ("val", ORIGIN) if key in n.meta}
+        return _Copied(node)
+
+    def _node_of(self, n: fx.Node) -> fx.Node:
+        """The node of the new graph that has the value of an old one."""
+        value = self.env[n]
+        if isinstance(value, _Copied):
+            return value.node
+        mode = get_proxy_mode()
+        assert mode is not None, "not tracing"
+        slot = get_proxy_slot(_maybe_unwrap_functional_tensor(value, reapply_views=True), mode.tracer, None)
+        if slot is not None:
+            return slot.proxy.node  # type: ignore[no-any-return]
+        constant = mode.tracer.create_arg(value)
+        assert isinstance(constant, fx.Node) and constant.op == "get_attr"
+        constant.meta["val"] = n.meta["val"]  # that of torch would belong to the functionalization that runs
+        return constant
+
+    def _tensor_of(self, value: Any) -> Any:
+        """The tensor that stands for a copied value while functionalization runs."""
+        if not isinstance(value, _Copied):
+            return value
+        if value.tensor is None:
+            mode, level, fake = get_proxy_mode(), maybe_current_level(), value.node.meta["val"]
+            assert mode is not None and level is not None and isinstance(fake, FakeTensor)
+            set_proxy_slot(fake, mode.tracer, _ProxyTensor(fx.Proxy(value.node, mode.tracer), None))
+            value.tensor = _wrap_all_tensors_to_functional(fake, level)
+        return value.tensor
+
+    def _draw_in_memory_order(self, n: fx.Node) -> Any:
+        """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not n.target._schema.is_mutable or args[0].is_contiguous():  # type: ignore[union-attr]
+            return super().run_node(n)
+        order = sorted(range(args[0].ndim), key=lambda dim: -args[0].stride(dim))
+        n.target(args[0].permute(order), *args[1:], **kwargs)  # type: ignore[operator]
+        return args[0]
