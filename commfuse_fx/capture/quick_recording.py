@@ -51,8 +51,8 @@ def quick_recording() -> AbstractContextManager[None]:
 
 
 def _record(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name_if_plain(func)
-    if not name or pre_dispatch or func in mode.decomposition_table:
+    name, decompositions = _name_if_plain(func), getattr(mode, "decomposition_table", None)
+    if not name or pre_dispatch or decompositions is None or func in decompositions:
         return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
     tracer = mode.tracer
     known = tracer.tensor_tracker
