@@ -56,6 +56,14 @@ class Arguments(TwoLayers):
         return out + y.sum() * rows + (kept * 1).square().sum() + (h * 1).exp().sum()
 
 
+class Branches(TwoLayers):
+    """Python decides by a size, which Dynamo guards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.second(h * 3 if x.shape[0] > 5 else h) * x.shape[0]
+
+
 class Rows(TwoLayers):
     """How many rows there are follows from values."""
 
@@ -88,6 +96,11 @@ def test_views_of_any_size(kind: type[nn.Module]) -> None:
     assert any(graph.program.by_autograd for graph in explained.compiled)
     changing = ["it changes arguments that have a gradient, which autograd has to know"] * 3
     assert [each.reason for each in explained.as_they_are] == (changing if kind is Arguments else [])
+
+
+def test_a_size_may_decide() -> None:
+    call = trains_as_eager(Branches, (3, 4, 6, 8, 5, 2, 9))
+    assert [bool(graph.program.by_autograd) for graph in call.graphs] == [False, True, True]
 
 
 def test_sizes_that_follow_from_values() -> None:
