@@ -58,7 +58,6 @@ class LateReduction:
         if torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing computes a forward again
         self._parts.means.clear()
-        self._running.forget()
 
     def follow(self, outputs: Iterable[torch.Tensor]) -> None:
         """The backward begins at these outputs of the model."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-_MOST = 8  # backwards that run inside of each other, or have failed
 
 
 @dataclass
@@ -47,18 +46,28 @@ class RunningBackward:
             self.put_aside(name, total)
 
 
+OnEnd = Callable[[RunningBackward], None]
+
+
+class _End:
+    """What autograd calls at the end of one backward. It lives as long as that."""
+
+    def __init__(self, backwards: RunningBackwards, task: int, on_end: OnEnd) -> None:
+        self._backwards = backwards
+        self._task = task
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._backwards.ended(self._task, self._on_end)
+
+
 class RunningBackwards:
     """Knows the backward that runs now, and the outermost one."""
 
     def __init__(self) -> None:
-        self._by_task: dict[int, RunningBackward] = {}
+        self._by_task: dict[int, tuple[RunningBackward, weakref.ref[_End]]] = {}
 
-    def forget(self) -> None:
-        """A forward begins outside of any backward: those that have not ended have failed."""
-        for failed in self._by_task.values():
-            failed.is_outermost = False
-
-    def follow(self, outputs: Iterable[torch.Tensor], on_end: Callable[[RunningBackward], None]) -> None:
+    def follow(self, outputs: Iterable[torch.Tensor], on_end: OnEnd) -> None:
         """The outermost backward begins at these outputs of the model."""
 
         def begun(gradients: Any) -> None:
@@ -67,25 +76,26 @@ class RunningBackwards:
         for node in dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None):
             node.register_prehook(begun)
 
-    def now(self, on_end: Callable[[RunningBackward], None]) -> RunningBackward:
+    def now(self, on_end: OnEnd) -> RunningBackward:
         """The backward that runs now. on_end: is called when the outermost one has ended."""
         task = torch._C._current_graph_task_id()
         if task not in self._by_task:
-            if len(self._by_task) >= _MOST:
-                self._by_task.pop(next(iter(self._by_task)))
             may_run_again = bool(torch._C._autograd._get_current_graph_task_keep_graph())
-            self._by_task[task] = RunningBackward(may_run_again, self._outermost is None)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task, on_end))
-        return self._by_task[task]
+            found, end = RunningBackward(may_run_again, self._outermost() is None), _End(self, task, on_end)
+            self._by_task[task] = found, weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        return self._by_task[task][0]
 
-    @property
     def _outermost(self) -> RunningBackward | None:
-        return next((each for each in self._by_task.values() if each.is_outermost), None)
+        # Autograd lets go of the end of a backward that has failed.
+        self._by_task = {task: each for task, each in self._by_task.items() if each[1]() is not None}
+        return next((running for running, _ in self._by_task.values() if running.is_outermost), None)
 
-    def _end(self, task: int, on_end: Callable[[RunningBackward], None]) -> None:
-        ended = self._by_task.pop(task)
-        outer = self._outermost
+    def ended(self, task: int, on_end: OnEnd) -> None:
+        """A backward has come to its end."""
+        running, _ = self._by_task.pop(task)
+        outer = self._outermost()
         if outer is None:
-            on_end(ended)
+            on_end(running)
         else:
-            outer.take_over(ended)
+            outer.take_over(running)

@@ -161,6 +161,33 @@ def test_ranks_learn_in_the_same_step_that_one_has_more_to_reduce(ranks: Ranks) 
         assert "rank 0 has no gradient of python.0.weight" in text and not before and not after
 
 
+def again_after_a_failure() -> None:
+    """A hook fails once in the backward, on all ranks; the backward that comes then reduces."""
+    model = Breaks()
+    wrapped, *_ = pair(model)
+    failures = [KeyError("a hook")]
+
+    def fails_once(grad: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    model.get_parameter("python.0.weight").register_hook(fails_once)
+    loss = wrapped(batch(0)).square().mean()
+    with pytest.raises(KeyError, match="a hook"):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    for grad in grads(model):
+        held = [torch.empty_like(grad) for _ in range(dist.get_world_size())] if grad is not None else []
+        if grad is not None:
+            dist.all_gather(held, grad)
+        assert all(torch.equal(each, held[0]) for each in held)
+
+
+def test_a_backward_that_has_failed_is_not_around_the_next(ranks: Ranks) -> None:
+    ranks.values(again_after_a_failure)
+
+
 class Fails(Breaks):
     """One rank fails in Python, between two graphs."""
 
