@@ -55,6 +55,11 @@ class DynamoGraphs:
         self.lowering: Lowering | None = None
         # Dynamo's caches hold graphs, of which modules of one class share some.
         self._made: weakref.WeakKeyDictionary[SharedGraph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
+        if owner.mesh.world > 1 and owner.config.comm_fusion.is_optimal:
+            _PLAN.warning(
+                'with Dynamo in front, mode "optimal" takes buckets of 25 MiB on several ranks, which may come to a graph '
+                'at other times and cannot agree on prices then: mode "size" says the same, or another size'
+            )
 
     def run(self, graph: SharedGraph, values: Sequence[Any]) -> Any:
         """Run a graph with these arguments, or compile it only."""

@@ -114,7 +114,9 @@ FUSION: list[dict[str, Any]] = [
 
 
 def buckets(fusion: dict[str, Any]) -> list[Any]:
-    wrapped, *_ = pair(marked(Words()), comm_fusion=fusion)
+    with logged() as messages:
+        wrapped, *_ = pair(marked(Words()), comm_fusion=fusion)
+    assert any("buckets of 25 MiB" in message for message in messages) == (fusion == OPTIMAL)
     for length in (4, 5):
         wrapped(words(2, length)).square().sum().backward()
     graphs = wrapped.graphs
