@@ -57,8 +57,8 @@ class DynamoGraphs:
         self._made: weakref.WeakKeyDictionary[SharedGraph, dict[Names, _Made]] = weakref.WeakKeyDictionary()
         if owner.mesh.world > 1 and owner.config.comm_fusion.is_optimal:
             _PLAN.warning(
-                'with Dynamo in front, mode "optimal" takes buckets of 25 MiB on several ranks, which may come to a graph '
-                'at other times and cannot agree on prices then: mode "size" says the same, or another size'
+                'with Dynamo in front, mode "optimal" takes buckets of 25 MiB on several ranks, which may come to a '
+                'graph at other times and cannot agree on prices then: use mode "size" for this or another size'
             )
 
     def run(self, graph: SharedGraph, values: Sequence[Any]) -> Any:
