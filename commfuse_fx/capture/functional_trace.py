@@ -100,7 +100,8 @@ class _Functional(fx.Interpreter):
     def _copy(self, n: fx.Node) -> _Copied:
         name = getattr(getattr(n.target, "overloadpacket", None), "__name__", None)
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), self._node_of)
-        node = traced_graph().create_node("call_function", n.target, args, kwargs, name)
+        node = traced_graph().create_node("call_function", n.target, name=name)
+        node._update_args_kwargs(args, kwargs)
         node.meta |= {key: n.meta[key] for key in ("val", ORIGIN) if key in n.meta}
         return _Copied(node)
 

@@ -61,13 +61,16 @@ def _record(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwa
         node_kwargs = {key: _node_of(value, known) for key, value in kwargs.items()}
     except _NotPlain:
         return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
-    node = tracer.graph.create_node("call_function", func, node_args, node_kwargs, name)
+    # fx looks for symbolic numbers in what it is given along with the op.
+    node = tracer.graph.create_node("call_function", func, name=name)
+    node._update_args_kwargs(node_args, node_kwargs)
     out = func(*args, **kwargs)
     if _is_strided(out):
         _stands_for(node, out, tracer)
     elif type(out) in (tuple, list) and all(each is None or _is_strided(each) for each in out):
         for i, each in enumerate(out):
-            part = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, "getitem")
+            part = tracer.graph.create_node("call_function", operator.getitem, name="getitem")
+            part._update_args_kwargs((node, i), {})
             if each is not None:
                 _stands_for(part, each, tracer)
         parts = list(node.users)
