@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.ir.collectives import IN_PLACE
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import PHASE_TAG, op_name
 from commfuse_fx.ir.program import Program
@@ -164,7 +165,10 @@ class _Writer:
     def _call(self, node: fx.Node) -> str:
         values = [self._value(arg) for arg in node.args]
         values.extend(f"{key}={self._value(value)}" for key, value in node.kwargs.items())
-        return f"{op_name(node.target)}({', '.join(values)})"
+        return f"{self._op(node)}({', '.join(values)})"
+
+    def _op(self, node: fx.Node) -> str:
+        return op_name(node.target)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -182,8 +186,12 @@ class _Writer:
         return str(value).removeprefix("torch.")
 
 
+_OUT_OF_PLACE: dict[Any, Any] = {in_place: plain for plain, in_place in IN_PLACE.items()}
+
+
 class _CommunicationWriter(_Writer):
-    """Lines that name no compute: its names depend on what passes made of it."""
+    """Lines that name no compute: its names depend on what passes made of it. Whether a collective allocates memory is
+    each rank's own."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program, activations=False)
@@ -209,6 +217,9 @@ class _CommunicationWriter(_Writer):
         if details.next_step is not None:
             text += f"  {{in the next step, behind {self.sent_before[details.next_step]} that send}}"
         return text
+
+    def _op(self, node: fx.Node) -> str:
+        return op_name(_OUT_OF_PLACE.get(node.target, node.target))
 
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node) and value.op == "call_function":

@@ -64,12 +64,13 @@ def of_other_lengths(wrapped: Any, model: nn.Module) -> Iterator[Any]:
         model.zero_grad(set_to_none=step % 2 == 0)
 
 
-def other_lengths() -> int:
-    return compare(of_other_lengths, Words())
+def other_lengths(fusion: dict[str, Any]) -> int:
+    return compare(of_other_lengths, Words(), comm_fusion=fusion)
 
 
-def test_ranks_may_have_other_sizes_in_one_step(ranks: Ranks) -> None:
-    assert ranks.values(other_lengths) == [len(LENGTHS)] * 2
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_ranks_may_have_other_sizes_in_one_step(ranks: Ranks, is_fused: bool) -> None:
+    assert ranks.values(other_lengths, {"openstate": is_fused}) == [len(LENGTHS)] * 2
 
 
 def compiles() -> list[tuple[int, int]]:
