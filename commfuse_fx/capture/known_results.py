@@ -99,8 +99,11 @@ def _result_of(mode: FakeTensorMode, made: Any, args: Any, view_of: int = -1) ->
     offset = int(made.storage_offset()) if view_of >= 0 else 0
     result = _Result(tuple(made.shape), made.stride(), made.dtype, made.fake_device, view_of, offset)
     again = _make(mode, result, args)
-    is_equal = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
-    return result if is_equal and again.storage_offset() == made.storage_offset() else None
+    return result if _description(again) == _description(made) else None
+
+
+def _description(made: FakeTensor) -> tuple[Any, ...]:
+    return torch._C._dispatch_key_set(made), made.storage_offset(), made.untyped_storage().nbytes()
 
 
 def _shares(made: Any, others: list[Any]) -> bool:

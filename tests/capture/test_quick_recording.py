@@ -136,3 +136,12 @@ def test_what_follows_from_more_than_layouts_is_not_known() -> None:
     # Whether a view stays inside of the memory of its base is for torch to say.
     smaller = mode.from_tensor(torch.empty(2, 1)).expand(2, 2)
     assert key != key_of(mode, aten.as_strided.default, (smaller, [2, 2], [2, 1]), {})
+
+
+def test_a_known_result_has_as_much_memory_as_that_of_torch() -> None:
+    sizes = []
+    for _ in range(2):
+        with FakeTensors():
+            wide = torch.empty(4, 12)[:, ::2]  # its memory goes beyond its last element
+            sizes.append(aten._new_zeros_with_same_feature_meta(torch.empty(4, 6), wide).untyped_storage().nbytes())
+    assert sizes == [4 * 12 * 4] * 2
