@@ -145,3 +145,12 @@ def test_a_known_result_has_as_much_memory_as_that_of_torch() -> None:
             wide = torch.empty(4, 12)[:, ::2]  # its memory goes beyond its last element
             sizes.append(aten._new_zeros_with_same_feature_meta(torch.empty(4, 6), wide).untyped_storage().nbytes())
     assert sizes == [4 * 12 * 4] * 2
+
+
+def test_flags_that_choose_layouts_of_convolutions_are_part_of_the_key() -> None:
+    mode = FakeTensors()
+    x = mode.from_tensor(torch.empty(2, 2))
+    keys = [key_of(mode, aten.neg.default, (x,), {})]
+    with torch.backends.mkldnn.flags(enabled=False):
+        keys.append(key_of(mode, aten.neg.default, (x,), {}))
+    assert None not in keys and keys[0] != keys[1]
