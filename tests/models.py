@@ -71,6 +71,15 @@ class DenseLayer(nn.Module):
         return self.output_mapping(self.input_mapping(x))
 
 
+class TwoLayers(nn.Module):
+    """Two layers without a forward: tests say what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+
 class DigitsNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()

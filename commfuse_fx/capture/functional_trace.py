@@ -114,7 +114,8 @@ class _Functional(fx.Interpreter):
         assert mode is not None, "not tracing"
         slot = get_proxy_slot(_maybe_unwrap_functional_tensor(value, reapply_views=True), mode.tracer, None)
         if slot is not None:
-            return slot.proxy.node  # type: ignore[no-any-return]
+            node: fx.Node = slot.proxy.node
+            return node
         constant = mode.tracer.create_arg(value)
         assert isinstance(constant, fx.Node) and constant.op == "get_attr"
         constant.meta["val"] = n.meta["val"]  # that of torch would belong to the functionalization that runs
@@ -134,8 +135,9 @@ class _Functional(fx.Interpreter):
     def _draw_in_memory_order(self, n: fx.Node) -> Any:
         """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not n.target._schema.is_mutable or args[0].is_contiguous():  # type: ignore[union-attr]
+        op: Any = n.target
+        if not op._schema.is_mutable or args[0].is_contiguous():
             return super().run_node(n)
         order = sorted(range(args[0].ndim), key=lambda dim: -args[0].stride(dim))
-        n.target(args[0].permute(order), *args[1:], **kwargs)  # type: ignore[operator]
+        op(args[0].permute(order), *args[1:], **kwargs)
         return args[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,7 +33,7 @@ _NEVER_PLAIN = frozenset(
 )
 
 _PARAMETERS = ["proxy_mode", "func", "pre_dispatch", "args", "kwargs"]
-_original: Callable[..., Any] | None = getattr(proxy_tensor, "proxy_call", None)
+_original: Any = getattr(proxy_tensor, "proxy_call", None)
 
 
 class _NotPlain(Exception):
@@ -53,14 +52,14 @@ def quick_recording() -> AbstractContextManager[None]:
 def _record(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, decompositions = _name_if_plain(func), getattr(mode, "decomposition_table", None)
     if not name or pre_dispatch or decompositions is None or func in decompositions:
-        return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
+        return _original(mode, func, pre_dispatch, args, kwargs)
     tracer = mode.tracer
     known = tracer.tensor_tracker
     try:
         node_args = tuple([_node_of(value, known) for value in args])
         node_kwargs = {key: _node_of(value, known) for key, value in kwargs.items()}
     except _NotPlain:
-        return _original(mode, func, pre_dispatch, args, kwargs)  # type: ignore[misc]
+        return _original(mode, func, pre_dispatch, args, kwargs)
     # fx looks for symbolic numbers in what it is given along with the op.
     node = tracer.graph.create_node("call_function", func, name=name)
     node._update_args_kwargs(node_args, node_kwargs)

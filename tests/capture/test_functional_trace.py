@@ -98,13 +98,21 @@ def read(graph: fx.Graph) -> list[Any]:
     return [(str(node.format_node()), layout(node.meta.get("val"))) for node in graph.nodes]
 
 
+def made_functional(
+    function: Callable[..., Any], inputs: list[torch.Tensor], fake: FakeTensors
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The trace of a function, and the same made functional."""
+    with fake:
+        traced = make_fx(function)(*(fake.from_tensor(value) for value in inputs))
+        return traced, make_functional(traced, [fake.from_tensor(value) for value in inputs], BATCH_NORMS)
+
+
 @pytest.mark.parametrize("function", CASES)
 def test_the_graph_is_that_of_functionalization(function: Callable[..., Any]) -> None:
     inputs = [torch.randn(4, 4), torch.randn(4, 4)]
     fake = FakeTensors(allow_non_fake_inputs=True)
+    traced, functional = made_functional(function, inputs, fake)
     with fake:
-        traced = make_fx(function)(*(fake.from_tensor(value) for value in inputs))
-        functional = make_functional(traced, [fake.from_tensor(value) for value in inputs], BATCH_NORMS)
         right = make_fx(
             functionalize(lambda *args: fx.Interpreter(traced).run(*args), remove="mutations"),
             decomposition_table=BATCH_NORMS,
@@ -118,10 +126,7 @@ def test_the_graph_is_that_of_functionalization(function: Callable[..., Any]) ->
 @pytest.mark.parametrize("function", [case for case in CASES if case is not draws])
 def test_values_are_those_of_eager_execution(function: Callable[..., Any]) -> None:
     inputs = [torch.randn(4, 4), torch.randn(4, 4)]
-    fake = FakeTensors(allow_non_fake_inputs=True)
-    with fake:
-        traced = make_fx(function)(*(fake.from_tensor(value) for value in inputs))
-        functional = make_functional(traced, [fake.from_tensor(value) for value in inputs], BATCH_NORMS)
+    functional = made_functional(function, inputs, FakeTensors(allow_non_fake_inputs=True))[1]
     eager, compiled = ([value.clone() for value in inputs] for _ in range(2))
     functional.recompile()
     for have, want in zip(

@@ -280,3 +280,11 @@ LOOPS: list[Loop] = [
     inputs_with_gradients, clipping, freezing, optimizer_in_backward, hooks, loss_scaled,
     siamese, two_losses, through_one_forward, local_gradients, part_of_the_output,
 ]  # fmt: skip
+
+
+def assert_buffers_are_equal(model: nn.Module) -> None:
+    """All ranks have the same buffers. They call this together."""
+    for buffer in model.buffers():
+        held = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+        dist.all_gather(held, buffer)
+        assert all(torch.equal(each, held[0]) for each in held)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.loops_of_modules import Net, batch, sgd
+from tests.distributed.loops_of_modules import Net, assert_buffers_are_equal, batch, sgd
 from tests.distributed.models_that_break import Breaks, Reentrant, Routes
 from tests.distributed.test_dynamo import Fails, pair, rows
 
@@ -79,10 +79,7 @@ def uneven(name: str, batches: list[int], options: dict[str, Any]) -> None:
                 iteration(call, each, step)
                 optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-11, atol=1e-11)
-    for buffer in model.buffers():
-        held = [torch.empty_like(buffer) for _ in batches]
-        dist.all_gather(held, buffer)
-        assert all(torch.equal(each, held[0]) for each in held)
+    assert_buffers_are_equal(model)
     iteration(wrapped, model, 1)  # and on with it
     with wrapped.join(enable=False):
         iteration(wrapped, model, 1)

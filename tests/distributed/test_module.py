@@ -14,7 +14,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.loops_of_modules import Net, batch, grads, sgd
+from tests.distributed.loops_of_modules import Net, assert_buffers_are_equal, batch, grads, sgd
 from tests.logs import logged
 from tests.oracle import OPTIMAL, SLOW
 
@@ -171,10 +171,7 @@ def uneven(batches: list[int], options: dict[str, Any]) -> None:
                 optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-12, atol=1e-12)
     # A module sends buffers behind the forward that has changed them, and so those of a rank that stops then.
-    for buffer in model.buffers():
-        held = [torch.empty_like(buffer) for _ in batches]
-        dist.all_gather(held, buffer)
-        assert all(torch.equal(each, held[0]) for each in held)
+    assert_buffers_are_equal(model)
     wrapped(batch(9)).square().mean().backward()  # and on with it
 
 

@@ -15,13 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import commfuse_fx as cf
 from commfuse_fx.frontends.torch_backend import commfuse
 from tests.logs import logged
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+from tests.models import TwoLayers
 
 
 class Checkpointed(TwoLayers):

@@ -17,13 +17,7 @@ import commfuse_fx as cf
 from commfuse_fx.capture.gradient_order import gradient_order
 from commfuse_fx.frontends import autograd_session
 from commfuse_fx.ir.json.read import from_json
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+from tests.models import TwoLayers
 
 
 class Views(TwoLayers):

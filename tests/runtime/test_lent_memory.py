@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -55,9 +57,10 @@ def test_memory_is_free_when_the_gradients_are_gone() -> None:
     ],
     ids=["gradient", "detach", "data", "row", "transposed", "numpy", "storage", "buffer", "dlpack"],
 )
-def test_whoever_sees_a_part_keeps_the_memory(held: object) -> None:
+def test_whoever_sees_a_part_keeps_the_memory(held: Callable[[torch.Tensor], object]) -> None:
     pool, memory, param = lent()
-    kept = held(param.grad)  # type: ignore[operator]
+    assert param.grad is not None
+    kept = held(param.grad)
     param.grad = None
     assert pool.lend("bucket", WHOLE) is not memory
     del kept

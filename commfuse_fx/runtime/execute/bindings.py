@@ -50,6 +50,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 
 def bound(function: Any) -> Callable[..., Any]:
     """The callable that takes least time for what a node calls: an op, or a Python function, which stays itself."""
-    if not isinstance(function, torch._ops.OpOverload):
-        return function  # type: ignore[no-any-return]
-    return BINDINGS.get(function) or function._op  # an overload's own callable skips a Python frame per call
+    found: Callable[..., Any] = function
+    if isinstance(function, torch._ops.OpOverload):
+        found = BINDINGS.get(function) or function._op  # an overload's own callable skips a Python frame per call
+    return found

@@ -88,7 +88,8 @@ def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
     full = [[*ballot.full.splitlines(), *ballot.plan.splitlines()] for ballot in (one, two)]
     for i in range(max(len(keys[0]), len(keys[1]))):
         if i >= len(keys[0]) or i >= len(keys[1]) or keys[0][i] != keys[1][i]:
-            return i + 1, *(lines[i] if i < len(lines) else "(no such line)" for lines in full)  # type: ignore[return-value]
+            first, second = (lines[i] if i < len(lines) else "(no such line)" for lines in full)
+            return i + 1, first, second
     return 0, "", ""
 
 
