@@ -61,6 +61,25 @@ def _nodes_to_run(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> dict[fx
     return found
 
 
+def _lists_with_shared_memory(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The ops that change a list of tensors of which some lie in the same memory, such as one tensor twice."""
+    changing = {node: written for node in graph.nodes if len(written := written_nodes(node)) > 1}
+    lists = {node: written for node, written in changing.items() if str(node.target).startswith("aten._foreach_")}
+    if not lists:
+        return {}
+    roots = Roots(graph)
+    return {node: None for node, written in lists.items() if len({roots[each] for each in written}) < len(written)}
+
+
+def _keeps_its_size(node: fx.Node) -> bool:
+    """Whether a node resizes a tensor to the shape that it has. Functionalization makes it contiguous all the same."""
+    if node.target is not torch.ops.aten.resize_.default or node.kwargs:
+        return False
+    written, size = node.args
+    assert isinstance(written, fx.Node)
+    return list(written.meta["val"].shape) == size
+
+
 class _Copied:
     """The value of a node that was copied. tensor: what stands for it where a node is run, once one has asked."""
 
@@ -76,6 +95,7 @@ class _Functional(fx.Interpreter):
         super().__init__(module)
         self._moving = in_place_ops_that_move(module.graph)
         self._to_run = _nodes_to_run(module.graph, decompositions)
+        self._sharing = _lists_with_shared_memory(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         if n not in self._to_run:
@@ -87,6 +107,11 @@ class _Functional(fx.Interpreter):
         elif n in self._moving:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             out = args[0].copy_(self._moving[n](*args, **kwargs))
+        elif n in self._sharing:
+            self._one_by_one(n)
+            out = None
+        elif _keeps_its_size(n):
+            out = self.fetch_args_kwargs_from_env(n)[0][0]
         else:
             out = super().run_node(n)
             if not any(part.alias_info for part in getattr(getattr(n.target, "_schema", None), "returns", ())):
@@ -131,6 +156,14 @@ class _Functional(fx.Interpreter):
             set_proxy_slot(fake, mode.tracer, _ProxyTensor(fx.Proxy(value.node, mode.tracer), None))
             value.tensor = _wrap_all_tensors_to_functional(fake, level)
         return value.tensor
+
+    def _one_by_one(self, n: fx.Node) -> None:
+        """Change the tensors of a list one after the other, as eager execution does."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        op, count = n.target, len(args[0])
+        assert isinstance(op, torch._ops.OpOverload)
+        for i in range(count):
+            op(*(each[i : i + 1] if isinstance(each, (list, tuple)) else each for each in args), **kwargs)
 
     def _draw_in_memory_order(self, n: fx.Node) -> Any:
         """Eager in-place draws fill a permuted tensor in the order of its memory; functional ones do not."""

@@ -29,6 +29,7 @@ from commfuse_fx import ops
 from commfuse_fx.capture.anomaly import without_anomaly_detection
 from commfuse_fx.capture.batch_norm import BATCH_NORMS
 from commfuse_fx.capture.call_paths import CallPaths
+from commfuse_fx.capture.changes_in_place import refuse_changes
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
@@ -207,6 +208,7 @@ def trace_step(
             replaced = recorder.attributes.restore()
         refuse_kept_tensors(model)
         _check_constants(traced, recorder.attributes, replaced)
+        refuse_changes(traced.graph)
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)

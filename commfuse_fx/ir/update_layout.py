@@ -12,10 +12,10 @@ from commfuse_fx.ir.program import Program
 
 
 def takes_blocks(node: fx.Node) -> bool:
-    """Whether the op of this node works through the memory of its lists, whatever their strides say."""
-    return node.op == "call_function" and _name(node.target).startswith(
-        ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
-    )
+    """Whether this node of an update works through the memory of its lists, whatever their strides say."""
+    if node.op != "call_function" or info(node).phase != "update":  # a list op of the model's own looks at strides
+        return False
+    return _name(node.target).startswith(("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_"))
 
 
 def _name(target: Any) -> str:

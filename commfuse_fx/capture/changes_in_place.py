@@ -1,0 +1,68 @@
+"""Refuse changes in place that a functional graph would get wrong, where torch does not refuse them itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.capture.provenance import origin_of
+from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.dependence import is_view, written_nodes
+
+aten = torch.ops.aten
+
+
+def refuse_changes(graph: fx.Graph) -> None:
+    """Raises CaptureError for a change of a traced graph that has no right functional form. It names the source line.
+
+    Eager execution refuses to change a tensor in place into one of another shape, but fake tensors accept it. A change
+    through a view is put back into its base, which has no place for it if elements of the view share memory. Torch's
+    rule for `unfold` also clears what the view leaves out.
+    """
+    for node in graph.nodes:
+        for value in written_nodes(node):
+            wrong = _other_shape(node, value) or _no_way_back(value)
+            if wrong:
+                raise CaptureError(f"at {origin_of(node).source}: {node.target} {wrong}")
+
+
+def _other_shape(node: fx.Node, value: fx.Node) -> str:
+    target: Any = node.target
+    made, given = node.meta.get("val"), value.meta.get("val")
+    if not target._schema.name.endswith("_") or torch.Tag.inplace_view in target.tags:
+        return ""
+    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.shape == given.shape:
+        return ""
+    return (
+        f"changes a tensor of shape {tuple(given.shape)} in place, but its result has shape {tuple(made.shape)}: call "
+        "the op without the underscore"
+    )
+
+
+def _no_way_back(value: fx.Node) -> str:
+    """What is wrong with the views between the memory and this value of it; "" if nothing is."""
+    while is_view(value) or written_nodes(value):
+        base: Any = value.args[0] if is_view(value) else written_nodes(value)[0]
+        made, given = value.meta.get("val"), base.meta.get("val")
+        leaves_out = value.target is aten.unfold.default and value.meta["val"].numel() != base.meta["val"].numel()
+        if leaves_out or (_share_memory(made) and not _share_memory(given)):
+            return (
+                f"changes memory through a view of {value.target}, which sees some elements several times or not at "
+                "all: change the tensor itself, a slice of it, or a clone() of the view"
+            )
+        value = base
+    return ""
+
+
+def _share_memory(tensor: Any) -> bool:
+    """Whether elements of a tensor may lie in the same place."""
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -1,0 +1,72 @@
+"""Changes in place that torch makes functional wrongly are made right, or refused where the model does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+
+
+class Changed(nn.Module):
+    """change: gets a tensor of shape (4, 6) that is no leaf, and changes it."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 6))
+        self._change = change
+
+    def forward(self) -> torch.Tensor:
+        value = self.weight * 2
+        self._change(value)
+        return (value * torch.arange(24.0).reshape(4, 6)).sum()
+
+
+def outcome(model: Changed, call: Callable[[], torch.Tensor]) -> list[torch.Tensor | None]:
+    model.weight.grad = None
+    loss = call()
+    if loss.requires_grad:
+        loss.backward()
+    return [loss.detach(), model.weight.grad]
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one tensor twice": lambda x: torch._foreach_add_([x, x], 1.0),
+    "parts that overlap": lambda x: torch._foreach_mul_([x[:3], x[1:]], [2.0, 3.0]),
+    "overlap, one factor": lambda x: torch._foreach_mul_([x[:3], x[1:]], torch.tensor(2.0)),
+    "parts with gaps": lambda x: torch._foreach_add_([x[:, 0], x[:, 2]], 1.0),
+    "resized as it is": lambda x: x.detach().view(6, 4).t().resize_(4, 6).index_fill_(0, torch.tensor([1]), 0.5),
+    "blocks of unfold": lambda x: x.unfold(0, 2, 2).mul_(3.0),
+    "diagonal": lambda x: x.diagonal().fill_(3.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_change_is_that_of_eager_execution(change: Callable[[torch.Tensor], Any]) -> None:
+    model = Changed(change)
+    step = cf.compile(model, form="step")
+    torch.testing.assert_close(outcome(model, step), outcome(model, model))
+
+
+SHARED = "sees some elements several times or not at all"
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "row of an expanded tensor": (lambda x: x[0].expand(3, 6)[1].add_(1.0), SHARED),
+    "all of an expanded tensor": (lambda x: x[:1].expand(3, 6).fill_(1.0), SHARED),
+    "windows that overlap": (lambda x: x.unfold(0, 2, 1)[0].zero_(), SHARED),
+    "windows with a rest": (lambda x: x.unfold(0, 3, 3).mul_(2.0), SHARED),
+    "strides that overlap": (lambda x: x.as_strided((3, 2), (1, 1)).fill_(1.0), SHARED),
+    "another shape": (
+        lambda x: x.mean(1, keepdim=True).atan2_(x),
+        r"of shape \(4, 1\) in place, but .* \(4, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED.keys())
+def test_change_is_refused(change: Callable[[torch.Tensor], Any], message: str) -> None:
+    with pytest.raises(cf.CaptureError, match=rf"test_changes_in_place\.py:\d+: aten.*{message}"):
+        cf.compile(Changed(change), form="step")()
