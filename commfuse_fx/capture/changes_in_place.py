@@ -1,7 +1,8 @@
-"""Refuse changes in place that a functional graph would get wrong, where torch does not refuse them itself."""
+"""Refuse changes in place that tracing would get wrong, where torch does not refuse them itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch import fx
 
 from commfuse_fx.capture.provenance import origin_of
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.dependence import is_view, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
 
 aten = torch.ops.aten
 
 
-def refuse_changes(graph: fx.Graph) -> None:
-    """Raises CaptureError for a change of a traced graph that has no right functional form. It names the source line.
+def refuse_changes(graph: fx.Graph, turned: Mapping[fx.Node, bool]) -> None:
+    """Raises CaptureError for a change of a traced graph that comes out wrong. It names the source line.
+
+    turned: as in `OriginRecorder`.
 
     Eager execution refuses to change a tensor in place into one of another shape, but fake tensors accept it. A change
     through a view is put back into its base, which has no place for it if elements of the view share memory. Torch's
@@ -26,6 +29,13 @@ def refuse_changes(graph: fx.Graph) -> None:
             wrong = _other_shape(node, value) or _no_way_back(value)
             if wrong:
                 raise CaptureError(f"at {origin_of(node).source}: {node.target} {wrong}")
+    for node, is_part in turned.items():
+        if _changes_with_others(node, is_part):
+            raise CaptureError(
+                f"at {origin_of(node).source}: {node.target} turns a tensor in place that shares memory with a view, "
+                "and one of both is changed or used later with a gradient that would be wrong: call the op without the "
+                "underscore"
+            )
 
 
 def _other_shape(node: fx.Node, value: fx.Node) -> str:
@@ -66,3 +76,23 @@ def _share_memory(tensor: Any) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def _changes_with_others(turned: fx.Node, is_part: bool) -> bool:
+    """Whether autograd makes the history of a view anew that no longer fits the shapes.
+
+    It does so after each change of the memory. For fake tensors it calls the op that made the view, which knows nothing
+    of what has been done in place since; for others it uses their strides.
+
+    is_part: whether the turned tensor is a view itself. If not, views that were made of it before no longer fit.
+    """
+    nodes, roots = list(turned.graph.nodes), Roots(turned.graph)
+    place = {node: i for i, node in enumerate(nodes)}
+    if is_part:
+        later = nodes[place[turned] + 1 :]
+        return any(roots[value] is roots[turned] for node in later for value in written_nodes(node))
+    return any(
+        roots[node] is roots[turned] and any(place[user] > place[turned] for user in node.users)
+        for node in nodes[: place[turned]]
+        if is_view(node) and node.target is not aten.detach.default
+    )

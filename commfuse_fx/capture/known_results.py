@@ -49,7 +49,8 @@ def key_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any
         return None
     inference = torch.is_inference_mode_enabled()
     parts: list[Any] = [id(func), torch.get_default_dtype(), torch._C._get_default_device(), inference]
-    parts += (torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled())  # they choose layouts of convolutions
+    # These choose layouts of convolutions.
+    parts += (torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch.get_num_threads())
     is_known = _add(mode, parts, args) and (
         not kwargs or (_add(mode, parts, kwargs) and _add(mode, parts, kwargs.values()))
     )

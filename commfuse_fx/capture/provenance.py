@@ -97,7 +97,10 @@ def annotate_after(graph: fx.Graph, last: fx.Node, origin: Origin) -> None:
 
 
 class OriginRecorder(TorchDispatchMode):
-    """Annotates every op with its origin while make_fx records the graph, and refuses ops that cannot be traced."""
+    """Annotates every op with its origin while make_fx records the graph, and refuses ops that cannot be traced.
+
+    turned: the nodes that give a tensor with a gradient another shape in place (`t_`), and whether it is a view.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,6 +110,7 @@ class OriginRecorder(TorchDispatchMode):
         self._in_backward = False
         self._thread = threading.get_ident()
         self.calls = CallPaths()
+        self.turned: dict[fx.Node, bool] = {}
         self.random = Randomness()
         self.numbers = PythonNumbers(lambda: self._place(user_line(sys._getframe(2))))
         self.attributes = Attributes(model)
@@ -124,8 +128,12 @@ class OriginRecorder(TorchDispatchMode):
             return args[0].fake_device  # torch asks several times per op
         if is_eager_collective(func):
             refuse_eager_collective(func)
-        if func._schema.is_mutable and args and type(args[0]) is torch.Tensor:
-            raise CaptureError(self.attributes.refusal(args[0]))  # the op would change a real tensor
+        turned: FakeTensor | None = None
+        if func._schema.is_mutable and args:
+            if type(args[0]) is torch.Tensor:
+                raise CaptureError(self.attributes.refusal(args[0]))  # the op would change a real tensor
+            if torch.Tag.inplace_view in func.tags and args[0].requires_grad:
+                turned = args[0]
         self.random.generators.check()
         origin = self._origin()
         graph = traced_graph()
@@ -135,6 +143,8 @@ class OriginRecorder(TorchDispatchMode):
         else:
             out = func(*args, **(kwargs or {}))
         annotate_after(graph, last, origin)
+        if turned is not None:
+            self.turned[graph._root.prev] = turned._is_view()
         return out
 
     def _origin(self) -> Origin:

@@ -208,7 +208,7 @@ def trace_step(
             replaced = recorder.attributes.restore()
         refuse_kept_tensors(model)
         _check_constants(traced, recorder.attributes, replaced)
-        refuse_changes(traced.graph)
+        refuse_changes(traced.graph, recorder.turned)
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)

@@ -52,13 +52,38 @@ def test_change_is_that_of_eager_execution(change: Callable[[torch.Tensor], Any]
     torch.testing.assert_close(outcome(model, step), outcome(model, model))
 
 
+def transposed_first(x: torch.Tensor) -> Any:
+    return x.t_().mul_(torch.arange(4.0))
+
+
+def transposed_part(x: torch.Tensor) -> Any:
+    x.add_(1)
+    return x.view(6, 4)[1:].t_().sum(0).mul_(2)
+
+
+@pytest.mark.parametrize("change", [transposed_first, transposed_part])
+def test_turned_tensor_is_used(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Changed(lambda x: x.add_(change(x * 1).sum()))
+    torch.testing.assert_close(outcome(model, cf.compile(model, form="step")), outcome(model, model))
+
+
+def turned_after_its_view(x: torch.Tensor) -> Any:
+    square = x[:, :4] * 1
+    rows = square[:, :]
+    square.t_()
+    return x.add_((rows * torch.arange(4.0)).sum())
+
+
 SHARED = "sees some elements several times or not at all"
+TURNED = "turns a tensor in place that shares memory with a view"
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "row of an expanded tensor": (lambda x: x[0].expand(3, 6)[1].add_(1.0), SHARED),
     "all of an expanded tensor": (lambda x: x[:1].expand(3, 6).fill_(1.0), SHARED),
     "windows that overlap": (lambda x: x.unfold(0, 2, 1)[0].zero_(), SHARED),
     "windows with a rest": (lambda x: x.unfold(0, 3, 3).mul_(2.0), SHARED),
     "strides that overlap": (lambda x: x.as_strided((3, 2), (1, 1)).fill_(1.0), SHARED),
+    "a view is turned, and then changed": (lambda x: x[:, :4].t_().mul_(torch.arange(4.0)), TURNED),
+    "a tensor is turned after its view": (turned_after_its_view, TURNED),
     "another shape": (
         lambda x: x.mean(1, keepdim=True).atan2_(x),
         r"of shape \(4, 1\) in place, but .* \(4, 6\)",
