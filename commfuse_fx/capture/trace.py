@@ -43,6 +43,7 @@ from commfuse_fx.capture.quick_recording import quick_recording
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.replaced_tensors import ReplacedTensors
 from commfuse_fx.capture.saved_tensors import outer_hooks_masked
+from commfuse_fx.capture.storage_offsets import storage_offsets_refused
 from commfuse_fx.capture.substitute import Attributes, substituted
 from commfuse_fx.capture.sync_batch_norm import sync_batch_norm
 from commfuse_fx.capture.tensor_attributes import own_attributes
@@ -181,6 +182,7 @@ def trace_step(
         without_anomaly_detection(),
         outer_hooks_masked(),
         own_mode_kept(model),
+        storage_offsets_refused(flat),
         torch.autograd.set_multithreading_enabled(False),
         quick_recording(),
         _use_lazy_graph_module(True),  # only the graphs are read: generating their code takes a tenth of the time

@@ -190,6 +190,26 @@ def test_buffer_that_changes_shape() -> None:
     assert "buffer memory" in message and "keeps its shape" in message
 
 
+@pytest.mark.parametrize("of", [lambda m, x: x, lambda m, x: x[1:], lambda m, x: m.lin.weight])
+def test_storage_offset_of_what_a_call_brings(of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Where an input begins in its memory is no part of what makes a new graph."""
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        tensor = of(m, x)
+        return m.lin(x) * tensor.as_strided((8,), (1,), tensor.storage_offset() + 1)
+
+    message = error_of(Fn(run), torch.randn(6, 8)[2:], None)
+    assert "test_errors.py" in message and "as_strided() without an offset" in message
+
+
+def test_storage_offset_of_a_result() -> None:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.lin(x)[1:]
+        return y.as_strided((8,), (1,), y.storage_offset() + 1)
+
+    assert_trains_as_eager(Fn(run), [((torch.randn(4, 8), None), {})], square, tolerance=1e-5)
+
+
 def test_seeding_in_forward() -> None:
     def run(m: Any, x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)
