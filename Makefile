@@ -8,7 +8,8 @@ ARGS =
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH = $(PINNED_TORCH)
 
-VENV := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-torch-$(TORCH))
+OTHER_TORCH := $(filter-out $(PINNED_TORCH),$(TORCH))
+VENV := .venv$(if $(OTHER_TORCH),-torch-$(TORCH))
 CONSTRAINTS := $(VENV)/constraints.txt
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -46,6 +47,7 @@ clean: ## remove builds, caches and output; .venv and .venv-torch-* stay
 
 # An environment that is already there is reused. torch goes first and alone, so that the build pip is
 # configured to find (a local CPU wheel, say) is settled before anything that depends on it is resolved.
+# PyTorch 2.11 and 2.12 need a setuptools below 82, so another PyTorch chooses its own.
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -e $(VENV)/bin/python ] && [ ! -L $(VENV)/bin/python ]; then \
 	  command -v "$(PYTHON)" >/dev/null || \
@@ -59,7 +61,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'error: $(VENV) does not hold a working Python 3.10 or later; remove it and run make again' >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	@sed 's/^torch==.*/torch==$(TORCH)/$(if $(OTHER_TORCH),; /^setuptools==/d)' constraints.txt > $(CONSTRAINTS)
 	$(PY) -m pip install -c $(CONSTRAINTS) torch==$(TORCH)
 	$(PY) -m pip install -c $(CONSTRAINTS) -e '.[dev,examples,cli]'
 	@touch $@

@@ -97,6 +97,27 @@ def check_sdist(sdist: Path) -> None:
     assert [name for name in expected if not members[name].isreg()] == []
 
 
+def test_another_torch_gets_an_environment_with_a_setuptools_of_its_own(tmp_path: Path) -> None:
+    """PyTorch 2.11 and 2.12 refuse the release of setuptools that constraints.txt names."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    named = {}
+    for version in (None, "2.12.0"):
+        venv = ".venv" if version is None else f".venv-torch-{version}"
+        (tmp_path / venv / "bin").mkdir(parents=True)
+        python = tmp_path / venv / "bin" / "python"
+        python.write_text("#!/bin/sh\n")  # installs nothing
+        python.chmod(0o755)
+        setting = () if version is None else (f"TORCH={version}",)
+        run("make", f"{venv}/.installed", *setting, cwd=tmp_path)
+        named[version] = (tmp_path / venv / "constraints.txt").read_text().splitlines()
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert named[None] == pinned
+    kept = [line for line in pinned if not line.startswith("setuptools==")]
+    assert named["2.12.0"] == ["torch==2.12.0" if line.startswith("torch==") else line for line in kept]
+
+
 def test_package_list_matches_the_tree() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]

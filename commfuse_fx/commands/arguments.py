@@ -18,10 +18,11 @@ DEFAULT_DEVICES = 2
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad usage, or a file or target that cannot be read, 130 interrupted"
 
 TARGETS = """\
-TARGET is package.module:factory or path/to/file.py:factory, a function without arguments that returns
-(model, loss_fn, optimizer, inputs), or a dict with these keys. loss_fn and optimizer may be None; inputs are a tensor,
-a tuple of arguments (with a loss_fn the last one is the target) or a dict of keyword arguments. The current folder is
-on the path. The code of a target is run."""
+TARGET is package.module:factory or path/to/file.py:factory. The factory is a function without arguments. It returns
+(model, loss_fn, optimizer, inputs), or a dict with these keys. inputs are a tensor, a tuple of arguments (with a
+loss_fn the last one is the target) or a dict of keyword arguments. loss_fn and optimizer may be None. Without both, as
+in (model, inputs), the graph is that of the module form. The current folder is on the path. The code of a target is
+run."""
 
 SAVED = """\
 SAVED is a folder that lowered.dump() wrote, the folder of one rank in it, or its graph.json. Nothing in it is run."""
@@ -142,11 +143,12 @@ def _setting(text: str) -> tuple[str, Any]:
     name = name.strip()
     if not equals:
         raise ConfigValueError(f"--set {text!r}: give NAME=JSON, such as full_batch=true")
-    if name not in DEFAULTS:
-        near = difflib.get_close_matches(name, DEFAULTS, 1)
+    known = (*DEFAULTS, "form")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigKeyError(
-            f"--set {text!r}: {name!r} is not an option of compile{hint}; use one of {', '.join(DEFAULTS)}"
+            f"--set {text!r}: {name!r} is not an option of compile{hint}; use one of {', '.join(known)}"
         )
     try:
         return name, parse_json(value, "--set", TYPED)

@@ -1,4 +1,4 @@
-"""`commfuse lower TARGET`: compile a step for a virtual world and print its graph."""
+"""`commfuse lower TARGET`: compile a step or a module for a virtual world and print its graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.table import collectives_table
 
 _DESCRIPTION = f"""\
-Compile a training step for a virtual world, without devices or processes, and print the final graph as canonical text.
+Compile a step or a module for a virtual world, without devices or processes. Print the final graph as canonical text.
 
 {TARGETS}
 """

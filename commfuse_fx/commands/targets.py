@@ -21,11 +21,12 @@ from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, C
 from commfuse_fx.support.checks import show
 
 KEYS = ("model", "loss_fn", "optimizer", "inputs")
+NEEDED = ("model", "inputs")
 
 _RETURN = (
-    "return (model, loss_fn, optimizer, inputs) in this order, or a dict with these keys; loss_fn and optimizer may be "
-    "None, inputs is a tensor, a tuple of arguments (with loss_fn the last one is the target) or a dict of keyword "
-    "arguments"
+    "return (model, loss_fn, optimizer, inputs), or (model, inputs) for the module form, or a dict with these keys. "
+    "loss_fn and optimizer may be None. inputs are a tensor, a tuple of arguments (with loss_fn the last one is the "
+    "target) or a dict of keyword arguments"
 )
 _GIVE = "give package.module:factory or path/to/file.py:factory"
 
@@ -66,9 +67,9 @@ def as_target(made: Any, where: str) -> Target:
     if isinstance(made, dict):
         parts = _parts_of_dict(made, where)
     elif isinstance(made, tuple):
-        if len(made) != len(KEYS):
+        if len(made) not in (len(KEYS), len(NEEDED)):
             raise ConfigValueError(f"{where} returned a tuple of {len(made)}; {_RETURN}")
-        parts = dict(zip(KEYS, made, strict=True))
+        parts = dict(zip(KEYS if len(made) == len(KEYS) else NEEDED, made, strict=True))
     else:
         raise ConfigTypeError(f"{where} returned {_kind(made)}; {_RETURN}")
     model, inputs = parts["model"], parts["inputs"]
@@ -91,7 +92,7 @@ def _parts_of_dict(made: dict[Any, Any], where: str) -> dict[Any, Any]:
     unknown = [key for key in made if key not in KEYS]
     if unknown:
         raise ConfigKeyError(f"{where} returned a dict with the key {show(unknown[0])}; {_RETURN}")
-    missing = [key for key in ("model", "inputs") if key not in made]
+    missing = [key for key in NEEDED if key not in made]
     if missing:
         raise ConfigKeyError(f"{where} returned a dict without {missing[0]!r}; {_RETURN}")
     return made

@@ -87,12 +87,18 @@ def test_lower_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_target_of_a_model_and_inputs_is_a_module(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    (place / "alone.py").write_text("from target import make as parts\ndef make():\n    model, *_, inputs = parts()\n"
-                                    "    return {'model': model, 'inputs': inputs[:1]}\n")  # fmt: skip
+    (place / "alone.py").write_text(
+        "from target import make as parts\n"
+        "def make():\n    model, *_, inputs = parts()\n    return model, inputs[:1]\n"
+        "class Loss(type(make()[0])):\n    def forward(self, x):\n        return super().forward(x).square().mean()\n"
+        "def loss():\n    model, inputs = make()\n    return Loss(*model), inputs\n"
+    )
     code, text, _ = run(capsys, "lower", "alone:make")
     assert code == 0 and "# form: module\n" in text and " = hand_over([" in text
     code, explained, _ = run(capsys, "explain", "alone:make", "--devices", "4")
     assert code == 0 and "all_reduce" in explained
+    code, text, _ = run(capsys, "lower", "alone:loss", "--set", 'form="step"')
+    assert code == 0 and "form: module" not in text and "\nbwd " in text
 
 
 def test_lower_takes_the_options_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +244,7 @@ def test_demo_without_its_data_or_with_bad_numbers(
         (("lower", "target.py:make", "--set", "full_batch=yes"), "'yes' is not JSON"),
         (("lower", "target.py:make", "--set", "ful_batch=true"), "(did you mean full_batch?); use one of comm_fusion"),
         (("lower", "target.py:make", "--set", "full_batch=3"), "full_batch is 3; give True or False"),
+        (("lower", "target.py:make", "--set", 'form="modul"'), "form is 'modul', which is unknown"),
         (("lower", "target.py:make", "--stage", "fuse"), "there is no such stage"),
         (("lower", "target.py:make", "--dump", "target.py"), "the dump cannot be written to 'target.py/rank0'"),
         (("lower", "target.py:make", "--json", "--collectives"), "not allowed with argument"),

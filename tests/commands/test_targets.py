@@ -120,7 +120,7 @@ MODEL = nn.Linear(2, 2)
 def test_what_a_factory_may_return() -> None:
     x = torch.ones(2, 2)
     for inputs, args, kwargs in ((x, (x,), {}), ([x, x], (x, x), {}), ((), (), {}), ({"input": x}, (), {"input": x})):
-        for made in ((MODEL, None, None, inputs), {"model": MODEL, "inputs": inputs}):
+        for made in ((MODEL, None, None, inputs), (MODEL, inputs), {"model": MODEL, "inputs": inputs}):
             target = as_target(made, "m:f")
             assert (target.args, target.kwargs, target.loss_fn, target.optimizer) == (args, kwargs, None, None)
 
@@ -130,7 +130,9 @@ def test_what_a_factory_may_return() -> None:
     [
         (lambda: None, ConfigTypeError, "m:f returned None; return"),
         (lambda: MODEL, ConfigTypeError, "m:f returned an object of type Linear; return .model, loss_fn, optimizer"),
-        (lambda: (MODEL, None), ConfigValueError, "m:f returned a tuple of 2; return"),
+        (lambda: (MODEL, None), ConfigTypeError, "m:f returned None as inputs; return"),
+        (lambda: (torch.ones(2), MODEL), ConfigTypeError, "m:f returned an object of type Tensor as model, not a"),
+        (lambda: (MODEL, None, ()), ConfigValueError, r"a tuple of 3; return .*, or \(model, inputs\) for the module"),
         (lambda: (None, None, None, ()), ConfigTypeError, "m:f returned None as model, not a torch.nn.Module"),
         (lambda: (MODEL, None, None, 3), ConfigTypeError, "m:f returned an object of type int as inputs"),
         (lambda: (MODEL, None, None, {1: 2}), ConfigTypeError, "m:f returned an object of type dict as inputs"),

@@ -80,6 +80,8 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     assert "there is no file" in read("missing.json")
     assert "is empty" in read(tmp_path / "empty.txt")
     assert "neither index.json nor rank<r>/" in read(tmp_path / "empty")
+    (tmp_path / "dumps" / "000-train" / "rank0").mkdir(parents=True)
+    assert "dumps' holds a dump per folder; give one of them: 000-train" in read(tmp_path / "dumps")
     assert "no UTF-8 text" in read(tmp_path / "latin.txt")
     assert "no regular file" in read(tmp_path / "pipe")
     assert "cannot be read" in read("x" * 10_000)

@@ -30,16 +30,23 @@ def folder_of_rank(folder: Path, argument: str, give: str) -> Path:
     try:
         if (folder / INDEX).exists():
             return folder
-        ranks = {
-            int(match[1]): each
-            for each in sorted(folder.iterdir())
-            if (match := _RANK.fullmatch(each.name)) is not None
-        }
+        ranks = _folders_of_ranks(folder)
+        inside = [] if ranks else [each.name for each in sorted(folder.iterdir()) if _folders_of_ranks(each)]
     except OSError as error:
         raise unreadable(folder, argument, error, give) from None
+    if inside:
+        shown = ", ".join([*inside[:4], *(["..."] if len(inside) > 4 else [])])
+        raise ConfigValueError(f"{str(folder)!r} holds a dump per folder; give one of them: {shown}")
     if not ranks:
         raise ConfigValueError(f"{str(folder)!r} has neither index.json nor rank<r>/; {give}")
     return ranks[min(ranks)]
+
+
+def _folders_of_ranks(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    found = sorted(folder.iterdir())
+    return {int(match[1]): each for each in found if (match := _RANK.fullmatch(each.name)) is not None}
 
 
 def read_index(folder: Path, argument: str, give: str) -> dict[str, Any]:
