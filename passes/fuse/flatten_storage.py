@@ -321,6 +321,12 @@ def _writes_into(source: fx.Node, member: _Member) -> bool:
     return source.target in WRITES_INTO and len(source.users) == 1 and fits
 
 
+def _rounds(inner: fx.Node, value: fx.Node, member: _Member) -> bool:
+    """Whether a cast takes digits away that the bucket's dtype would keep."""
+    wide, narrow = tensor_spec(inner).dtype, tensor_spec(value).dtype
+    return narrow != member.spec.dtype and torch.promote_types(wide, narrow) != narrow
+
+
 def _source(member: _Member) -> fx.Node:
     """What to write into the bucket: the gradient before casts, copies and reshapes that serve only the bucket."""
     value = member.value
@@ -335,6 +341,8 @@ def _source(member: _Member) -> fx.Node:
             and member.spec.is_contiguous
         )
         if not is_reshape and value.target not in (aten._to_copy.default, aten.clone.default):
+            break
+        if _rounds(inner, value, member):
             break
         if len(inner.users) != 1:
             # Others use it too: it can still be copied from.

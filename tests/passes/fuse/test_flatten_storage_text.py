@@ -125,3 +125,33 @@ def test_a_gradient_that_is_reduced_alone_gets_storage_if_that_is_asked_for() ->
         return [%/sum.0, %reduce/a/reduced.a]
         """,
     )
+
+
+def test_a_gradient_that_was_rounded_on_its_way_stays_so() -> None:
+    before = """
+        in  %a: f32[16] = parameter
+        fwd %/sum.0: f32[] = aten.sum(%a)
+        bwd %/grad.mul.0: f32[16] = aten.mul.Tensor(%a, %/sum.0)
+        bwd %/grad._to_copy.0: bf16[16] = aten._to_copy(%/grad.mul.0, dtype=bf16)
+        bwd %/grad._to_copy.1: f32[16] = aten._to_copy(%/grad._to_copy.0, dtype=f32)
+        bwd %reduce/a/all_reduce: f32[16] = _c10d_functional.all_reduce(%/grad._to_copy.1, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[a]}
+        bwd %reduce/a/wait: f32[16] = _c10d_functional.wait_tensor(%reduce/a/all_reduce)
+        return [%/sum.0, %reduce/a/wait]
+    """
+    check(
+        before,
+        FlattenStorage(singles=True),
+        """
+        in  %a: f32[16] = parameter
+        fwd %/sum.0: f32[] = aten.sum(%a)
+        bwd %/grad.mul.0: f32[16] = aten.mul.Tensor(%a, %/sum.0)
+        bwd %reduce/a/storage: f32[16] = aten.empty.memory_format([16], dtype=f32, device=cpu)
+        bwd %/grad._to_copy.0: bf16[16] = aten._to_copy(%/grad.mul.0, dtype=bf16)
+        bwd %reduce/a/place.a: f32[16] = aten.as_strided(%reduce/a/storage, [16], [1], 0)
+        bwd %reduce/a/write.a: f32[16] = aten.copy_(%reduce/a/place.a, %/grad._to_copy.0)
+        bwd %reduce/a/in_place: f32[16] = _c10d_functional.all_reduce_(%reduce/a/storage, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[a]}
+        bwd %reduce/a/reduced: f32[16] = _c10d_functional.wait_tensor(%reduce/a/in_place)
+        bwd %reduce/a/reduced.a: f32[16] = aten.as_strided(%reduce/a/reduced, [16], [1], 0)
+        return [%/sum.0, %reduce/a/reduced.a]
+        """,
+    )
