@@ -43,9 +43,6 @@ class GraphSession(ModuleSession):
         assert groups is not None, "the owner's world has several ranks"
         return groups
 
-    def _sent(self) -> None:
-        """Others may follow in this backward."""
-
 
 _numbers = count()
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.gradients_as_model import GradientsAsModel
+from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.graph_session import GraphCalls
+from commfuse_fx.frontends.parameter_hooks import LateHook
 from commfuse_fx.inspect.lowered import Lowered
 
 COUNTS = "reached_parameters"
@@ -39,6 +41,29 @@ class LateGraphs:
         held = self._parts.unreduced(params)
         grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
         return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
+
+    def reduce_held(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Reduce `.grad` of these parameters, in place where there is one, and send the buffers.
+
+        Raises NotAvailableError for a gradient that cannot be reduced.
+        """
+        refuse_held(params)
+        if not params:  # buffers alone: gradients of nothing go with them
+            self.reduce({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
+            return
+        self.write(params, self.reduce(params, buffers, None))
+        self._parts.was_reduced(list(params))
+
+    def write(self, params: Mapping[str, nn.Parameter], found: Mapping[str, torch.Tensor]) -> None:
+        """Let `.grad` of these parameters hold what has been reduced."""
+        with torch.no_grad():
+            for name, param in params.items():
+                if param.grad is None:
+                    param.grad = found[name]
+                elif self._parts.is_final(name, param):
+                    param.grad.add_(found[name])
+                else:
+                    param.grad.copy_(found[name])
 
     def lower(
         self,
@@ -86,3 +111,19 @@ class LateGraphs:
     def made(self) -> list[GraphCalls]:
         """What has been compiled."""
         return [calls for _, calls in self._made.values()]
+
+
+def refuse_held(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise NotAvailableError for gradients that cannot be reduced at the end of a backward."""
+    for name, param in params.items():
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise NotAvailableError(
+                f"parameter {name} has a gradient of layout {param.grad.layout}, which is not reduced: make the "
+                "embedding with sparse=False"
+            )
+        if not all(isinstance(hook, LateHook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
+            raise NotAvailableError(
+                f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient is reduced at "
+                "the end of the backward, after such hooks have run: take the hook away and do its work after "
+                'backward(), or let capture="trace" compile the whole model'
+            )

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs
-from commfuse_fx.frontends.module_backward import LOOKED_AT
+from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs, refuse_held
 from commfuse_fx.frontends.module_session import ModuleSession
-from commfuse_fx.frontends.parameter_hooks import LateHook, ParameterHooks
-from commfuse_fx.frontends.running_backwards import RunningBackward, RunningBackwards
+from commfuse_fx.frontends.parameter_hooks import ParameterHooks
+from commfuse_fx.frontends.running_backwards import LOOKED_AT, RunningBackward, RunningBackwards
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
@@ -138,7 +136,7 @@ class LateReduction:
             self._session.tell(error)
             raise
         finally:
-            self._put_back(now.aside)
+            now.put_back(self._hooks.params)
         if not has_reduced and self._ends < LOOKED_AT:
             self._ends += 1
             self._session.uneven.agree_on_end()
@@ -151,51 +149,28 @@ class LateReduction:
             buffers = {n: b for n, b in self._buffers.items() if n not in now.sent and b.numel()}
         if self._find_unused:
             self._reduce_all(buffers)
-        elif now.open or buffers:
-            names = [name for name in self._hooks.params if name in now.open]
-            self._warn([name for name in names if name not in self._expected])
-            self._reduce(names, buffers)
-        else:
+            return True
+        left = self._parts.local  # what a backward has reached that did not reduce, and this one has not
+        params = {
+            name: param
+            for name, param in self._hooks.params.items()
+            if name in now.open or (name in left and param.grad is not None)
+        }
+        if not params and not buffers:
             return False
+        self._warn([name for name in params if name in now.open and name not in self._expected])
+        self.graphs.reduce_held(params, buffers)
         return True
-
-    def _reduce(self, names: Sequence[str], buffers: Mapping[str, torch.Tensor]) -> None:
-        params = {name: self._hooks.params[name] for name in names}
-        _refuse(params)
-        if not params:  # buffers alone: gradients of nothing go with them
-            self.graphs.reduce({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
-            return
-        self._write(names, self.graphs.reduce(params, buffers, None))
-        self._parts.was_reduced(names)
 
     def _reduce_all(self, buffers: Mapping[str, torch.Tensor]) -> None:
         params = {name: param for name, param in self._hooks.params.items() if param.requires_grad}
-        _refuse(params)
+        refuse_held(params)
         device = next((param.device for param in params.values()), None)
         reached = torch.tensor([float(name in self._parts.local) for name in params], device=device)
         found = self.graphs.reduce(params, buffers, reached)
         ranks = found.pop(COUNTS).tolist()
-        self._write([name for name, count in zip(params, ranks, strict=True) if count], found)
+        self.graphs.write({n: param for (n, param), count in zip(params.items(), ranks, strict=True) if count}, found)
         self._parts.was_reduced(list(params))
-
-    def _write(self, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name in names:
-                param = self._hooks.params[name]
-                if param.grad is None:
-                    param.grad = found[name]
-                elif self._parts.is_final(name, param):
-                    param.grad.add_(found[name])
-                else:
-                    param.grad.copy_(found[name])
-
-    def _put_back(self, aside: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, total in aside.items():
-                param = self._hooks.params[name]
-                if param.grad is not None:
-                    total.add_(param.grad)
-                param.grad = total
 
     def _warn(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned]
@@ -207,19 +182,4 @@ class LateReduction:
                 "recompiles says where). It is reduced at the end of the backward, where nothing hides it",
                 new[0],
                 f" and {len(new) - 1} other parameters" if len(new) > 1 else "",
-            )
-
-
-def _refuse(params: Mapping[str, nn.Parameter]) -> None:
-    for name, param in params.items():
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise NotAvailableError(
-                f"parameter {name} has a gradient of layout {param.grad.layout}, which is not reduced: make the "
-                "embedding with sparse=False"
-            )
-        if not all(isinstance(hook, LateHook) for hook in (param._post_accumulate_grad_hooks or {}).values()):
-            raise NotAvailableError(
-                f"parameter {name} has a hook of register_post_accumulate_grad_hook, and its gradient is reduced at "
-                "the end of the backward, after such hooks have run: take the hook away and do its work after "
-                'backward(), or let capture="trace" compile the whole model'
             )

@@ -19,6 +19,7 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
 from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -55,6 +56,7 @@ class CompiledModule(nn.Module, Joinable):
         self.training = model.training
         self._compiled = ModuleCompiler(model, None, None, config)
         self._calls = Calls()
+        self._past = None if self._session.agreement is None else PastGradients(self._compiled)
         self._ran = False
         if not self._compiled.virtual:
             self._session.send_start_values()
@@ -90,12 +92,16 @@ class CompiledModule(nn.Module, Joinable):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        session, syncs = self._session, self.require_backward_grad_sync
+        session, past, syncs = self._session, self._past, self.require_backward_grad_sync
         owes = self._begin_iteration(syncs)
+        if past is not None:
+            past.begin()
         forward = session.forward(args, kwargs, syncs or owes)
+        if past is not None:
+            past.look(forward.plan)
         if owes and not syncs:
             self._end_iteration()
-        outputs = ModuleCall(session, forward, self._calls, syncs).apply()
+        outputs = ModuleCall(session, forward, self._calls, syncs, None if past is None else past.wrote).apply()
         return unflatten(forward.described.nest, iter(outputs))
 
     def _begin_iteration(self, syncs: bool) -> bool:

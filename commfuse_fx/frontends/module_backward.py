@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from commfuse_fx.errors import CaptureError, NotAvailableError
 from commfuse_fx.frontends.gradient_parts import write_gradients
 from commfuse_fx.frontends.kept_forward import Forward
-from commfuse_fx.frontends.late_gradients import watch_gradients
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -35,7 +34,6 @@ class Calls:
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._task = -1
         self._syncs = False
-        self._backwards = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Calls, ()  # a copy has run nothing yet
@@ -56,15 +54,6 @@ class Calls:
     def are_for_all(self) -> bool:
         """Whether the backward that runs now is for all leaves, rather than for some that its caller names."""
         return _asked_for(self._anchored) is True
-
-    def is_looked_at(self) -> bool:
-        """Whether this backward is one of the first, in which a mistake of the program shows: looking takes time."""
-        self._backwards += 1
-        return self._backwards <= LOOKED_AT
-
-
-LOOKED_AT = 16
-"""How many of the first backwards are looked at."""
 
 
 class ModuleCall:
@@ -133,8 +122,6 @@ class ModuleCall:
             for name in [name for name in written if self.params[name]._backward_hooks]:
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
-        if mode != "local" and self.calls.is_looked_at():
-            watch_gradients({name: self.params[name] for name in written})
         returned = [grads.get(name) if asked.get(name, True) is None else None for name in self.edges]
         return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))
 

@@ -125,14 +125,7 @@ class ModuleSession(Session):
                 return self._backward(forward, gradients, mode, keep)
         self.uneven.check()
         with self.step_of_ranks():
-            found = self._backward(forward, gradients, mode, keep)
-        self._sent()
-        return found
-
-    def _sent(self) -> None:
-        """A backward has reduced gradients: it is all that a forward leads to."""
-        assert self.uneven is not None, "several ranks"
-        self.uneven.end()
+            return self._backward(forward, gradients, mode, keep)
 
     @contextmanager
     def step_of_ranks(self) -> Iterator[None]:

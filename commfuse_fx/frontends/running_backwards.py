@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+
+LOOKED_AT = 16
+"""How many of the first backwards are looked at, in which a mistake of the program shows: looking takes time."""
 
 
 @dataclass
@@ -36,6 +40,13 @@ class RunningBackward:
             self.aside[name].add_(total)
         else:
             self.aside[name] = total
+
+    def put_back(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Add what has been put aside to `.grad` again."""
+        with torch.no_grad():
+            for name, total in self.aside.items():
+                grad = params[name].grad
+                params[name].grad = total if grad is None else total.add_(grad)
 
     def take_over(self, inner: RunningBackward) -> None:
         """One that has run inside of this one has ended: what it leaves is done at the end of this one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
 from tests.distributed.loops_of_modules import Net, assert_buffers_are_equal, batch, grads, sgd
-from tests.logs import logged
 from tests.oracle import OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist
@@ -194,26 +192,6 @@ def early_end() -> str:
 
 def test_all_ranks_raise_when_one_has_no_more_batches(ranks: Ranks) -> None:
     assert all("exhausted" in text for text in ranks.values(early_end))
-
-
-def late_gradients() -> list[str]:
-    """A penalty on parameters, and calls of the model itself beside those of the module."""
-    model, twin = (nn.Linear(6, 6).double() for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    wrapped, other = cf.compile(model, cpu_kernels=False), nn.parallel.DistributedDataParallel(twin)
-    with logged(logging.WARNING) as said:
-        for step in range(3):
-            for each, call in ((model, wrapped), (twin, other)):
-                loss = call(batch(step)).square().mean()
-                (loss + 0.1 * each.weight.square().sum() if step else loss).backward()
-            torch.testing.assert_close(grads(model), grads(twin), rtol=1e-12, atol=1e-12)
-            said.append("ready")
-    return said
-
-
-def test_gradients_that_do_not_come_from_the_module_are_named(ranks: Ranks) -> None:
-    for said in ranks.values(late_gradients):
-        assert [said[0], *said[2:]] == ["ready"] * 3 and "weight, or a parameter of its bucket, got a" in said[1]
 
 
 def wrapped_twice() -> str:
