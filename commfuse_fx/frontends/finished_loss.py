@@ -20,6 +20,6 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise CommFuseError(
-        "this step has already run the backward, and the update where it has an optimizer: leave loss.backward() out. "
-        'To call it yourself, use form="module": cf.compile(model) without loss_fn and optimizer'
+        "this step has already run the backward; use form='module' to run it yourself: cf.compile(model) without "
+        "loss_fn and optimizer. With a step leave loss.backward() out: it has run, and the update where there is an optimizer"
     )
