@@ -21,5 +21,5 @@ def finished(loss: torch.Tensor) -> torch.Tensor:
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise CommFuseError(
         "this step has already run the backward; use form='module' to run it yourself: cf.compile(model) without "
-        "loss_fn and optimizer. With a step leave loss.backward() out: it has run, and the update where there is an optimizer"
+        "loss_fn and optimizer. A step needs no loss.backward(): it has run, and the update where there is an optimizer"
     )
