@@ -11,6 +11,7 @@ from torch import fx
 from commfuse_fx.capture.provenance import origin_of
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
+from commfuse_fx.ir.meta import TensorSpec, spec_of
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def _no_way_back(value: fx.Node) -> str:
         base: Any = value.args[0] if is_view(value) else written_nodes(value)[0]
         made, given = value.meta.get("val"), base.meta.get("val")
         leaves_out = value.target is aten.unfold.default and value.meta["val"].numel() != base.meta["val"].numel()
-        if leaves_out or (_share_memory(made) and not _share_memory(given)):
+        if leaves_out or (_may_overlap(made) and not _may_overlap(given)):
             return (
                 f"changes memory through a view of {value.target}, which sees some elements several times or not at "
                 "all: change the tensor itself, a slice of it, or a clone() of the view"
@@ -66,16 +67,9 @@ def _no_way_back(value: fx.Node) -> str:
     return ""
 
 
-def _share_memory(tensor: Any) -> bool:
-    """Whether elements of a tensor may lie in the same place."""
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
+def _may_overlap(value: Any) -> bool:
+    spec = spec_of(value)
+    return isinstance(spec, TensorSpec) and spec.may_overlap
 
 
 def _changes_with_others(turned: fx.Node, is_part: bool) -> bool:

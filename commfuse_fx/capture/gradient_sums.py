@@ -17,6 +17,7 @@ from commfuse_fx.capture.provenance import ORIGIN
 from commfuse_fx.ir.meta import spec_of
 
 _ADD = torch.ops.aten.add.Tensor
+_NONE = -1  # no run of autograd ops
 
 
 @dataclass
@@ -85,19 +86,22 @@ def gather(sums: Sequence[fx.Node]) -> list[GradientSum]:
 def spread(sums: Sequence[GradientSum], run_of: Mapping[fx.Node, int]) -> None:
     """Write each sum as a chain of additions again, in the order in which its terms now stand in the graph.
 
-    run_of: the run of autograd ops that each node belongs to. An addition stands behind the run that yields its term.
+    run_of: the run of autograd ops that each node belongs to. An addition stands behind the run that yields its term,
+        and becomes a part of it: a later term of the same sum may come from there as well.
     """
+    runs = dict(run_of)
     place = {node: i for i, node in enumerate(sums[0].total.graph.nodes)} if sums else {}
     for each in sums:
         graph = each.total.graph
         first, *others = sorted(each.terms, key=place.__getitem__)
         value = first
         for term in others[:-1]:
-            behind = term
-            while run_of.get(behind.next, -1) == run_of.get(term, -2) and behind.next is not each.total:
+            behind, run = term, runs.get(term, _NONE)
+            while runs.get(behind.next) == run and behind.next is not each.total:
                 behind = behind.next
             with graph.inserting_after(behind):
                 made = graph.call_function(_ADD, (value, term))
+            runs[made] = run
             made.meta.update(each.total.meta)
             _take_origin(made, term)
             value = made

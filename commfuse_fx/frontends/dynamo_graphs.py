@@ -185,7 +185,7 @@ def run_graph(graphs: DynamoGraphs | None, graph: SharedGraph, values: Sequence[
 
 
 def _listed(params: Sequence[str]) -> str:
-    return f"parameter {params[0]} and {len(params) - 1} others"
+    return f"parameter {params[0]}" + (f" and {len(params) - 1} more" if len(params) > 1 else "")
 
 
 def _in_short(error: Exception) -> str:

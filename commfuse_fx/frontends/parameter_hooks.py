@@ -49,6 +49,8 @@ class ParameterHooks:
                 hook = self._hooks[name] = LateHook(self._listener, name, param)
             if tells_before:
                 hook.look_before(param)
+        for name in [name for name in self._hooks if name not in params]:
+            self._hooks.pop(name).remove()
         if len(self.params) != len(params) or any(self.params.get(name) is not params[name] for name in params):
             self.params = dict(params)
 

@@ -124,6 +124,16 @@ class TensorSpec:
             expected *= size
         return True
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether several elements may lie in one place. Strides that interlock without that count, too."""
+        reach = 0  # how far the dimensions of smaller strides reach
+        for stride, size in sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True)):
+            if size > 1 and stride <= reach:
+                return 0 not in self.shape
+            reach += stride * (size - 1)
+        return False
+
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
         if not self.is_contiguous:

@@ -229,13 +229,9 @@ def _unexpanded(spec: TensorSpec) -> TensorSpec:
 
 def _can_be_written(program: Program, buffer: fx.Node) -> bool:
     """Whether its elements, but for expanded ones, lie apart: torch refuses to write several into one place."""
-    spec = _unexpanded(tensor_spec(buffer))
-    reach = 0  # how far the dimensions of smaller strides reach
-    for stride, size in sorted((t, s) for s, t in zip(spec.shape, spec.stride, strict=True) if s > 1):
-        if stride <= reach:
-            program.note("not broadcast", info(buffer).name, "its elements overlap in memory, so it cannot be written")
-            return False
-        reach += stride * (size - 1)
+    if _unexpanded(tensor_spec(buffer)).may_overlap:
+        program.note("not broadcast", info(buffer).name, "its elements overlap in memory, so it cannot be written")
+        return False
     return True
 
 

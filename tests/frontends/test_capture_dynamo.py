@@ -165,6 +165,17 @@ def test_gradients_disabled_and_frozen() -> None:
     trains_as(call, model, twin)
 
 
+def test_a_part_that_has_left_the_model_is_trained_elsewhere() -> None:
+    call, model, _ = made()
+    x = torch.randn(5, 4)
+    call(x).sum().backward()
+    first, model.first = model.first, nn.Linear(4, 8, bias=False)
+    call(x).sum().backward()
+    first.zero_grad()
+    first(x).sum().backward()
+    assert first.bias.grad is not None and torch.equal(first.bias.grad, torch.full_like(first.bias, 5.0))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
