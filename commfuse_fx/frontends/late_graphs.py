@@ -13,10 +13,8 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.graph_session import GraphCalls
 from commfuse_fx.frontends.parameter_hooks import LateHook
+from commfuse_fx.inspect.explain_graphs import COUNTS
 from commfuse_fx.inspect.lowered import Lowered
-
-COUNTS = "reached_parameters"
-"""The name of the parameter that counts which of the others a rank has reached."""
 
 _MOST = 8
 

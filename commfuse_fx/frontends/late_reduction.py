@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.late_graphs import COUNTS, LateGraphs, refuse_held
+from commfuse_fx.frontends.late_graphs import LateGraphs, refuse_held
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.parameter_hooks import ParameterHooks
 from commfuse_fx.frontends.running_backwards import LOOKED_AT, RunningBackward, RunningBackwards
+from commfuse_fx.inspect.explain_graphs import COUNTS
 from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")

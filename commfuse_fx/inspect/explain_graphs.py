@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.ir.program import SKIPPED, Program
 
+COUNTS = "reached_parameters"
+"""What stands for a parameter where the ranks add up how many of them have reached each parameter."""
+
 
 @dataclass(frozen=True, order=True)
 class AsItIs:
@@ -42,11 +45,13 @@ class GraphsExplanation:
 
 def _sent(lowered: Lowered) -> str:
     reduced = [each for each in lowered.collectives if each.kind == "all_reduce"]
-    params = [member for each in reduced for member in each.members]
+    members = [member for each in reduced for member in each.members]
+    params = [member for member in members if member != COUNTS]
     size = sum(each.bytes for each in reduced)
     if not params:
         return "reduces nothing"
-    return f"reduces {_first(params)} in {len(reduced)} all_reduce(s) of {size} bytes together"
+    counts = ", and by how many ranks each was used," if COUNTS in members else ""
+    return f"reduces {_first(params)}{counts} in {len(reduced)} all_reduce(s) of {size} bytes together"
 
 
 def _skipped(program: Program) -> str:

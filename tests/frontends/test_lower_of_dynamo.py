@@ -102,6 +102,11 @@ def test_every_graph_is_dumped_on_request(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+def test_what_ranks_of_other_ways_reduce_is_named() -> None:
+    explained = lowered(device_num=2, find_unused_parameters=True).explain().text()
+    assert "reduces first.weight and 7 other(s), and by how many ranks each was used, in 1 all_reduce(s)" in explained
+
+
 def test_a_virtual_world_runs_nothing() -> None:
     call = cf.compile(Gated(), capture="dynamo", device_num=8)
     with pytest.raises(cf.VirtualWorldError, match=r"device_num=8.*lower\(\) works"):
