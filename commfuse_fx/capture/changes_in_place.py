@@ -27,7 +27,7 @@ def refuse_changes(graph: fx.Graph, turned: Mapping[fx.Node, bool]) -> None:
     """
     for node in graph.nodes:
         for value in written_nodes(node):
-            wrong = _other_shape(node, value) or _no_way_back(value)
+            wrong = _by_another_op(node) or _other_shape(node, value) or _no_way_back(value)
             if wrong:
                 raise CaptureError(f"at {origin_of(node).source}: {node.target} {wrong}")
     for node, is_part in turned.items():
@@ -37,6 +37,16 @@ def refuse_changes(graph: fx.Graph, turned: Mapping[fx.Node, bool]) -> None:
                 "and one of both is changed or used later with a gradient that would be wrong: call the op without the "
                 "underscore"
             )
+
+
+def _by_another_op(node: fx.Node) -> str:
+    target: Any = node.target
+    if not target._schema.is_mutable or target.namespace == "aten":
+        return ""
+    return (
+        "changes an argument in place, which is followed for torch's own ops only: let it return what is new, and copy "
+        "that into the argument"
+    )
 
 
 def _other_shape(node: fx.Node, value: fx.Node) -> str:

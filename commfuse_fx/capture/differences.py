@@ -45,6 +45,8 @@ def _states(new: Signature, old: Signature) -> Iterator[str]:
         changed = next(((at, one, two) for at, (one, two) in enumerate(pairs) if one != two), None)
         if changed is not None:
             yield kind(new, *changed)
+    if new.default_dtype != old.default_dtype:
+        yield f"default dtype: {dtype_name(old.default_dtype)} -> {dtype_name(new.default_dtype)}"
     if new.gradients != old.gradients and new.train_or_eval_mode[0] == old.train_or_eval_mode[0]:
         yield f"gradients: {_on(old.gradients)} -> {_on(new.gradients)}"
     if new.layout_of_parameters_or_buffers != old.layout_of_parameters_or_buffers:

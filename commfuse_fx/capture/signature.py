@@ -43,6 +43,7 @@ class Signature:
     gradients: bool
     requires_grad: tuple[bool, ...]
     autocast: tuple[Any, ...]
+    default_dtype: torch.dtype
     optimizer: Any
 
 
@@ -194,6 +195,7 @@ class Watch:
             self.trains,
             tuple(map(_REQUIRES_GRAD, self.params.values())),
             _autocast(),
+            torch.get_default_dtype(),
             None if self._optimizer is None else optimizer_key(self._optimizer, self._parameter_names),
         )
 

@@ -141,6 +141,21 @@ def test_a_cause_names_what_changed_and_both_values(name: str) -> None:
     assert difference(after, before, net).endswith(cause)
 
 
+def test_the_default_dtype_is_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    step = cf.compile(model, loss_fn=lambda out, _: (out * torch.full((2,), 1 / 3)).sum())
+    x = torch.ones(1, 2)
+    step(x, None)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with caplog.at_level(logging.INFO, logger="commfuse_fx.retrace"):
+            loss = step(x, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float64 and model.weight.grad is not None and model.weight.grad.dtype == torch.float32
+    assert said(caplog, logging.INFO) == ["re-tracing: default dtype: f32 -> f64"]
+
+
 def test_gradients_and_autocast_are_causes(caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     step = step_of(net)
