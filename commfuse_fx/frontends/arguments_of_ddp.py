@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
@@ -44,18 +45,36 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
         raise ConfigKeyError(f"{show(name)} is not an option of compile(); use one of {', '.join(DEFAULTS)}")
 
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Raise where DistributedDataParallel or FSDP has been put around a compiled module: gradients would be reduced
-    twice."""
+def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:
+    """Raise where DistributedDataParallel or FSDP has been put around a compiled module, or into its model: gradients
+    would be reduced twice."""
     if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
         raise ConfigValueError(
             "a compiled module runs inside of DistributedDataParallel, which would reduce its gradients a second time: "
             "use what cf.compile() returned as it is. Accelerate, Trainer and Fabric wrap the model that they prepare: "
             "docs/coming-from-ddp.md shows how to hand them one that is compiled"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigValueError(
+                f"{name} of a compiled module is wrapped by DistributedDataParallel, which would reduce its gradients "
+                "a second time: take the wrapper away"
+            )
+    for wrapped in _modules_of_fsdp():
+        if any(module is compiled for module in wrapped.modules()):
+            raise ConfigValueError(
+                f"a compiled module runs inside of a {type(wrapped).__name__}, which fully_shard has made: it divides "
+                "and reduces gradients itself. Use the compiled module without FSDP"
+            )
     for name, param in model.named_parameters():
         if getattr(param, "_is_flat_param", False) or type(param.data) is not torch.Tensor:
             raise ConfigValueError(
                 f"parameter {name} of a compiled module is a {type(param.data).__name__} of FSDP, which divides and "
                 "reduces it itself: use the compiled module without FSDP"
             )
+
+
+def _modules_of_fsdp() -> list[nn.Module]:
+    """The modules that `fully_shard` has been called with. It keeps them where it keeps the state of each."""
+    known = getattr(_composable_state, "_module_state_mapping", {})
+    return [module for module in list(known) if any("FSDP" in each.__name__ for each in type(module).__mro__)]

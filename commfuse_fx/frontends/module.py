@@ -87,7 +87,7 @@ class CompiledModule(nn.Module, Joinable):
                 "of their own: hand them the model itself (model.module)"
             )
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
-            refuse_wrappers(self.module)
+            refuse_wrappers(self, self.module)
             self._ran = True
         return self._run(args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,10 +202,12 @@ def raise_outside() -> None:
 
 
 def test_a_rank_that_exits_between_steps(ranks: Ranks) -> None:
-    alive, gone = run_soon(ranks, raise_outside)
+    first, gone, last = run_soon(ranks, raise_outside, size=3)
     assert gone.died == 3
-    assert alive.error.startswith("CollectiveError: "), alive.details
-    assert "before the first collective" in alive.error
+    for alive in (first, last):
+        assert alive.error.startswith("CollectiveError: "), alive.details
+        assert "before the first collective" in alive.error
+        assert re.search("no vote has come from ranks? .*1", alive.error) and "within the time-out" in alive.error
 
 
 # Leaving a step on which the ranks had agreed

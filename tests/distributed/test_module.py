@@ -137,6 +137,45 @@ def test_ranks_that_use_other_parameters_are_told(ranks: Ranks) -> None:
         assert "rank 1 has no gradient of layers.0.weight" in text and "find_unused_parameters=True" in text
 
 
+class Repeats(nn.Module):
+    """A layer that is called several times. With one call gradients are ready in another order."""
+
+    times = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def other_order(finds_unused: bool) -> str:
+    model = Repeats()
+    model.times += dist.get_rank()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, cpu_kernels=False, find_unused_parameters=finds_unused)
+    loss = wrapped(batch(0)).square().mean()
+    if not finds_unused:
+        with pytest.raises(cf.PlanMismatchError) as error:
+            loss.backward()
+        return str(error.value)
+    loss.backward()
+    other = nn.parallel.DistributedDataParallel(twin)
+    other(batch(0)).square().mean().backward()
+    torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+    return ""
+
+
+def test_ranks_that_compute_gradients_in_other_orders(ranks: Ranks) -> None:
+    for text in ranks.values(other_order, False):
+        assert "Give every rank the same order" in text and "find_unused_parameters=True" in text
+    ranks.values(other_order, True)
+
+
 def same_parameters() -> None:
     """Ranks that compute other things with the same parameters agree."""
     model = Branches()
@@ -192,17 +231,6 @@ def early_end() -> str:
 
 def test_all_ranks_raise_when_one_has_no_more_batches(ranks: Ranks) -> None:
     assert all("exhausted" in text for text in ranks.values(early_end))
-
-
-def wrapped_twice() -> str:
-    wrapped = nn.parallel.DistributedDataParallel(cf.compile(Net()))
-    with pytest.raises(cf.ConfigValueError) as error:
-        wrapped(batch(0))
-    return str(error.value)
-
-
-def test_ddp_around_a_compiled_module_is_refused(ranks: Ranks) -> None:
-    assert all("a second time" in text for text in ranks.values(wrapped_twice))
 
 
 def different_models() -> str:

@@ -14,6 +14,7 @@ a ring twice, and each hop would wait for a core that is busy with compute.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
@@ -29,6 +30,8 @@ from commfuse_fx.runtime.ranks.ballots import Ballot, explain_failures, explain_
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
+from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.long_lists import shortened
 
 log = logging.getLogger("commfuse_fx.runtime")
 
@@ -44,6 +47,9 @@ def checksum(tensors: list[torch.Tensor]) -> int:
 
 _VOTES, _FAILED, _ATTENDS = range(3)
 """What a vote is: for a plan, that the rank cannot go on, or that it goes where the others go."""
+
+_NOT_CAST = -1
+"""Stands where a vote is to arrive."""
 
 
 class Agreement:
@@ -107,7 +113,7 @@ class Agreement:
         """Start the vote, and return at once. Raises CollectiveError if the connections are gone."""
         world = dist.get_world_size(self._box.group)
         self._sent = torch.tensor([signature, kind, parameters], device="cpu").repeat(world)
-        self._votes = torch.empty_like(self._sent)
+        self._votes = torch.full_like(self._sent, _NOT_CAST)
         since = perf_counter()
         try:
             self._work = dist.all_to_all_single(self._votes, self._sent, group=self._box.group, async_op=True)
@@ -180,7 +186,7 @@ class Agreement:
             else:
                 self.timeline.wait(self, work)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, self._silent_ranks()) from error
         finally:
             self._work = None
         votes: list[list[int]] = self._votes.view(-1, 3).tolist()
@@ -195,10 +201,21 @@ class Agreement:
             raise self._lost(error) from error
         return gathered
 
-    def _lost(self, error: RuntimeError) -> CollectiveError:
+    def _silent_ranks(self) -> list[str]:
+        """The numbers of the ranks whose votes have not arrived."""
+        kinds = self._votes.view(-1, 3)[:, 1].tolist()
+        return [str(rank) for rank, kind in enumerate(kinds) if kind == _NOT_CAST and rank != self.rank]
+
+    def _lost(self, error: RuntimeError, silent: Sequence[str] = ()) -> CollectiveError:
+        named = ", ".join(shortened(silent, 8, "{} others"))
+        who = "another rank"
+        if silent:
+            who = f"no vote has come from rank{'s' if len(silent) > 1 else ''} {named}, which"
         return CollectiveError(
-            f"rank {self.rank}: the agreement before the first collective of the step failed: another rank has died or "
-            f"did not reach this step within the time-out. Nothing was updated. [{type(error).__name__}: {error}]"
+            f"rank {self.rank}: the agreement before the first collective of the step failed: {who} died or did not "
+            f"reach this step within the time-out of {world_timeout().total_seconds():.0f} s. Nothing was updated. If "
+            "there were fewer batches, give all ranks as many (drop_last), or run the loop in the join() of a compiled "
+            f"module. [{type(error).__name__}: {error}]"
         )
 
     def _mismatch(self, cast: list[Ballot | None]) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +60,12 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                 return _other_parameters(one, first, other, ballot)
             line, here, there = _first_difference(first, ballot)
             advice = "the same model, configuration and optimizer, and batches of the same structure"
-            if ballot.captured == first.captured:
+            if first.is_module and _sends_the_same(ballot, first):
+                advice = (
+                    "the same order: they take other branches, which compute gradients in other orders. Or pass "
+                    "find_unused_parameters=True to cf.compile, which sends them in the order of the parameters"
+                )
+            elif ballot.captured == first.captured:
                 advice = "the same optimizer state and, with a memory_limit, batches of the same size"
             elif same_but_for_order(ballot.captured, first.captured):
                 advice = (
@@ -91,6 +97,11 @@ def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
             first, second = (lines[i] if i < len(lines) else "(no such line)" for lines in full)
             return i + 1, first, second
     return 0, "", ""
+
+
+def _sends_the_same(one: Ballot, two: Ballot) -> bool:
+    """Whether what is sent differs in nothing but its order."""
+    return sorted(re.findall(r"[\w.]+", one.plan)) == sorted(re.findall(r"[\w.]+", two.plan))
 
 
 def _other_parameters(one: int, first: Ballot, other: int, ballot: Ballot) -> str:
