@@ -86,7 +86,7 @@ def _fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def _without_target(model: nn.Module, call: Mapping[str, Any], target: Any) -> ConfigTypeError:
     """The error for a call whose inputs the model does not take: nearly always the target was left out."""
-    given = f"a tensor of shape {tuple(target.shape)}" if isinstance(target, torch.Tensor) else _described(target)
+    given = _described(target)
     names = f" and the keyword arguments {_listed(call['kwargs'])}" if call["kwargs"] else ""
     return ConfigTypeError(
         f"the last positional argument is the target, since compile() was given loss_fn: here {given} is the target, "
@@ -111,6 +111,8 @@ def _described(value: Any) -> str:
         return f"{type(value).__name__} with the keys {_listed(map(str, value))}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
     return type(value).__name__
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from math import prod
 from typing import Any
 
@@ -11,6 +10,7 @@ from commfuse_fx.config.compile_config import DEFAULTS, ScheduleConfig
 from commfuse_fx.config.fusion_config import KINDS
 from commfuse_fx.config.options import PARALLEL_MODES
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
+from commfuse_fx.support.checks import alternatives
 from commfuse_fx.support.strict_json import TYPED, parse_json
 
 DEFAULT_DEVICES = 2
@@ -145,11 +145,7 @@ def _setting(text: str) -> tuple[str, Any]:
         raise ConfigValueError(f"--set {text!r}: give NAME=JSON, such as full_batch=true")
     known = (*DEFAULTS, "form")
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigKeyError(
-            f"--set {text!r}: {name!r} is not an option of compile{hint}; use one of {', '.join(known)}"
-        )
+        raise ConfigKeyError(f"--set {text!r}: {name!r} is not an option of compile{alternatives(name, known)}")
     try:
         return name, parse_json(value, "--set", TYPED)
     except ConfigValueError:

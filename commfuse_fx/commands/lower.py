@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from commfuse_fx.commands.graph_sources import compiled_target, one_graph
 from commfuse_fx.errors import ConfigKeyError
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.table import collectives_table
+from commfuse_fx.support.checks import alternatives
 
 _DESCRIPTION = f"""\
 Compile a step or a module for a virtual world, without devices or processes. Print the final graph as canonical text.
@@ -66,7 +66,5 @@ def _run(options: argparse.Namespace) -> int:
 def _stage(lowered: Lowered, name: str) -> str:
     stages = lowered.stages
     if name not in stages:
-        near = difflib.get_close_matches(name, stages, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigKeyError(f"--stage {name}: there is no such stage{hint}; use one of {', '.join(stages)}")
+        raise ConfigKeyError(f"--stage {name}: there is no such stage{alternatives(name, list(stages))}")
     return stages[name].text()

@@ -11,7 +11,7 @@ from torch.distributed import _composable_state
 
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
-from commfuse_fx.support.checks import show
+from commfuse_fx.support.checks import alternatives, show
 
 INSTEAD: Mapping[str, str] = {
     "module": "it is the first argument, model",
@@ -42,7 +42,8 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     for name in given:
         if name in INSTEAD:
             raise ConfigKeyError(f"{name} is an argument of DistributedDataParallel, not of compile(): {INSTEAD[name]}")
-        raise ConfigKeyError(f"{show(name)} is not an option of compile(); use one of {', '.join(DEFAULTS)}")
+        known = ("loss_fn", "optimizer", "form", *DEFAULTS)
+        raise ConfigKeyError(f"{show(name)} is not an option of compile(){alternatives(name, known)}")
 
 
 def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
-from commfuse_fx.support.checks import show
+from commfuse_fx.support.checks import alternatives, show
 
 _USE_COMPILE: Mapping[str, str] = {
     "find_unused_parameters": "parameters that no graph has",
@@ -145,8 +145,8 @@ def _engine(options: Any) -> _Engine:
                 f'{_USE_COMPILE[name]}: use cf.compile(model, capture="dynamo", {name}=...)'
             )
         if name in _OF_STEPS or name not in DEFAULTS:
-            known = ", ".join(each for each in DEFAULTS if each not in (*_USE_COMPILE, *_OF_STEPS))
-            raise ConfigKeyError(f"options has {show(name)}, which is not an option here; use one of {known}")
+            known = [each for each in DEFAULTS if each not in (*_USE_COMPILE, *_OF_STEPS)]
+            raise ConfigKeyError(f"options has {show(name)}, which is not an option here{alternatives(name, known)}")
     key = json.dumps(options, sort_keys=True, default=repr)
     if key not in _engines:
         config = CompileConfig.resolve({**options, "parameter_broadcast": False, "capture": "dynamo"}, "module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -13,6 +14,13 @@ def show(value: object) -> str:
     """`repr(value)` on one line, cut to what fits an error message."""
     text = " ".join(repr(value).splitlines())
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def alternatives(name: object, known: Sequence[str]) -> str:
+    """The end of an error for an unknown name: the known one that it resembles, and all of them."""
+    near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{hint}; use one of {', '.join(known)}"
 
 
 def is_int(value: object) -> TypeGuard[int]:

@@ -108,10 +108,13 @@ def test_the_text_names_them_and_ranks_in_lockstep_agree() -> None:
     assert lockstep(step.lower(*batch())).disagreement is None
 
 
+AS_LOSS_FN = r"loss_fn returned a tensor of shape \(\): with has_aux=True it has to return \(loss, anything\)"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda m: cf.compile(m, loss_fn=F.cross_entropy, has_aux=True)(*batch()), cf.CaptureError, "has to return"),
+        (lambda m: cf.compile(m, loss_fn=F.cross_entropy, has_aux=True)(*batch()), cf.CaptureError, AS_LOSS_FN),
         (lambda m: cf.compile(m, loss_fn=loss_and_metrics)(*batch()), cf.CaptureError, "has_aux=True"),
         (lambda m: cf.compile(m, has_aux=True), cf.ConfigValueError, "module form"),
         (lambda m: cf.compile(m, return_loss=False), cf.ConfigValueError, "return_loss=False with the module form"),

@@ -232,6 +232,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
         ({"parameter_broadcast": True}, cf.NotAvailableError, "before its first forward"),
         ({"bucket_cap": 3}, cf.ConfigKeyError, "options has 'bucket_cap'|options has \"bucket_cap\""),
         ({"loss_fn": 3}, cf.ConfigKeyError, "not an option here"),
+        ({"comm_fusin": {}}, cf.ConfigKeyError, r"not an option here \(did you mean comm_fusion\?\)"),
         ({"comm_fusion": {"allreduce": 3}}, cf.ConfigTypeError, "comm_fusion"),
         ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps"),
     ],

@@ -72,7 +72,9 @@ def test_the_arguments_decide_the_form() -> None:
         ({"find_unused_parameters": True, "form": "step"}, cf.ConfigValueError, "an option of the module form"),
         ({"device_ids": [0]}, cf.ConfigKeyError, "device_ids is an argument of DistributedDataParallel"),
         ({"bucket_cap_mb": 25}, cf.ConfigKeyError, "comm_fusion="),
-        ({"buckets": 25}, cf.ConfigKeyError, "'buckets' is not an option|\"buckets\" is not an option"),
+        ({"buckets": 25}, cf.ConfigKeyError, r"'buckets' is not an option of compile\(\); use one of loss_fn, optimi"),
+        ({"find_unused": True}, cf.ConfigKeyError, r"\(did you mean find_unused_parameters\?\); use one of"),
+        ({"los_fn": len}, cf.ConfigKeyError, r"\(did you mean loss_fn\?\)"),
     ],
 )
 def test_options_that_a_form_does_not_have(options: dict[str, Any], error: type[Exception], text: str) -> None:
