@@ -6,10 +6,11 @@ zero. A sum leaves it out, as autograd does, and other ops get zeros in its plac
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.edit import remove_dead_nodes
 from commfuse_fx.ir.halves import split
@@ -18,10 +19,14 @@ from commfuse_fx.ir.program import Program
 
 
 def leave_out(program: Program, outputs: Collection[int]) -> None:
-    """Treat the gradients of the outputs with these numbers as zero. Changes a captured program in place."""
+    """Treat the gradients of the outputs with these numbers as zero. Changes a captured program in place.
+
+    Raises CaptureError where a gradient follows from that of no output: nobody knows whether it still counts.
+    """
     build = Builder(program)
     depends: dict[fx.Node, None] = {program.loss: None}
     absent: dict[fx.Node, None] = {}
+    free: dict[fx.Node, None] = {}  # computed in the backward, of values of the forward alone
     kept: dict[fx.Node, fx.Node] = {}  # a sum -> what is left of it
     for node in split(program)[1]:
         if node.args and node.args[0] is program.loss:
@@ -29,6 +34,8 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
             continue
         there = [value for value in node.all_input_nodes if value in depends]
         missing = [value for value in node.all_input_nodes if value in absent]
+        if (there or missing) and node.target is aten.add.Tensor:
+            _refuse([value for value in node.all_input_nodes if value in free])
         if missing and not there:
             absent[node] = None
         elif missing and _is_sum_with(node, there[0]):
@@ -38,6 +45,9 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
             depends[node] = None
             for value in missing:
                 node.replace_input_with(value, _zeros(build, value, node))
+        else:
+            free[node] = None
+    _refuse([value for value in program.grads.values() if value in free])
     for returned in (program.grads, program.aux):
         for name, value in list(returned.items()):
             if value in absent:
@@ -46,6 +56,20 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
                 returned[name] = kept[returned[name]]
     program.set_output()
     remove_dead_nodes(program)
+
+
+def _refuse(gradients: Sequence[fx.Node]) -> None:
+    for node in gradients:
+        if node.target not in _ZEROS:
+            raise CaptureError(
+                f"a gradient that is computed at {info(node).source or 'an unknown line'} follows from the gradient of "
+                "no output, and this backward begins at some of the outputs only: let the backward of the "
+                "torch.autograd.Function there multiply with the gradient that it gets, or add up all outputs that "
+                "have a gradient"
+            )
+
+
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def _is_sum_with(node: fx.Node, other: fx.Node) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import commfuse_fx as cf
 from commfuse_fx.capture.absent_gradients import leave_out
 from commfuse_fx.ir.program import Program
 from commfuse_fx.testing import assert_pass, parse_program
@@ -65,3 +69,38 @@ def test_parameters_that_nothing_reaches_have_no_gradient(absent: tuple[int, ...
     program = parse_program(MODULE)
     leave_out(program, absent)
     assert [*program.grads] == left
+
+
+class Square(torch.autograd.Function):
+    """Its backward does not look at the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x
+
+
+class Losses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        square: torch.Tensor = Square.apply(self.weight * 1)  # type: ignore[no-untyped-call]
+        return square, (self.weight * 5).sum()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_gradient_that_follows_from_no_output_is_refused(used: int) -> None:
+    model = Losses()
+    outputs = cf.compile(model)()
+    with pytest.raises(cf.CaptureError, match=r"test_absent_gradients\.py:\d+ follows from the gradient of no output"):
+        outputs[used].backward()
+    assert model.weight.grad is None
+    sum(cf.compile(model)()).backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, 2 * torch.arange(3.0) + 5)
