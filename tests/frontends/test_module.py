@@ -400,18 +400,28 @@ def test_it_is_lowered_and_described(tmp_path: Any) -> None:
 
 
 def test_buckets_are_those_of_the_step() -> None:
+    """In every mode of fusion, with ids of their own, and priced by a cluster: the diff shows no other collective."""
+
+    def marked() -> Net:
+        net = Net()
+        first, second, *_, last = net.parameters()
+        first.comm_fusion, second.comm_fusion, last.comm_fusion = 0, 3, 3  # type: ignore[attr-defined]
+        return net
+
     x, y = torch.randn(6, 4), torch.randn(6, 2)
-    for options in (
-        {},
-        {"comm_fusion": {"openstate": False}},
-        {"comm_fusion": {"allreduce": {"mode": "index", "config": [2, 4]}}},
-        {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}, "cluster": "gloo-1gbit"},
+    optimal = {"allreduce": {"mode": "optimal", "config": None}}
+    for make, options in (
+        (Net, {}),
+        (Net, {"comm_fusion": {"openstate": False}}),
+        (Net, {"comm_fusion": {"allreduce": {"mode": "index", "config": [2, 4]}}}),
+        (Net, {"comm_fusion": optimal, "cluster": "gloo-1gbit"}),
+        (marked, {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}, "cluster": "gloo-1gbit"}),
+        (marked, {"comm_fusion": optimal, "cluster": "gloo-10gbit"}),
     ):
-        step = cf.compile(Net(), loss_fn=F.mse_loss, device_num=4, **options).lower(x, y)  # type: ignore[call-overload]
-        module = cf.compile(Net(), device_num=4, **options).lower(x)  # type: ignore[call-overload]
-        assert [each.members for each in module.collectives if each.kind == "all_reduce"] == [
-            each.members for each in step.collectives
-        ]
+        step = cf.compile(make(), loss_fn=F.mse_loss, device_num=4, **options).lower(x, y)  # type: ignore[call-overload]
+        module = cf.compile(make(), device_num=4, broadcast_buffers=False, **options).lower(x)  # type: ignore[call-overload]
+        assert step.collectives and cf.diff(step, module).collectives == ()
+        assert [each.members for each in module.collectives] == [each.members for each in step.collectives]
 
 
 def test_lockstep_is_for_steps() -> None:
