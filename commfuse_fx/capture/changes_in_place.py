@@ -16,10 +16,8 @@ from commfuse_fx.ir.meta import TensorSpec, spec_of
 aten = torch.ops.aten
 
 
-def refuse_changes(graph: fx.Graph, turned: Mapping[fx.Node, bool]) -> None:
-    """Raises CaptureError for a change of a traced graph that comes out wrong. It names the source line.
-
-    turned: as in `OriginRecorder`.
+def refuse_changes(graph: fx.Graph) -> None:
+    """Raises CaptureError for a change of a traced graph that has no right functional form. It names the source line.
 
     Eager execution refuses to change a tensor in place into one of another shape, but fake tensors accept it. A change
     through a view is put back into its base, which has no place for it if elements of the view share memory. Torch's
@@ -30,6 +28,13 @@ def refuse_changes(graph: fx.Graph, turned: Mapping[fx.Node, bool]) -> None:
             wrong = _by_another_op(node) or _other_shape(node, value) or _no_way_back(value)
             if wrong:
                 raise CaptureError(f"at {origin_of(node).source}: {node.target} {wrong}")
+
+
+def refuse_turned(turned: Mapping[fx.Node, bool]) -> None:
+    """Raises CaptureError for a tensor that was turned in place beside views, where its gradient comes out wrong.
+
+    turned: as in `OriginRecorder`. The trace may have ended early.
+    """
     for node, is_part in turned.items():
         if _changes_with_others(node, is_part):
             raise CaptureError(

@@ -29,7 +29,7 @@ from commfuse_fx import ops
 from commfuse_fx.capture.anomaly import without_anomaly_detection
 from commfuse_fx.capture.batch_norm import BATCH_NORMS
 from commfuse_fx.capture.call_paths import CallPaths
-from commfuse_fx.capture.changes_in_place import refuse_changes
+from commfuse_fx.capture.changes_in_place import refuse_changes, refuse_turned
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
@@ -76,6 +76,8 @@ _CALLS_COMPILED = (
     "a function or module compiled with torch.compile is called there, which cannot be traced: call the original, "
     "which is what was passed to torch.compile (for a module its _orig_mod)"
 )
+# Part of autograd's message where a tensor that was turned in place has a gradient of another shape.
+_OF_TURNED = "returned an invalid gradient"
 # Parts of torch's messages for code that reads the values of a traced tensor without an op.
 _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
@@ -199,6 +201,8 @@ def trace_step(
         except RuntimeError as error:
             if isinstance(error.__cause__, CaptureError):  # torch has wrapped it on its way
                 raise _locate(error.__cause__.with_traceback(error.__traceback__), recorder) from None
+            if _OF_TURNED in str(error):
+                refuse_turned(recorder.turned)
             if _COMPILED in str(error):
                 raise _locate(CaptureError(_CALLS_COMPILED).with_traceback(error.__traceback__), recorder) from error
             if not any(text in str(error) for text in _NO_DATA):
@@ -210,7 +214,8 @@ def trace_step(
             replaced = recorder.attributes.restore()
         refuse_kept_tensors(model)
         _check_constants(traced, recorder.attributes, replaced)
-        refuse_changes(traced.graph, recorder.turned)
+        refuse_changes(traced.graph)
+        refuse_turned(recorder.turned)
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)

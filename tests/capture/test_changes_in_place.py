@@ -88,6 +88,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "windows with a rest": (lambda x: x.unfold(0, 3, 3).mul_(2.0), SHARED),
     "strides that overlap": (lambda x: x.as_strided((3, 2), (1, 1)).fill_(1.0), SHARED),
     "a view is turned, and then changed": (lambda x: x[:, :4].t_().mul_(torch.arange(4.0)), TURNED),
+    "a view of another shape is turned": (lambda x: x[::2].t_().add_(1.0), TURNED),
     "a tensor is turned after its view": (turned_after_its_view, TURNED),
     "an op of the user's": (lambda x: halve_(x.detach()), "followed for torch's own ops only"),
     "another shape": (
