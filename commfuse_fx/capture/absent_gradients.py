@@ -27,6 +27,7 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
     depends: dict[fx.Node, None] = {program.loss: None}
     absent: dict[fx.Node, None] = {}
     free: dict[fx.Node, None] = {}  # computed in the backward, of values of the forward alone
+    zero: dict[fx.Node, None] = {}  # the same of zeros, which autograd gives to a function for an output without use
     kept: dict[fx.Node, fx.Node] = {}  # a sum -> what is left of it
     for node in split(program)[1]:
         if node.args and node.args[0] is program.loss:
@@ -46,7 +47,8 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
             for value in missing:
                 node.replace_input_with(value, _zeros(build, value, node))
         else:
-            free[node] = None
+            is_zero = node.target is aten.zeros.default or any(value in zero for value in node.all_input_nodes)
+            (zero if is_zero else free)[node] = None
     _refuse([value for value in program.grads.values() if value in free])
     for returned in (program.grads, program.aux):
         for name, value in list(returned.items()):
@@ -60,16 +62,12 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
 
 def _refuse(gradients: Sequence[fx.Node]) -> None:
     for node in gradients:
-        if node.target not in _ZEROS:
-            raise CaptureError(
-                f"a gradient that is computed at {info(node).source or 'an unknown line'} follows from the gradient of "
-                "no output, and this backward begins at some of the outputs only: let the backward of the "
-                "torch.autograd.Function there multiply with the gradient that it gets, or add up all outputs that "
-                "have a gradient"
-            )
-
-
-_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+        raise CaptureError(
+            f"a gradient that is computed at {info(node).source or 'an unknown line'} follows from the gradient of no "
+            "output, and this backward begins at some of the outputs only: let the backward of the "
+            "torch.autograd.Function there multiply with the gradient that it gets, or add up all outputs that have a "
+            "gradient"
+        )
 
 
 def _is_sum_with(node: fx.Node, other: fx.Node) -> bool:

@@ -104,3 +104,32 @@ def test_a_gradient_that_follows_from_no_output_is_refused(used: int) -> None:
     assert model.weight.grad is None
     sum(cf.compile(model)()).backward()
     assert model.weight.grad is not None and torch.equal(model.weight.grad, 2 * torch.arange(3.0) + 5)
+
+
+class Both(torch.autograd.Function):
+    """It has two results, and multiplies with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x.square(), x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        (x,), (first, second) = ctx.saved_tensors, gradients
+        return first * 2 * x + second * 3
+
+
+class OneOfBoth(Losses):
+    """Nothing uses the first result, for which autograd gives the function zeros."""
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        both: tuple[torch.Tensor, torch.Tensor] = Both.apply(self.weight * 1)  # type: ignore[no-untyped-call]
+        return both[1].sum(), (self.weight * 5).sum()
+
+
+@pytest.mark.parametrize("used, gradient", [(0, 3.0), (1, 5.0)])
+def test_results_of_a_function_that_nothing_uses(used: int, gradient: float) -> None:
+    model = OneOfBoth()
+    cf.compile(model)()[used].backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((3,), gradient))
