@@ -63,8 +63,9 @@ def plain(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def no_zero_grad(wrapped: Any, model: nn.Module) -> Iterator[Any]:
-    """Several backwards before a step; the user keeps an old gradient."""
-    kept = None
+    """Several backwards before a step; the user keeps an old gradient, and has set another one."""
+    kept, last = None, list(model.parameters())[2]
+    last.grad = torch.ones(2 * last.numel(), dtype=last.dtype)[::2]
     for step in range(3):
         wrapped(batch(step)).square().mean().backward()
         kept = kept if kept is not None else next(model.parameters()).grad
@@ -102,6 +103,18 @@ def nested_no_sync(wrapped: Any, model: nn.Module) -> Iterator[Any]:
         pass
     yield grads(model)
     wrapped(batch(2)).square().mean().backward()
+    yield grads(model)
+
+
+def sync_of_the_forward(wrapped: Any, model: nn.Module) -> Iterator[Any]:
+    """What counts is where the forward has been, not the backward."""
+    with wrapped.no_sync():
+        loss = wrapped(batch(0)).square().mean()
+    loss.backward()
+    yield grads(model)
+    loss = wrapped(batch(1)).square().mean()
+    with wrapped.no_sync():
+        loss.backward()
     yield grads(model)
 
 
@@ -276,9 +289,9 @@ def part_of_the_output(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 LOOPS: list[Loop] = [
-    plain, no_zero_grad, accumulation, attribute_of_sync, nested_no_sync, forward_without_backward, evaluation,
-    inputs_with_gradients, clipping, freezing, optimizer_in_backward, hooks, loss_scaled,
-    siamese, two_losses, through_one_forward, local_gradients, part_of_the_output,
+    plain, no_zero_grad, accumulation, attribute_of_sync, nested_no_sync, sync_of_the_forward,
+    forward_without_backward, evaluation, inputs_with_gradients, clipping, freezing, optimizer_in_backward, hooks,
+    loss_scaled, siamese, two_losses, through_one_forward, local_gradients, part_of_the_output,
 ]  # fmt: skip
 
 

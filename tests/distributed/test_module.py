@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
@@ -201,7 +203,7 @@ def uneven(batches: list[int], options: dict[str, Any]) -> None:
     for call, each in ((wrapped, model), (other, twin)):
         torch.manual_seed(dist.get_rank())
         optimizer = sgd(each)
-        with call.join(**options):
+        with call.join(**options) if len(batches) == 2 else Join([call], **options):
             for step in range(batches[dist.get_rank()]):
                 optimizer.zero_grad()
                 call(batch(step)).square().mean().backward()
@@ -216,6 +218,22 @@ def uneven(batches: list[int], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"divide_by_initial_world_size": False}], ids=["of all", "of active"])
 def test_ranks_with_different_numbers_of_batches(ranks: Ranks, batches: list[int], options: dict[str, Any]) -> None:
     ranks.values(uneven, batches, options, size=len(batches))
+
+
+def copies() -> list[str]:
+    compiled, found = cf.compile(Net()), []
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(cf.NotAvailableError) as error:
+            copied(compiled)
+        found.append(str(error.value))
+    copy.deepcopy(compiled.module)
+    pickle.dumps(compiled.state_dict())
+    return found
+
+
+def test_a_module_of_several_ranks_says_what_to_copy(ranks: Ranks) -> None:
+    for found in ranks.values(copies):
+        assert all("copy or save its model (model.module, model.state_dict())" in text for text in found)
 
 
 def early_end() -> str:
