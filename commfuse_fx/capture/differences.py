@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import argument_path
-from commfuse_fx.capture.signature import Signature
+from commfuse_fx.capture.signature import CHOICES_OF_KERNELS, Signature
 from commfuse_fx.capture.tree import Structure
 from commfuse_fx.ir.meta import dtype_name
 
@@ -47,6 +47,8 @@ def _states(new: Signature, old: Signature) -> Iterator[str]:
             yield kind(new, *changed)
     if new.default_dtype != old.default_dtype:
         yield f"default dtype: {dtype_name(old.default_dtype)} -> {dtype_name(new.default_dtype)}"
+    kernels = zip(CHOICES_OF_KERNELS, old.choice_of_kernels, new.choice_of_kernels, strict=True)
+    yield from (f"{what}: {one} -> {two}" for what, one, two in kernels if one != two)
     if new.gradients != old.gradients and new.train_or_eval_mode[0] == old.train_or_eval_mode[0]:
         yield f"gradients: {_on(old.gradients)} -> {_on(new.gradients)}"
     if new.layout_of_parameters_or_buffers != old.layout_of_parameters_or_buffers:

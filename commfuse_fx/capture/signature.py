@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -31,6 +31,15 @@ _DTYPE = operator.attrgetter("dtype")
 _TENSOR_HOOKS = tuple(map(operator.attrgetter, TENSOR_HOOKS))
 
 
+CHOICES_OF_KERNELS: Mapping[str, Callable[[], Any]] = {
+    "torch.backends.mkldnn": torch._C._get_mkldnn_enabled,
+    "torch.backends.cudnn": torch._C._get_cudnn_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "number of threads": torch.get_num_threads,
+}
+"""Another kernel may lay its results out in another way, which the first run of a graph has looked at."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """A hashable signature of a call. `capture.differences.cause` explains how two signatures differ."""
@@ -44,6 +53,7 @@ class Signature:
     requires_grad: tuple[bool, ...]
     autocast: tuple[Any, ...]
     default_dtype: torch.dtype
+    choice_of_kernels: tuple[Any, ...]
     optimizer: Any
 
 
@@ -196,6 +206,7 @@ class Watch:
             tuple(map(_REQUIRES_GRAD, self.params.values())),
             _autocast(),
             torch.get_default_dtype(),
+            tuple(read() for read in CHOICES_OF_KERNELS.values()),
             None if self._optimizer is None else optimizer_key(self._optimizer, self._parameter_names),
         )
 

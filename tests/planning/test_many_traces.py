@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,24 @@ def test_the_default_dtype_is_a_cause(caplog: pytest.LogCaptureFixture) -> None:
         torch.set_default_dtype(torch.float32)
     assert loss.dtype == torch.float64 and model.weight.grad is not None and model.weight.grad.dtype == torch.float32
     assert said(caplog, logging.INFO) == ["re-tracing: default dtype: f32 -> f64"]
+
+
+def test_what_chooses_kernels_is_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """oneDNN lays the gradient of this weight out as the weight; without it, the gradient is contiguous."""
+    torch.manual_seed(0)
+    model = nn.Conv3d(2, 3, 2).to(memory_format=torch.channels_last_3d)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    step = cf.compile(model, loss_fn=lambda out, _: out.square().sum(), optimizer=optimizers[0])
+    x = torch.randn(2, 2, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+    for enabled in (True, False):
+        with torch.backends.mkldnn.flags(enabled=enabled), caplog.at_level(logging.INFO, logger="commfuse_fx.retrace"):
+            step(x, None)
+            optimizers[1].zero_grad()
+            twin(x).square().sum().backward()
+            optimizers[1].step()
+        torch.testing.assert_close(model.weight, twin.weight)
+    assert said(caplog, logging.INFO) == ["re-tracing: torch.backends.mkldnn: True -> False"]
 
 
 def test_gradients_and_autocast_are_causes(caplog: pytest.LogCaptureFixture) -> None:
