@@ -42,7 +42,7 @@ class PastGradients:
         self._hooks: dict[str, _Hook] = {}
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._known: dict[str, None] = {}
-        self._seen: tuple[Plan | None, int] = (None, 0)
+        self._seen: tuple[Plan | None, Mapping[str, nn.Parameter], int] = (None, {}, 0)
         self._ends = 0
 
     def begin(self) -> None:
@@ -53,13 +53,14 @@ class PastGradients:
 
     def look(self, plan: Plan) -> None:
         """Look at parameters from now on. plan: that of the forward that has been run."""
-        if self._seen == (plan, self._watched):
+        held = self._session.params
+        if self._seen[0] is plan and self._seen[1] is held and self._seen[2] == self._watched:
             return
-        self._seen = plan, self._watched
+        self._seen = plan, held, self._watched
         reached = plan.compiled.program.grads
         params = {
             name: param
-            for name, param in self._session.params.items()
+            for name, param in held.items()
             if param.requires_grad and (self._looks or name not in reached or name in self._known)
         }
         _remove({name: hook for name, hook in self._hooks.items() if hook.param is not params.get(name)})

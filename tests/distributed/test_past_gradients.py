@@ -123,6 +123,25 @@ def test_it_goes_on_when_not_every_parameter_is_looked_at(ranks: Ranks, reads: b
     ranks.values(compare, LOSSES.index(read_by_the_loss), reads, {}, 20)
 
 
+def replaced() -> None:
+    """Other parameters under the same names."""
+    model = Pairs()
+    wrapped = cf.compile(model, cpu_kernels=False)
+    for step in range(3):
+        twin = copy.deepcopy(model)
+        read_by_the_loss(wrapped, model, batch(step)).backward()  # type: ignore[no-untyped-call]
+        read_by_the_loss(twin, twin, batch(step)).backward()  # type: ignore[no-untyped-call]
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert other.grad is not None
+            dist.all_reduce(other.grad)
+            torch.testing.assert_close(param.grad, other.grad / dist.get_world_size(), rtol=1e-12, atol=1e-12)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def test_parameters_that_are_replaced(ranks: Ranks) -> None:
+    ranks.values(replaced)
+
+
 class Heads(nn.Module):
     """A task has a head of its own."""
 
