@@ -19,18 +19,22 @@ from tests.distributed.harness import Ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is imported stays: looking through it in every full collection takes a tenth of the time of all tests."""
+    """Set what every test process has set."""
     # Tests run side by side, ranks too; and a forked child cannot use the threads that its parent computes with.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    gc.collect()
-    gc.freeze()
-    # Graphs are many small objects, of which few live on: by default collecting takes another tenth of the time.
-    gc.set_threshold(100_000, 10, 10)
     # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
     # takes a stack for every tensor that is described: a third of the time of tracing.
     logging.getLogger("torch.__trace").propagate = True
     # Hypothesis asks the collector who holds a generator of random numbers, which does not see what is frozen.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: looking through it in every full collection takes a tenth of the time of all tests."""
+    gc.freeze()
+    # Graphs are many small objects, of which few live on: by default collecting takes another tenth of the time.
+    gc.set_threshold(100_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

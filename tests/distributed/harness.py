@@ -15,32 +15,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from typing import Any
-from unittest import mock
+
+from tests.distributed.rank_server import RankServers
 
 WORLD_TIMEOUT = 60.0
 """Seconds until a collective that some rank does not join fails."""
 
 RUN_TIMEOUT = 90.0
 """Seconds until a run counts as hung: all its ranks are killed, and their stacks are shown."""
-
-OWN = 1
-"""How many ranks are started as programs of their own. Later ones, and those that replace a dead one, are forks of a
-server that has imported everything: that saves seconds, but forks of one server share its hash seed and addresses,
-in which ranks must be free to differ. Rank 0 differs in them from all others."""
-
-IMPORTED = [
-    "commfuse_fx.api",
-    "commfuse_fx.virtual.lockstep",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-]
-"""What every rank has imported when it starts."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +52,26 @@ class Hung(AssertionError):
 
 
 class _Worker:
-    """One process, its pipe, and the file that holds what it prints."""
+    """One rank: its process, its pipe, and the file that holds what it prints."""
 
-    def __init__(self, own: bool) -> None:
+    def __init__(self, servers: RankServers, server: int) -> None:
         self.log = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".log")  # noqa: SIM115
-        context = get_context("spawn" if own else "forkserver")
-        context.set_forkserver_preload(IMPORTED)
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, self.log.name), daemon=True
-        )
-        with mock.patch.dict(os.environ):
-            os.environ.pop("PYTHONHASHSEED", None)  # ranks differ in it, also where it is fixed for the tests
-            self.process.start()
-        theirs.close()
+        self._servers, self.server = servers, server
+        self.pipe = servers.ask(server, "fork", self.log.name)
+        self.pid: int = self.pipe.recv()
+        self.exit_code: int | None = None
+
+    def wait(self) -> int:
+        """The exit code of a process that ends."""
+        if self.exit_code is None:
+            with self._servers.ask(self.server, "wait", self.pid) as answer:
+                self.exit_code = answer.recv()
+        return self.exit_code
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
         self.pipe.close()
         self.log.close()
 
@@ -106,13 +93,12 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 class Ranks:
-    """A pool of rank processes, the first `own` of which are programs of their own. Not thread-safe; close it at the
-    end."""
+    """A pool of rank processes, of which one comes from another server than the others. Not thread-safe; close it at
+    the end."""
 
-    def __init__(self, own: int = OWN) -> None:
+    def __init__(self) -> None:
+        self._servers = RankServers()
         self._workers: list[_Worker] = []
-        self._own = own
-        self._started = 0
 
     def run(
         self,
@@ -130,8 +116,8 @@ class Ranks:
         import torch.distributed as dist
 
         while len(self._workers) < size:
-            self._workers.append(_Worker(self._started < self._own))
-            self._started += 1
+            server = int(any(not worker.server for worker in self._workers))
+            self._workers.append(_Worker(self._servers, server))
         # The store lives here, as torchrun's does in its agent: a rank that dies does not take it along.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = self._workers[:size]
@@ -161,6 +147,10 @@ class Ranks:
         return [value for _, value in found]
 
     def close(self) -> None:
+        self._stop()
+        self._servers.close()
+
+    def _stop(self) -> None:
         for worker in self._workers:
             worker.stop()
         self._workers.clear()
@@ -178,19 +168,18 @@ class Ranks:
                 try:
                     outcome = Outcome(rank, **pickle.loads(workers[rank].pipe.recv_bytes()))
                 except (EOFError, ConnectionResetError):
-                    workers[rank].process.join()
-                    details = workers[rank].printed()
-                    outcome = Outcome(rank, died=workers[rank].process.exitcode, details=details)
+                    died = workers[rank].wait()
+                    outcome = Outcome(rank, died=died, details=workers[rank].printed())
                 found[rank] = outcome
         return [found[rank] for rank in range(len(workers))]
 
     def _give_up(self, workers: list[_Worker], timeout: float, hung: list[int]) -> str:
         for worker in workers:
-            if worker.process.is_alive() and worker.process.pid is not None:
-                os.kill(worker.process.pid, signal.SIGUSR1)
+            if worker.exit_code is None:
+                os.kill(worker.pid, signal.SIGUSR1)
         time.sleep(0.5)
         shown = "\n".join(f"--- rank {rank}\n{worker.printed()}" for rank, worker in enumerate(workers))
-        self.close()
+        self._stop()
         return f"ranks {hung} did not end within {timeout} s\n{shown}"
 
 
@@ -198,8 +187,8 @@ def _with_seed(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int
     return hash("seed"), function(*args)
 
 
-def _serve(pipe: connection.Connection, log: str) -> None:
-    """A worker's life: one request after another."""
+def serve_rank(pipe: connection.Connection, log: str) -> None:
+    """A rank's life: one request after another."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -208,19 +197,14 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     # Whoever starts the tests in the background of a shell leaves them one that is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    import torch
     import torch.distributed as dist
 
     import commfuse_fx as cf
     from commfuse_fx.planning import compile_call
 
     captures = compile_call.capture, compile_call.capture_joint
-    with suppress(ImportError):
-        for name in IMPORTED:
-            import_module(name)
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays; looking through it after every run would take most of its time
     gc.set_threshold(100_000, 10, 10)
+    gc.enable()
     while True:
         try:
             function, args, environment, world_timeout = pickle.loads(pipe.recv_bytes())
@@ -231,6 +215,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
         start = time.monotonic()
         try:
             cf.init(timeout=world_timeout)
+            dist.barrier()  # or a rank whose function does not communicate leaves before others have joined
             start = time.monotonic()
             answer["value"] = function(*args)
         except BaseException as error:

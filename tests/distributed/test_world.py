@@ -201,7 +201,7 @@ def wait_forever() -> None:
 
 
 def test_the_harness_shows_where_ranks_hang() -> None:
-    pool = Ranks(own=0)
+    pool = Ranks()
     pool.values(cf.get_rank)  # the time-out need not last for the start of processes
     with pytest.raises(Hung, match=r"(?s)ranks \[0, 1\] did not end.*in wait_forever.*in wait_forever"):
         pool.run(wait_forever, timeout=4.0)
