@@ -66,7 +66,7 @@ def of_other_lengths(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def other_lengths(fusion: dict[str, Any]) -> int:
-    return compare(of_other_lengths, Words(), comm_fusion=fusion)
+    return compare(of_other_lengths, model=Words(), comm_fusion=fusion)
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
@@ -175,7 +175,7 @@ def test_buckets_leave_inside_of_the_backward(ranks: Ranks) -> None:
 
 def loop_for_any_size(number: int) -> int:
     with any_size():
-        return compare(LOOPS[number], Breaks())
+        return compare(LOOPS[number], model=Breaks())
 
 
 @pytest.mark.parametrize("loop", ["accumulation", "freezing", "hooks", "siamese", "through_one_forward"])
@@ -186,8 +186,8 @@ def test_a_loop_with_graphs_for_any_size_gives_what_ddp_gives(ranks: Ranks, loop
 def ways_for_any_size() -> int:
     """With plans by cost, for which ranks would have to come to a graph at the same time."""
     with any_size():
-        compare(routed, Routes(), find_unused_parameters=True)
-    return compare(routed, Routes(), find_unused_parameters=True, comm_fusion=OPTIMAL)
+        compare(routed, model=Routes(), find_unused_parameters=True)
+    return compare(routed, model=Routes(), find_unused_parameters=True, comm_fusion=OPTIMAL)
 
 
 def test_ranks_may_run_other_graphs_for_any_size(ranks: Ranks) -> None:

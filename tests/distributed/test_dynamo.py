@@ -31,50 +31,47 @@ def pair(model: nn.Module, **options: Any) -> tuple[Any, nn.Module, Any, nn.Modu
     return wrapped, model, nn.parallel.DistributedDataParallel(twin, find_unused_parameters=unused), twin
 
 
-def compare(loop: Callable[..., Iterator[Any]], model: nn.Module, **options: Any) -> int:
-    """How often the two were compared."""
+def compare(*loops: Callable[..., Iterator[Any]], model: nn.Module, **options: Any) -> int:
+    """How often the two were compared, in loops one after the other."""
     wrapped, model, other, twin = pair(model, **options)
-    torch.manual_seed(3 + dist.get_rank())
-    state = torch.get_rng_state()
-    ours = list(loop(wrapped, model))
-    torch.set_rng_state(state)
-    theirs = list(loop(other, twin))
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    return len(ours)
+    counts = []
+    for loop in loops:
+        torch.manual_seed(3 + dist.get_rank())
+        state = torch.get_rng_state()
+        ours = list(loop(wrapped, model))
+        torch.set_rng_state(state)
+        theirs = list(loop(other, twin))
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda text: f"{loop.__name__}: {text}")
+        model.zero_grad()
+        twin.zero_grad()
+        counts.append(len(ours))
+    return min(counts)
 
 
-def loop_of(number: int, name: str) -> int:
-    return compare(LOOPS[number], MODELS[name]())
+def loops_of(names: list[str], model: str) -> int:
+    return compare(*(LOOPS[NAMES.index(name)] for name in names), model=MODELS[model]())
 
 
 NAMES = [loop.__name__ for loop in LOOPS]
-EARLY_HOOKS = NAMES.index("optimizer_in_backward")
-CASES = {
-    "breaks": [
-        "plain",
-        "accumulation",
-        "freezing",
-        "hooks",
-        "siamese",
-        "two_losses",
-        "through_one_forward",
-        "local_gradients",
-    ],
-    "whole": ["optimizer_in_backward"],
-    "counts": ["accumulation"],
-    "reentrant": ["accumulation"],
-}
-"""For each model the loops in which it can matter that there are several graphs."""
+CASES = [
+    ("breaks", ["plain", "accumulation", "siamese", "two_losses", "through_one_forward", "local_gradients"]),
+    ("breaks", ["freezing"]),
+    ("breaks", ["hooks"]),
+    ("whole", ["optimizer_in_backward"]),
+    ("counts", ["accumulation"]),
+    ("reentrant", ["accumulation"]),
+]
+"""Models, and the loops in which it can matter that there are several graphs."""
 
 
-@pytest.mark.parametrize(("name", "loop"), [(name, loop) for name, loops in CASES.items() for loop in loops])
-def test_a_loop_gives_what_ddp_gives(ranks: Ranks, name: str, loop: str) -> None:
-    assert min(ranks.values(loop_of, NAMES.index(loop), name))
+@pytest.mark.parametrize(("name", "loops"), CASES)
+def test_loops_give_what_ddp_gives(ranks: Ranks, name: str, loops: list[str]) -> None:
+    assert min(ranks.values(loops_of, loops, name))
 
 
 def hooks_that_come_too_early() -> str:
     with pytest.raises(cf.NotAvailableError) as error:
-        loop_of(EARLY_HOOKS, "breaks")
+        loops_of(["optimizer_in_backward"], "breaks")
     return str(error.value)
 
 
@@ -239,7 +236,7 @@ def routed(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def ways() -> int:
-    return compare(routed, Routes(), find_unused_parameters=True)
+    return compare(routed, model=Routes(), find_unused_parameters=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -271,7 +268,7 @@ def sizes(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 def of_any_size() -> list[Any]:
     """The second size makes Dynamo compile for any: then nothing is compiled again."""
     with logged() as messages:
-        compare(sizes, Net())
+        compare(sizes, model=Net())
     wrapped, *_ = pair(Net())
     counts = []
     for rows in (3, 5, 6, 7):
@@ -293,7 +290,7 @@ def test_nothing_is_compiled_per_size(ranks: Ranks) -> None:
 def compiled_too_often() -> list[str]:
     """A frame past Dynamo's limit runs in Python: its gradients are reduced, and a warning names them."""
     with torch._dynamo.config.patch(recompile_limit=1), logged() as messages:
-        compare(modes, Net())
+        compare(modes, model=Net())
     return messages
 
 
@@ -324,9 +321,17 @@ def sums(wrapped: Any, model: nn.Module) -> Iterator[Any]:
         assert kept is model.get_parameter("python.0.weight").grad
 
 
-def sums_of_breaks(name: str) -> str:
-    compare(sums, MODELS[name](), gradients_mean=False)
-    model = MODELS[name]()
+def sums_of_a_model(name: str) -> int:
+    return compare(sums, model=MODELS[name](), gradients_mean=False)
+
+
+@pytest.mark.parametrize("name", ["breaks", "reentrant"])
+def test_sums_of_gradients(ranks: Ranks, name: str) -> None:
+    assert min(ranks.values(sums_of_a_model, name))
+
+
+def sums_of_two() -> str:
+    model = Breaks()
     wrapped, *_ = pair(model, gradients_mean=False)
     again = cf.compile(model, capture="dynamo", cpu_kernels=False, gradients_mean=False)
     found = []
@@ -341,9 +346,8 @@ def sums_of_breaks(name: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["breaks", "reentrant"])
-def test_sums_of_gradients(ranks: Ranks, name: str) -> None:
-    for text in ranks.values(sums_of_breaks, name):
+def test_sums_of_one_model_that_was_compiled_twice(ranks: Ranks) -> None:
+    for text in ranks.values(sums_of_two):
         assert "holds a sum over the ranks" in text and "zero_grad()" in text
 
 
@@ -360,7 +364,7 @@ def sums_of_ways(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def sums_of_other_graphs() -> int:
-    return compare(sums_of_ways, Routes(), find_unused_parameters=True, gradients_mean=False)
+    return compare(sums_of_ways, model=Routes(), find_unused_parameters=True, gradients_mean=False)
 
 
 def test_sums_where_ranks_run_other_graphs(ranks: Ranks) -> None:
