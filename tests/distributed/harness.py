@@ -201,7 +201,9 @@ def serve_rank(pipe: connection.Connection, log: str) -> None:
 
     import commfuse_fx as cf
     from commfuse_fx.planning import compile_call
+    from tests import plans
 
+    plans.share()
     captures = compile_call.capture, compile_call.capture_joint
     gc.set_threshold(100_000, 10, 10)
     gc.enable()
