@@ -15,9 +15,6 @@ from commfuse_fx.planning.compile_call import plan_step as make_plan
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.request import PassRequest
 
-LIMIT = 300
-"""How many plans are kept, the last ones."""
-
 _planned: dict[tuple[Hashable, ...], tuple[Planned, dict[str, Any]]] = {}
 
 
@@ -39,8 +36,6 @@ def plan_step(program: Program, config: CompileConfig, asked: PassRequest | None
         constants = program.constants
         planned, pipeline, records = make_plan(program, config, asked)
         _planned[key] = (planned.copy(), pipeline, records), constants  # which keeps the numbers of `values` taken
-        if len(_planned) > LIMIT:
-            del _planned[next(iter(_planned))]
         return planned, pipeline, records
     (planned, pipeline, records), _ = _planned[key]
     return replace(planned.copy(), aux_nest=program.aux_nest), pipeline, list(records)

@@ -229,6 +229,7 @@ def serve_rank(pipe: connection.Connection, log: str) -> None:
         cf.reset_auto_parallel_context()
         compile_call.capture, compile_call.capture_joint = captures  # which tests.captures may have replaced
         gc.collect()
+        gc.freeze()  # plans that later runs share: looking through them again would take longer than most runs
         if dist.is_initialized():
             dist.destroy_process_group()
 
