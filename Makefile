@@ -27,7 +27,7 @@ demo: $(STAMP) ## train the digits example on NPROC (2) processes and show the c
 
 # Tests start tens of processes, each of which would compile the package anew.
 test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check
