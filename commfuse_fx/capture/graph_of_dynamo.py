@@ -148,13 +148,25 @@ def sources_of(graph: fx.GraphModule) -> list[str]:
     return found
 
 
-def modules_of_caller() -> list[nn.Module]:
-    """The modules among the variables of the frame that runs a graph of Dynamo now: code without a graph may read their
-    parameters too. Call it in what Dynamo calls."""
+def modules_of_caller(new: Sequence[nn.Parameter]) -> list[nn.Module]:
+    """The modules that may read further parameters, in code without a graph. Call it in what Dynamo calls.
+
+    They are the variables of the frame that runs a graph of Dynamo now. With parameters that are new, the frames around
+    it count as well: their modules that hold one of those call what has become a graph.
+    """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_DYNAMO):
         frame = frame.f_back
-    return [value for value in frame.f_locals.values() if isinstance(value, nn.Module)]
+    found = {id(value): value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)}
+    wanted = set(map(id, new))
+    around = frame.f_back if new else None
+    while around is not None:
+        for value in list(around.f_locals.values()):
+            if isinstance(value, nn.Module) and id(value) not in found:
+                if not wanted.isdisjoint(map(id, value.parameters())):
+                    found[id(value)] = value
+        around = around.f_back
+    return list(found.values())
 
 
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,18 @@ def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:
                 f"parameter {name} of a compiled module is a {type(param.data).__name__} of FSDP, which divides and "
                 "reduces it itself: use the compiled module without FSDP"
             )
+
+
+def refuse_fsdp(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Raise ConfigValueError where FSDP divides a part of the model that holds one of these parameters."""
+    wanted = set(map(id, params))
+    for module in model.modules():
+        if any(each.__name__ in ("FSDPModule", "FullyShardedDataParallel") for each in type(module).__mro__):
+            if not wanted.isdisjoint(map(id, module.parameters())):
+                raise ConfigValueError(
+                    f'torch.compile(backend="commfuse") compiles a {type(module).__name__} of FSDP, which divides and '
+                    "reduces gradients itself: use the model without FSDP, or another backend"
+                )
 
 
 def _modules_of_fsdp() -> list[nn.Module]:

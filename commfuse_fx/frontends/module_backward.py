@@ -154,6 +154,7 @@ class _Backward(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @torch._disable_dynamo  # a function under torch.compile may start the backward
     @user_frames_only
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         return (None, *ctx.call.backward(ctx, gradients))

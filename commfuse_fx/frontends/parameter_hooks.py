@@ -81,11 +81,13 @@ class LateHook:
         for handle in self._handles:
             handle.remove()
 
+    @torch._disable_dynamo
     def __call__(self, param: torch.Tensor) -> None:
         listener = self._listener()
         if listener is not None and not self.is_removed:
             listener.accumulated(self._name)
 
+    @torch._disable_dynamo
     def _before(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         listener = self._listener()
         if listener is not None and gradients[0] is not None and not self.is_removed:

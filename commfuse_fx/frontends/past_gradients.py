@@ -172,6 +172,7 @@ class _Hook:
         self._handle.remove()
         self._node = self.param = None
 
+    @torch._disable_dynamo
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         listener, param = self._listener(), self.param
         if gradients[0] is not None and listener is not None and param is not None:

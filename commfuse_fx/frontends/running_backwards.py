@@ -68,6 +68,7 @@ class _End:
         self._task = task
         self._on_end = on_end
 
+    @torch._disable_dynamo
     def __call__(self) -> None:
         self._backwards.ended(self._task, self._on_end)
 
@@ -81,6 +82,7 @@ class RunningBackwards:
     def follow(self, outputs: Iterable[torch.Tensor], on_end: OnEnd) -> None:
         """The outermost backward begins at these outputs of the model."""
 
+        @torch._disable_dynamo
         def begun(gradients: Any) -> None:
             self.now(on_end)
 

@@ -20,6 +20,7 @@ from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.frontends.arguments_of_ddp import refuse_fsdp
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
@@ -77,9 +78,13 @@ class _Engine:
 
         def run(*values: Any) -> Any:
             graphs = self._of(values)
-            for module in modules_of_caller() if torch.is_grad_enabled() else ():
-                for name, param in module.named_parameters():
-                    self._name(param, name)
+            if torch.is_grad_enabled():
+                new = [value for value in values if isinstance(value, nn.Parameter) and id(value) not in self._names]
+                for module in modules_of_caller(new):
+                    if new:
+                        refuse_fsdp(module, new)
+                    for name, param in module.named_parameters():
+                        self._name(param, name)
             try:
                 return run_graph(graphs, made, values)
             except Exception as error:

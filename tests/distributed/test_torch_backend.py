@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import commfuse_fx as cf
 from commfuse_fx.frontends.torch_backend import commfuse
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.dist
 OPTIONS: dict[str, Any] = {"cpu_kernels": False}
 
 
-def blocks() -> nn.Module:
+def blocks() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(), Block()).double()
 
@@ -70,6 +72,62 @@ def sums() -> None:
 
 def test_sums_of_gradients(ranks: Ranks) -> None:
     ranks.values(sums)
+
+
+def compare(ours: Callable[[torch.Tensor], Any], model: nn.Module) -> None:
+    """Gradients of two backwards that `ours` runs on the model, and those of a copy in DistributedDataParallel."""
+    twin = copy.deepcopy(model)
+    theirs = nn.parallel.DistributedDataParallel(twin)
+    for step in range(2):
+        torch.manual_seed(step)
+        ours(batch(step))
+        torch.manual_seed(step)
+        theirs(batch(step)).square().mean().backward()
+    torch.testing.assert_close(grads(model), grads(twin), rtol=1e-10, atol=1e-10)
+
+
+def blocks_alone() -> list[str]:
+    """Blocks that are compiled one by one, in a model that is not: what stands around them is reduced, too."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *blocks(), nn.Linear(6, 2)).double()
+    for block in model[1:4]:
+        block.compile(backend=commfuse, options=OPTIONS)
+    with logged() as messages:
+        compare(lambda rows: model(rows).square().mean().backward(), model)
+    return messages
+
+
+def test_what_stands_around_compiled_blocks_is_reduced(ranks: Ranks) -> None:
+    for messages in ranks.values(blocks_alone):
+        assert any("3 other parameters got a gradient that no compiled graph has computed" in each for each in messages)
+
+
+def compiled_loops() -> None:
+    """Functions under torch.compile that call the backward, of a model of the backend and of a compiled module."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, other = blocks(), nn.Sequential(nn.Linear(6, 2), nn.Tanh()).double()
+    compiled = cf.compile(other, cpu_kernels=False)
+    loop = torch.compile(lambda rows: model(rows).square().mean().backward(), backend=commfuse, options=OPTIONS)
+    compare(loop, model)
+    compare(torch.compile(lambda rows: compiled(rows).square().mean().backward(), backend="eager"), other)
+
+
+def test_functions_under_torch_compile_may_call_the_backward(ranks: Ranks) -> None:
+    ranks.values(compiled_loops)
+
+
+def in_fsdp() -> None:
+    torch._dynamo.reset()
+    model = Block()
+    fully_shard(model)
+    with pytest.raises(cf.ConfigValueError, match="a FSDPBlock of FSDP, which divides and reduces gradients"):
+        torch.compile(model, backend=commfuse, options=OPTIONS)(torch.ones(4, 6))
+
+
+def test_the_backend_refuses_fsdp(ranks: Ranks) -> None:
+    ranks.values(in_fsdp)
 
 
 def in_ddp() -> str:
