@@ -1,7 +1,8 @@
 """Simplify the backward of a module if the caller's loss uses only some of its outputs.
 
-The backward is linear in the gradients of all outputs together. So a value that follows only from zero gradients is
-zero. A sum leaves it out, as autograd does, and other ops get zeros in its place.
+Autograd runs no backward that gets no gradient. So what follows from missing gradients only is missing, too: a sum
+leaves it out, as autograd does. The backward of an op of torch is linear in all its gradients together, so other ops
+get zeros for what is missing. A `torch.autograd.Function` gets zeros if it has another gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from commfuse_fx.capture.function_gradients import FunctionCall
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.edit import remove_dead_nodes
@@ -18,18 +20,26 @@ from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 
 
-def leave_out(program: Program, outputs: Collection[int]) -> None:
-    """Treat the gradients of the outputs with these numbers as zero. Changes a captured program in place.
+def leave_out(program: Program, outputs: Collection[int], functions: Sequence[FunctionCall] = ()) -> None:
+    """Let the outputs with these numbers have no gradient. Changes a captured program in place.
 
-    Raises CaptureError where a gradient follows from that of no output: nobody knows whether it still counts.
+    functions: those of the capture.
+
+    Raises CaptureError where a gradient follows from that of no output: nobody knows whether it still counts. So it
+    does for a function that eager execution would give None.
     """
     build = Builder(program)
+    runs = {name: function.runs_without(outputs) for function in functions for name in function.nodes}
     depends: dict[fx.Node, None] = {program.loss: None}
+    for zeros in _given_to_functions(program, build, outputs, functions):
+        depends[zeros] = None
     absent: dict[fx.Node, None] = {}
     free: dict[fx.Node, None] = {}  # computed in the backward, of values of the forward alone
     zero: dict[fx.Node, None] = {}  # the same of zeros, which autograd gives to a function for an output without use
     kept: dict[fx.Node, fx.Node] = {}  # a sum -> what is left of it
     for node in split(program)[1]:
+        if node in depends:
+            continue
         if node.args and node.args[0] is program.loss:
             (absent if node.args[1] in outputs else depends)[node] = None
             continue
@@ -46,6 +56,8 @@ def leave_out(program: Program, outputs: Collection[int]) -> None:
             depends[node] = None
             for value in missing:
                 node.replace_input_with(value, _zeros(build, value, node))
+        elif (name := info(node).name) in runs:
+            (depends if runs[name] else absent)[node] = None
         else:
             is_zero = node.target is aten.zeros.default or any(value in zero for value in node.all_input_nodes)
             (zero if is_zero else free)[node] = None
@@ -75,8 +87,47 @@ def _is_sum_with(node: fx.Node, other: fx.Node) -> bool:
     return node.target is aten.add.Tensor and not node.kwargs and info(node).spec == info(other).spec
 
 
+def refuse_zeros(functions: Sequence[FunctionCall], outputs: Collection[int]) -> None:
+    """Raises CaptureError for a function that autograd would not run without the gradients of these outputs. With
+    zeros for them it would be run."""
+    for function in functions:
+        if not function.runs_without(outputs):
+            raise CaptureError(
+                f"the torch.autograd.Function at {function.source or 'an unknown line'} has no part in this backward, "
+                "which begins at some of the outputs only, and could not be left out of it: let the loss use an output "
+                "of the model that follows from the function"
+            )
+
+
+def _given_to_functions(
+    program: Program, build: Builder, outputs: Collection[int], functions: Sequence[FunctionCall]
+) -> list[fx.Node]:
+    """Put zeros in the places of gradients that functions miss; returns them."""
+    named = {info(node).name: node for node in program.graph.nodes if node.op == "call_function"}
+    found = []
+    for function in functions:
+        missing = function.missing(outputs)
+        if missing and function.gets_none:
+            raise CaptureError(
+                f"the torch.autograd.Function at {function.source or 'an unknown line'} calls "
+                "set_materialize_grads(False), and this backward gives it only some of its gradients: leave that call "
+                "out, or let the loss use all outputs of the model that follow from the function's results"
+            )
+        for node in [named[name] for name in missing if name]:
+            zeros = _zeros(build, node, node)
+            node.replace_all_uses_with(zeros)
+            for returned in (program.grads, program.aux):
+                returned |= {name: zeros for name, value in returned.items() if value is node}
+            found.append(zeros)
+    return found
+
+
 def _zeros(build: Builder, value: fx.Node, user: fx.Node) -> fx.Node:
-    spec = info(value).spec
+    spec, name = info(value).spec, f"{info(value).name}/zero"
     assert isinstance(spec, TensorSpec), "a part of several results is taken out before it is used"
     with build.before(user):
-        return build.zeros(spec, info(value), f"{info(value).name}/zero")
+        if spec.is_dense:
+            return build.zeros(spec, info(value), name)
+        size = 1 + sum((count - 1) * step for count, step in zip(spec.shape, spec.stride, strict=True))
+        flat = build.zeros(TensorSpec.flat(size if spec.numel else 0, spec), info(value), f"{name}/flat")
+        return build.strided(flat, spec, 0, name)

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.build import check_parameters, describe, write_back
+from commfuse_fx.capture.function_gradients import FunctionCall
 from commfuse_fx.capture.gradients_as_model import why_by_autograd
 from commfuse_fx.capture.provenance import OriginRecorder
 from commfuse_fx.capture.reads import Reads
@@ -35,12 +36,14 @@ class Outputs:
     differentiable: whether each of them has a gradient.
     read_late: parameters, buffers and inputs whose memory the backward reads. outputs_read_late: the numbers of such
         outputs. Nobody may change them in between.
+    functions: what has to be known of functions if some outputs have no gradient.
     """
 
     nest: Structure
     differentiable: tuple[bool, ...] = ()
     read_late: tuple[Source, ...] = ()
     outputs_read_late: tuple[int, ...] = ()
+    functions: tuple[FunctionCall, ...] = ()
 
 
 def capture_joint(
@@ -89,6 +92,7 @@ def capture_joint(
         tuple(seed is not None for seed in traced.seeds),
         tuple(source for node, source in program.sources.items() if node in read),
         tuple(i for i, node in enumerate(traced.results) if roots[node] in read),
+        traced.functions.calls(program.graph, traced.calls, lambda node: info(node).name),
     )
 
 

@@ -58,12 +58,14 @@ class Origin:
     """The origin of a traced op.
 
     phase: "forward" or "backward". module: its path. source: `file:line`, or "". event: a number of `CallPaths`, or -1.
+    gradient: a number of `FunctionGradients`, or -1.
     """
 
     phase: str
     module: str
     source: str
     event: int = -1
+    gradient: int = -1
 
 
 ORIGIN = "commfuse_origin"
@@ -157,6 +159,11 @@ class OriginRecorder(TorchDispatchMode):
         # An op that makes no autograd node has the number of the op before it.
         self._by_sequence.setdefault(sequence, origin)
         return origin
+
+    def source_of(self, sequence: int) -> str:
+        """The line of the forward op with this number of autograd; "" if it is not known."""
+        forward = self._by_sequence.get(sequence)
+        return forward.source if forward else ""
 
     def _backward_origin(self) -> Origin:
         current = torch._C._current_autograd_node()

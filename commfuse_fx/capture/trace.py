@@ -33,6 +33,7 @@ from commfuse_fx.capture.changes_in_place import refuse_changes, refuse_turned
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
+from commfuse_fx.capture.function_gradients import FunctionGradients, functions_noted, is_gradient
 from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.functional_trace import make_functional
 from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
@@ -92,6 +93,7 @@ class Traced:
     grads: the gradients of the parameters; None for a parameter that takes no part.
     input_grads: the gradients of the inputs of a seeded trace; None for an input that requires none.
     mutations: pairs of an input and its new value.
+    functions: of a seeded trace, the functions whose gradients follow from different results.
     """
 
     graph: fx.Graph
@@ -103,6 +105,7 @@ class Traced:
     input_grads: list[fx.Node | None]
     mutations: list[tuple[fx.Node, fx.Node]]
     calls: CallPaths
+    functions: FunctionGradients
 
 
 def trace_step(
@@ -133,6 +136,7 @@ def trace_step(
     buffers = dict(model.named_buffers())
     count = 0  # of results
     recorder = OriginRecorder(model)
+    functions = FunctionGradients(recorder.source_of)
     recorder.random.generators.is_divided = marked
     if reads is not None:
         reads.on_generator, reads.on_python_generator = recorder.random.generators.watch, recorder.numbers.watch
@@ -165,9 +169,14 @@ def trace_step(
                 if seeded:
                     seeds = [torch.empty_like(result) if result.requires_grad else None for result in results]
                 own = {id(value) for value in (*fresh, *held.values(), *leaves)}
-                begun = [(each, seed) for each, seed in zip(results, seeds, strict=True) if each.requires_grad]
+                given = [None if seed is None else seed.clone() for seed in seeds]  # a backward may change it in place
+                begun = [(each, seed) for each, seed in zip(results, given, strict=True) if each.requires_grad]
                 begun = begun if seeded else [(results[0], None)]
-                with recorder.backward(), other_gradients_kept([each for each, _ in begun], own):
+                with (
+                    recorder.backward(),
+                    other_gradients_kept([each for each, _ in begun], own),
+                    functions.watched(results) if seeded else nullcontext(),
+                ):
                     torch.autograd.backward([each for each, _ in begun], [seed for _, seed in begun])
         count = len(results)
         return [*results, *seeds, *(param.grad for param in fresh), *(leaf.grad for leaf in leaves if seeded)]
@@ -179,6 +188,7 @@ def trace_step(
         ops.tracing_on(mesh),
         marks_traced(model) if marked else nullcontext(),
         traceable_torch(),
+        functions_noted(),
         eager_collectives_refused(),
         patched_here(nn.SyncBatchNorm, "forward", sync_batch_norm(mesh, marked)),
         without_anomaly_detection(),
@@ -219,7 +229,7 @@ def trace_step(
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)
-    return _read(functional, count, len(params), recorder.calls)
+    return _read(functional, count, len(params), recorder.calls, functions)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
@@ -299,7 +309,9 @@ def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
     return CaptureError(f"cannot trace {recorder.module or 'the top-level module'} at {where}: {error}")
 
 
-def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: CallPaths) -> Traced:
+def _read(
+    module: fx.GraphModule, num_results: int, num_params: int, calls: CallPaths, functions: FunctionGradients
+) -> Traced:
     graph = module.graph
     _drop_aliases(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -322,17 +334,23 @@ def _read(module: fx.GraphModule, num_results: int, num_params: int, calls: Call
     returned = iter(found)
     results, seeds = (list(islice(returned, num_results)) for _ in range(2))
     grads, input_grads = list(islice(returned, num_params)), list(returned)
+    for seed in [seed for seed in seeds if seed is not None]:
+        for copied in [user for user in seed.users if user.target is aten.clone.default][:1]:
+            copied.replace_all_uses_with(seed)
+            graph.erase_node(copied)
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
-    return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, list(mutations.items()), calls)
+    changes = list(mutations.items())
+    return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, changes, calls, functions)
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
     """Remove nodes that only stand for another node, as autograd and functionalization leave them.
 
-    Aliases of constants stay, because a constant must not be handed out as a value that other code may write to.
+    Aliases of constants stay, because a constant must not be handed out as a value that other code may write to. Those
+    of gradients that a function may miss stay, too.
     """
     for node in list(graph.nodes):
-        if node.target in ALIASES and node.args[0].op != "get_attr":
+        if node.target in ALIASES and node.args[0].op != "get_attr" and not is_gradient(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

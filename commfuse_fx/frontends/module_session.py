@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of
@@ -221,6 +222,7 @@ class ModuleSession(Session):
         if places is None:
             # Passes have arranged the whole otherwise for the outputs that are left. Zeros are right as well.
             assert absent, "the passes before gradients are reduced do not know what becomes of them"
+            refuse_zeros(forward.described.functions, absent)
             return self._taking(forward, mode, ())
         return plan, executor, places
 

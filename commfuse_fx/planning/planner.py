@@ -218,7 +218,8 @@ class Planner:
         assert compiled.captured is not None, "a module keeps what was captured"
         captured = compiled.captured.copy()
         if absent:
-            leave_out(captured, absent)
+            assert compiled.outputs is not None
+            leave_out(captured, absent, compiled.outputs.functions)
         with progress("compiling the module's backward"):
             planned = plan_step(captured, self.config, self._asked(gradients=gradients))
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
