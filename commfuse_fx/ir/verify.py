@@ -1,4 +1,4 @@
-"""Invariants of a program, checked after every pass in tests and with COMMFUSE_VERIFY=1."""
+"""Invariants of a program, checked after the capture and every pass in tests and with COMMFUSE_VERIFY=1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def verify(program: Program, after: str) -> None:
     """Raise VerificationError, naming pass, node and source line, where an invariant does not hold.
 
     program: the program to look at.
-    after: the name of the pass that has made it.
+    after: the name of the pass that has made it, or "capture".
     """
 
     def fail(node: fx.Node, what: str) -> None:

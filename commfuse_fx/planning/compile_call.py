@@ -17,7 +17,7 @@ from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
-from commfuse_fx.planning.choose import Planned, fastest
+from commfuse_fx.planning.choose import Check, Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassRecord, Watcher
@@ -32,7 +32,7 @@ from commfuse_fx.support.tracebacks import are_full
 
 
 def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compiled:
-    """Capture and transform one call. With COMMFUSE_VERIFY=1 every pass's result is verified.
+    """Capture and transform one call. With COMMFUSE_VERIFY=1 the captured program and every pass's result are verified.
 
     reads: takes notes of the Python values that the trace reads.
 
@@ -64,6 +64,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
             ways = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
             if ways != asked.sharding.batch_ways:
                 raise OtherBatch(ways)
+        verify_if_asked(program, "capture")
         program.batch_inputs = tuple(asked.sliced_inputs)
         if asked.sharding is not None:
             program.marks, program.layouts = asked.sharding.marks, asked.sharding.fixed
@@ -76,6 +77,16 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
     return Compiled(program, captured, pipeline, records, seconds, voted, outputs)
 
 
+def verify_if_asked(program: Program, after: str) -> None:
+    """With COMMFUSE_VERIFY=1, raise VerificationError where an invariant does not hold. after: the program's maker."""
+    if (check := _check()) is not None:
+        check(program, after)
+
+
+def _check() -> Check | None:
+    return verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
+
+
 def plan_step(
     program: Program,
     config: CompileConfig,
@@ -86,7 +97,7 @@ def plan_step(
 
     watcher: sees the passes of all variants; by default the graph log.
     """
-    check = verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
+    check = _check()
     asked = PassRequest() if asked is None else asked
     sharding, common = asked.sharding, asked.common
 

@@ -24,7 +24,7 @@ from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
-from commfuse_fx.planning.compile_call import compile_call, plan_step
+from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
@@ -220,6 +220,7 @@ class Planner:
         if absent:
             assert compiled.outputs is not None
             leave_out(captured, absent, compiled.outputs.functions)
+            verify_if_asked(captured, "leave_out")
         with progress("compiling the module's backward"):
             planned = plan_step(captured, self.config, self._asked(gradients=gradients))
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
