@@ -17,8 +17,11 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get
 from commfuse_fx.capture.batch_norm import statistics_of
 from commfuse_fx.capture.provenance import ORIGIN, annotate_after, origin_of, traced_graph
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.random_draws import draws_random_numbers
+
+_CHAIN = "mutation on a view chain"  # a part of torch's message
 
 
 def make_functional(
@@ -93,6 +96,7 @@ class _Functional(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, decompositions: Mapping[Any, Any]) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # errors name the user's line
         self._moving = in_place_ops_that_move(module.graph)
         self._to_run = _nodes_to_run(module.graph, decompositions)
         self._sharing = _lists_with_shared_memory(module.graph)
@@ -113,11 +117,22 @@ class _Functional(fx.Interpreter):
         elif _keeps_its_size(n):
             out = self.fetch_args_kwargs_from_env(n)[0][0]
         else:
-            out = super().run_node(n)
+            out = self._run_op(n)
             if not any(part.alias_info for part in getattr(getattr(n.target, "_schema", None), "returns", ())):
                 out = laid_out_like(out, n.meta.get("val"))
         annotate_after(graph, last, origin_of(n))
         return out
+
+    def _run_op(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except RuntimeError as error:
+            if _CHAIN not in str(error):
+                raise
+            raise CaptureError(
+                f"at {origin_of(n).source}: {n.target} changes memory through a view by as_strided of another view: "
+                "call as_strided on the tensor that owns the memory, with a storage_offset, or change a clone()"
+            ) from error
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         return fx.node.map_arg(args, lambda value: self._tensor_of(self.env[value]))

@@ -26,6 +26,7 @@ from commfuse_fx.capture.eager_collectives import is_eager_collective, refuse_ea
 from commfuse_fx.capture.emulate import Randomness
 from commfuse_fx.capture.graph_of_dynamo import locator_of
 from commfuse_fx.capture.python_numbers import PythonNumbers
+from commfuse_fx.capture.saved_tensors import ChangesOfSaved, versions_of
 from commfuse_fx.capture.substitute import Attributes
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.random_draws import call_draws
@@ -113,6 +114,7 @@ class OriginRecorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self.calls = CallPaths()
         self.turned: dict[fx.Node, bool] = {}
+        self.changes = ChangesOfSaved()
         self.random = Randomness()
         self.numbers = PythonNumbers(lambda: self._place(user_line(sys._getframe(2))))
         self.attributes = Attributes(model)
@@ -140,11 +142,14 @@ class OriginRecorder(TorchDispatchMode):
         origin = self._origin()
         graph = traced_graph()
         last = graph._root.prev
+        versions = versions_of(args[0]) if func._schema.is_mutable and args else []
         if call_draws(func, args, kwargs or {}):
             out = self.random.draw(func, args, kwargs or {})
         else:
             out = func(*args, **(kwargs or {}))
         annotate_after(graph, last, origin)
+        if func._schema.is_mutable and args:
+            self.changes.note(func, args[0], versions, origin.source)
         if turned is not None:
             self.turned[graph._root.prev] = turned._is_view()
         return out

@@ -79,6 +79,7 @@ _CALLS_COMPILED = (
 )
 # Part of autograd's message where a tensor that was turned in place has a gradient of another shape.
 _OF_TURNED = "returned an invalid gradient"
+_CHANGED_SAVED = "needed for gradient computation has been modified by an inplace operation"
 # Parts of torch's messages for code that reads the values of a traced tensor without an op.
 _NO_DATA = ("Cannot access data pointer", "data is not allocated yet", ".numpy() is not supported")
 
@@ -211,6 +212,8 @@ def trace_step(
         except RuntimeError as error:
             if isinstance(error.__cause__, CaptureError):  # torch has wrapped it on its way
                 raise _locate(error.__cause__.with_traceback(error.__traceback__), recorder) from None
+            if _CHANGED_SAVED in str(error):
+                raise recorder.changes.explained(error).with_traceback(error.__traceback__) from None
             if _OF_TURNED in str(error):
                 refuse_turned(recorder.turned)
             if _COMPILED in str(error):

@@ -42,6 +42,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "resized as it is": lambda x: x.detach().view(6, 4).t().resize_(4, 6).index_fill_(0, torch.tensor([1]), 0.5),
     "blocks of unfold": lambda x: x.unfold(0, 2, 2).mul_(3.0),
     "diagonal": lambda x: x.diagonal().fill_(3.0),
+    "list whose results are read": lambda x: torch._foreach_exp_([x]),
+    "list that is read before": lambda x: (x + 1, torch._foreach_mul_([x], 2.0)),
 }
 
 
@@ -79,8 +81,14 @@ def halve_(x: torch.Tensor) -> None:
     x.mul_(0.5)
 
 
+def strided_twice(x: torch.Tensor) -> Any:
+    return x.as_strided((4, 3), (6, 1)).as_strided((2, 2), (6, 1)).mul_(2.0)
+
+
 SHARED = "sees some elements several times or not at all"
 TURNED = "turns a tensor in place that shares memory with a view"
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "row of an expanded tensor": (lambda x: x[0].expand(3, 6)[1].add_(1.0), SHARED),
     "all of an expanded tensor": (lambda x: x[:1].expand(3, 6).fill_(1.0), SHARED),
@@ -90,6 +98,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a view is turned, and then changed": (lambda x: x[:, :4].t_().mul_(torch.arange(4.0)), TURNED),
     "a view of another shape is turned": (lambda x: x[::2].t_().add_(1.0), TURNED),
     "a tensor is turned after its view": (turned_after_its_view, TURNED),
+    "strides of strides": (strided_twice, "as_strided of another view"),
     "an op of the user's": (lambda x: halve_(x.detach()), "followed for torch's own ops only"),
     "another shape": (
         lambda x: x.mean(1, keepdim=True).atan2_(x),
@@ -102,3 +111,38 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_change_is_refused(change: Callable[[torch.Tensor], Any], message: str) -> None:
     with pytest.raises(cf.CaptureError, match=rf"test_changes_in_place\.py:\d+: (aten|commfuse_test)\..*{message}"):
         cf.compile(Changed(change), form="step")()
+
+
+def listed(x: torch.Tensor) -> torch.Tensor:
+    squared = x * x
+    torch._foreach_mul_([x, squared], [2.0, 3.0])
+    return squared
+
+
+def part_of_listed(x: torch.Tensor) -> torch.Tensor:
+    sine = x.sin()
+    torch._foreach_zero_([x[0]])
+    return sine
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().add_(1.0)
+
+
+class Returned(Changed):
+    def forward(self) -> torch.Tensor:
+        value: torch.Tensor = self._change(self.weight * 1)
+        return value.sum()
+
+
+@pytest.mark.parametrize("change", [listed, part_of_listed, alone])
+def test_values_that_the_backward_reads_are_not_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As autograd refuses it; the error names the line."""
+    text = "has been modified by an inplace operation"
+    model = Returned(change)
+    with pytest.raises(RuntimeError, match=text):
+        model().backward()
+    with pytest.raises(RuntimeError, match=rf"(?s){text}.*changed in place by .*test_changes_in_place\.py:\d+"):
+        cf.compile(model, form="step")()
+    with pytest.raises(RuntimeError, match=rf"(?s){text}.*changed in place by .*test_changes_in_place\.py:\d+"):
+        cf.compile(model)()
