@@ -26,6 +26,7 @@ from commfuse_fx.planning.request import Call
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.execute.random_states import RandomStates
 from commfuse_fx.runtime.memory.own_storage import separated
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.ballot_box import release_ballot_boxes
@@ -54,6 +55,7 @@ class Session:
         self._process = process()
         self._calls = 0
         self._undone_calls = 0  # of them, those of `profile`
+        self._random: RandomStates | None = None  # before the step that runs
         config, mesh = planner.config, planner.mesh
         groups = None
         if config.device_num is None and mesh.world > 1 and config.parallel_mode != "stand_alone":
@@ -185,17 +187,24 @@ class Session:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = self.planner.take_apart(args, kwargs)
-        if self.agreement is None or not self.planner.config.plans_by_cost:
+        agreement = self.agreement
+        if agreement is None or not self._may_plan_again:
             return self._run_call(call)
-        random = torch.get_rng_state()
+        self._random = None
         try:
             return self._run_call(call)
         except PlanMismatchError as error:
             if not error.may_agree:
                 raise
-            self._plan_in_common(self.agreement, call, error)
-        torch.set_rng_state(random)
+            self._plan_in_common(agreement, call, error)
+        if self._random is not None:  # the same call draws the same numbers
+            self._random.restore()
         return self._run_call(call)
+
+    @property
+    def _may_plan_again(self) -> bool:
+        """Whether a step may find that plans differ between ranks, and run again with a plan that all ranks make."""
+        return self.agreement is not None and self.planner.config.plans_by_cost
 
     def _plan_in_common(self, agreement: Agreement, call: Call, mismatch: PlanMismatchError) -> None:
         """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
@@ -229,6 +238,8 @@ class Session:
             self._voting.start(runner)
         if executor.needs_seed:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
+        if self._may_plan_again:
+            self._random = RandomStates(executor.generators)
         loss, *others = executor.run(dict(call.leaves))
         if self.agreement is not None:
             self.agreement.end_step()

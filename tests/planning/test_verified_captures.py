@@ -10,6 +10,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.capture import joint
+from commfuse_fx.capture.build import write_back
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning import compile_call
@@ -49,8 +50,6 @@ def test_nothing_is_verified_without_being_asked(seen: list[str], monkeypatch: p
 
 
 def test_a_wrong_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_back = joint.write_back
-
     def wrong(program: Program, *args: Any, **kwargs: Any) -> None:
         write_back(program, *args, **kwargs)
         del program.sources[next(iter(program.sources))]

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from commfuse_fx.runtime.execute.codegen_of_halves import Halves
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.modes import outside_modes
+from commfuse_fx.runtime.execute.random_states import generators_of
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
@@ -99,6 +101,11 @@ class Executor:
         self._views = views_of_memory(self.program, but=[*hooks, *sends])
         self._generate(hooks, sends, self._check)
         weakref.finalize(self, linecache.cache.pop, self._code.filename, None).atexit = False
+
+    @cached_property
+    def generators(self) -> list[torch.Generator]:
+        """What a run may draw random numbers from."""
+        return generators_of(self.program)
 
     @property
     def made_once(self) -> dict[fx.Node, None]:

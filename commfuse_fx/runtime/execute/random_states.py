@@ -1,0 +1,58 @@
+"""The random generators that a program draws from, and their states before a step that may have to run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from commfuse_fx.ir.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.program import Program
+
+
+class RandomStates:
+    """The states of some generators at the time when this is made. They are on the host: no device waits for them."""
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self) -> None:
+        """Let all of the generators go on from there again."""
+        for generator, state in self._states:
+            generator.set_state(state)
+
+
+def generators_of(program: Program) -> list[torch.Generator]:
+    """The generators that running a program may draw from: torch's own for the CPU and for each device that holds a
+    value of the program, and those that are arguments of its nodes."""
+    found = [torch.default_generator]
+    devices: dict[str, None] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        devices.update(dict.fromkeys(_devices(info(node).spec)))
+        if isinstance(own := node.kwargs.get("generator"), torch.Generator):
+            found.append(own)
+    for device in devices:
+        found += _default(torch.device(device))
+    return list({generator._cdata: generator for generator in found}.values())  # type: ignore[attr-defined]
+
+
+def _devices(spec: Spec) -> Iterator[str]:
+    if isinstance(spec, TensorSpec):
+        yield spec.device
+    elif isinstance(spec, tuple):
+        for part in spec:
+            yield from _devices(part)
+
+
+def _default(device: torch.device) -> list[torch.Generator]:
+    """Torch's generator for a device; none for devices that do not draw, such as meta."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    if device.type == "meta":
+        return []
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if device.index is None else device.index
+    return list(generators[index : index + 1])
