@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
@@ -98,8 +99,11 @@ def serve(path: str, run_rank: Callable[[Connection, str], None]) -> None:
                 try:
                     pipe.send(os.getpid())
                     run_rank(pipe, argument)
-                finally:
-                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()  # into the file of the rank
+                    sys.stderr.flush()
+                    os._exit(1)
+                os._exit(0)
             ranks.append(number)
         pipe.close()
     for number in ranks:
