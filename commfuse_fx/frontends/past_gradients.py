@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from commfuse_fx.errors import CommFuseError
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.late_graphs import LateGraphs
 from commfuse_fx.frontends.module_session import ModuleSession
@@ -23,12 +25,15 @@ from commfuse_fx.support.logs import logger
 
 _RUNTIME = logger("runtime")
 
+_grad, _version = attrgetter("grad"), attrgetter("_version")
+
 
 class PastGradients:
     """Knows for every backward what autograd adds to the gradients of a compiled module.
 
     In the first backwards that reduce, it looks at all parameters, and ranks agree at the end that nothing has come.
-    Later it looks at those that the module's graph does not reach, and at those to which something has come before.
+    Later it looks at those that the module's graph does not reach, and at those to which something has come before. Of
+    the others it compares the versions of their gradients.
     """
 
     def __init__(self, owner: CompiledCall) -> None:
@@ -82,8 +87,7 @@ class PastGradients:
     def comes(self, name: str, param: nn.Parameter) -> None:
         """Autograd is about to add to the gradient of a parameter."""
         now = self._running.now(self._end)
-        if self._parts.is_final(name, param):
-            assert param.grad is not None, "it is final"
+        if param.grad is not None and (name in now.written or self._parts.is_final(name, param)):
             now.put_aside(name, param.grad)
             param.grad = None
         self._parts.was_local([name])
@@ -94,18 +98,24 @@ class PastGradients:
 
         mode: as in `Situation`.
         """
-        if mode == "local" or not (self._hooks or self._parts.local or self._uneven.roll):
+        if mode == "local":
             return
         now = self._running.now(self._end)
         now.has_gradients = True
         for name in names:
             now.open.pop(name, None)
+        params = self._session.params
+        held = map(_grad, map(params.__getitem__, names))
+        now.written = dict(zip(names, held, strict=True))
+        now.versions = list(map(_version, now.written.values()))
 
     def _end(self, now: RunningBackward) -> None:
         params = self._session.params
         try:
             if now.has_gradients:
-                self._reduce(now)
+                self._notice_changes(now)
+                if now.open or self._looks or self._parts.local:
+                    self._reduce(now)
         except Exception as error:
             self._session.tell(error)
             raise
@@ -116,6 +126,31 @@ class PastGradients:
         else:
             for name in now.aside if self._parts.sums else ():
                 self._parts.refuse(name, params[name])
+
+    def _notice_changes(self, now: RunningBackward) -> None:
+        """Find what autograd has added to gradients that are not looked at: it is to be reduced.
+
+        Gradients of one memory may have one version, and not all have changed: a mean of equal means is the same mean.
+        """
+        if list(map(_version, now.written.values())) == now.versions:
+            return
+        params = self._session.params
+        changed = [
+            name
+            for (name, grad), version in zip(now.written.items(), now.versions, strict=True)
+            if name not in now.aside and grad is params[name].grad and grad._version != version
+        ]
+        if not changed or any(param._post_accumulate_grad_hooks for param in params.values()):
+            return  # such a hook may change gradients
+        if any(self._parts.is_final(name, params[name]) for name in changed):
+            self._known.update(dict.fromkeys(changed))
+            raise CommFuseError(
+                f"{_listed(changed)} got a gradient that does not come from the compiled module, for the first time "
+                "after many backwards. It was added to a sum over the ranks, or to a mean that counts ranks without "
+                "batches, which may not be reduced again: call zero_grad() and run the step again, which reduces it"
+            )
+        self._parts.was_local(changed)
+        now.open.update(dict.fromkeys(changed))
 
     def _reduce(self, now: RunningBackward) -> None:
         left = {} if self._finds_unused else self._parts.local  # else such are counted, and have been reduced

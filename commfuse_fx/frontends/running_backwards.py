@@ -24,6 +24,7 @@ class RunningBackward:
     settled: gradients that graphs have reduced, or not reached, with their versions.
     sent: buffers that graphs have sent.
     aside: what gradients of this rank may not be added to.
+    written: names of parameters, and their gradients, which a compiled backward has reduced. versions: of these.
     """
 
     may_run_again: bool
@@ -33,6 +34,8 @@ class RunningBackward:
     settled: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     sent: dict[str, None] = field(default_factory=dict)
     aside: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
 
     def put_aside(self, name: str, total: torch.Tensor) -> None:
         """Take what is final out of the way. The tensor is kept, and may be added to."""

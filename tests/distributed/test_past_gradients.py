@@ -123,6 +123,42 @@ def test_it_goes_on_when_not_every_parameter_is_looked_at(ranks: Ranks, reads: b
     ranks.values(compare, LOSSES.index(read_by_the_loss), reads, {}, 20)
 
 
+def beginning_late(begins: int, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Backwards of which rank r gets a penalty from step `begins` on, and what was said and raised."""
+    model, twin = Pairs(True), Pairs(True)
+    wrapped = cf.compile(model, cpu_kernels=False, **options)
+    raised = []
+    with logged(logging.WARNING) as said:
+        for step in range(22):
+            loss = penalty if step >= begins else read_by_the_loss
+            for call, each in ((wrapped, model), (twin, twin)):
+                each.zero_grad()
+                try:
+                    loss(call, each, batch(step)).backward()  # type: ignore[no-untyped-call]
+                except cf.CommFuseError as error:
+                    raised.append(f"{step} {error}")
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert other.grad is not None
+                dist.all_reduce(other.grad)
+                wanted = other.grad if options else other.grad / dist.get_world_size()
+                if not (raised and step == begins):
+                    torch.testing.assert_close(param.grad, wanted, rtol=1e-12, atol=1e-12)
+    return said, raised
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_penalty_that_begins_late_is_reduced(ranks: Ranks, size: int) -> None:
+    for said, raised in ranks.values(beginning_late, 18, {}, size=size):
+        (text,) = [text for text in said if "one.weight got a gradient" in text]
+        assert not raised and "is reduced at the end of the backward" in text
+
+
+def test_a_late_penalty_on_a_sum_is_an_error_once(ranks: Ranks) -> None:
+    for _, raised in ranks.values(beginning_late, 18, {"gradients_mean": False}):
+        (text,) = raised
+        assert text.startswith("18 ") and "call zero_grad() and run the step again" in text
+
+
 def replaced() -> None:
     """Other parameters under the same names."""
     model = Pairs()
