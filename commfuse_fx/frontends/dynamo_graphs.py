@@ -170,6 +170,14 @@ class DynamoGraphs:
         late = [lowered for calls in self.late.graphs.made() for lowered in calls.lowered()]
         return GraphsExplanation(tuple(compiled), tuple(sorted(as_they_are)), tuple(late))
 
+    def forget(self, params: Sequence[str]) -> None:
+        """Drop what has been compiled of graphs with parameters of these names, which belong to a model no longer."""
+        gone = set(params)
+        for made in self._made.values():
+            for names in [names for names in made if not gone.isdisjoint(names)]:
+                del made[names]
+        self.late.unwatch(params)
+
     def retrace(self) -> None:
         """Forget what has been compiled."""
         for calls in self._all_calls():

@@ -50,6 +50,11 @@ class LateReduction:
         """Look at these parameters from now on, in place of those before. They may be frozen and unfrozen later."""
         self._hooks.watch(params, tells_before=self._parts.sums or self._are_absent)
 
+    def unwatch(self, params: Sequence[str]) -> None:
+        """No longer look at the parameters of these names."""
+        left = {name: param for name, param in self._hooks.params.items() if name not in params}
+        self.watch(left)
+
     def begin(self, syncs: bool) -> None:
         """A forward begins. syncs: whether its backward reduces."""
         self.syncs = syncs
@@ -81,6 +86,8 @@ class LateReduction:
         buffers: what it has sent, if it has reduced gradients. passed: parameters to which autograd leads, and which
             the backward has not reached.
         """
+        known = self._hooks.params  # a model may be gone before its backward runs
+        names, passed = [n for n in names if n in known], [n for n in passed if n in known]
         if not names and not passed:
             return
         now = self._now()

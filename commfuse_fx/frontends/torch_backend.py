@@ -60,6 +60,9 @@ class _Engine:
 
     It begins with the first graph that runs, as ranks need process groups for it. Parameters are called what Dynamo
     calls them, with a number behind the name where several modules have one of that name.
+
+    On one rank, what belongs to a module that is gone is let go when a graph runs next. On several it is held until
+    `torch._dynamo.reset()`: they would have to collect garbage at the same time.
     """
 
     def __init__(self, config: CompileConfig) -> None:
@@ -69,6 +72,8 @@ class _Engine:
         self._names: dict[int, str] = {}
         self._held: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, int] = {}
+        self._owned: dict[int, dict[str, None]] = {}  # by the id of a module, the names of what it holds
+        self._gone: list[int] = []  # of these modules, those that are there no longer
         # With which buffers a graph has run beside the same parameters.
         self._ways: weakref.WeakKeyDictionary[SharedGraph, dict[Names, dict[Names, None]]] = weakref.WeakKeyDictionary()
 
@@ -78,13 +83,16 @@ class _Engine:
 
         def run(*values: Any) -> Any:
             graphs = self._of(values)
+            if self._gone:
+                self._let_go(graphs)
             if torch.is_grad_enabled():
                 new = [value for value in values if isinstance(value, nn.Parameter) and id(value) not in self._names]
                 for module in modules_of_caller(new):
                     if new:
                         refuse_fsdp(module, new)
+                    owned = self._owned_by(module)
                     for name, param in module.named_parameters():
-                        self._name(param, name)
+                        owned[self._name(param, name)] = None
             try:
                 return run_graph(graphs, made, values)
             except Exception as error:
@@ -94,6 +102,28 @@ class _Engine:
 
         return run
 
+    def _owned_by(self, module: nn.Module) -> dict[str, None]:
+        if id(module) not in self._owned:
+            self._owned[id(module)] = {}
+            weakref.finalize(module, self._gone.append, id(module)).atexit = False
+        return self._owned[id(module)]
+
+    def _is_owned_beside(self, buffer: str, params: Sequence[str | None]) -> None:
+        """A buffer belongs to the modules that have the parameters beside which a graph reads it."""
+        for owned in list(self._owned.values()):
+            if not owned.keys().isdisjoint(params):
+                owned[buffer] = None
+
+    def _let_go(self, graphs: DynamoGraphs) -> None:
+        gone = {name: None for _ in range(len(self._gone)) for name in self._owned.pop(self._gone.pop(0))}
+        if graphs.owner.mesh.world > 1:
+            return
+        left = {name for owned in list(self._owned.values()) for name in owned}
+        names = [name for name in gone if name not in left and name in self._held]
+        graphs.forget(names)
+        for name in names:
+            del self._names[id(self._held.pop(name))]
+
     def _of(self, values: Sequence[Any]) -> DynamoGraphs:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._graphs is None or world is not self._world:
@@ -102,7 +132,8 @@ class _Engine:
             model = nn.Module()  # what prices are for: its device, and the sizes of parameters
             for number, value in enumerate(values):
                 if isinstance(value, nn.Parameter):
-                    register(model, f"argument_{number}", value)
+                    like = nn.Parameter(value.detach().new_empty(()).expand(value.shape), value.requires_grad)
+                    register(model, f"argument_{number}", like)
             self._graphs = DynamoGraphs(ModuleCompiler(model, None, None, self._config), self._names_of)
         return self._graphs
 
@@ -117,6 +148,7 @@ class _Engine:
             for place, (value, source) in enumerate(zip(values, graph.sources, strict=True)):
                 if found[place] is None and isinstance(value, torch.Tensor) and "_buffers[" in source:
                     found[place] = self._name(value, source)
+                    self._is_owned_beside(str(found[place]), found)
             ways[tuple(found)] = None
         params = {name: held for name, held in self._held.items() if isinstance(held, nn.Parameter)}
         self._graphs.late.watch(params)
@@ -138,6 +170,8 @@ _MOST_WAYS = 8  # a model may replace a buffer in each step: then it is an argum
 
 
 _engines: dict[str, _Engine] = {}
+
+commfuse.reset = _engines.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def _engine(options: Any) -> _Engine:

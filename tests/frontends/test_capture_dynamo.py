@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -218,6 +220,49 @@ class Numbered(Clipped):
 
 def test_the_backend_does_not_confuse_names() -> None:
     trains_as(*backend(Numbered))
+
+
+class Owner(nn.Module):
+    """It has a parameter, and a buffer that its graph reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) * self.scale).sum()  # type: ignore[no-any-return]
+
+
+def _tensors_of_a_run() -> tuple[torch.Tensor, list[weakref.ref[torch.Tensor]]]:
+    model = Owner()
+    loss = torch.compile(model, backend=commfuse)(torch.ones(2, 4))
+    return loss, [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def test_the_backend_lets_go_of_models_that_are_gone() -> None:
+    torch._dynamo.reset()
+    found = []
+    for _ in range(3):
+        loss, references = _tensors_of_a_run()
+        loss.backward()
+        found.append(references)
+        del loss
+        gc.collect()
+    assert [[each() is not None for each in references] for references in found[:2]] == [[False] * 3] * 2
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(each() is not None for each in found[2])
+
+
+def test_a_backward_may_come_after_its_model_is_gone() -> None:
+    torch._dynamo.reset()
+    first, references = _tensors_of_a_run()
+    gc.collect()
+    second, _ = _tensors_of_a_run()
+    (first + second).backward()
+    weight = references[0]()
+    assert weight is not None and torch.equal(weight.grad, torch.full((4, 4), 4.0))  # type: ignore[arg-type]
 
 
 def test_torch_finds_the_backend_by_its_name() -> None:
