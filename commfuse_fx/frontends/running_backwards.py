@@ -56,6 +56,8 @@ class RunningBackward:
         self.has_gradients = self.has_gradients or inner.has_gradients
         self.open.update(inner.open)
         self.sent.update(inner.sent)
+        self.written.update(inner.written)
+        self.versions = [grad._version for grad in self.written.values()]
         for name, total in inner.aside.items():
             self.put_aside(name, total)
 

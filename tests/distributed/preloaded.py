@@ -15,5 +15,6 @@ with suppress(ImportError):
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 torch.set_num_threads(1)
-torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2)).sum().backward()
+# No backward: forks of a process that has run one may run none where torch is built for CUDA.
+torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
 torch._dynamo.reset()
