@@ -30,8 +30,8 @@ class CompiledStep(CompiledCall):
     BatchNorm statistics move, but parameters, gradients and optimizer state do not.
     """
 
-    @torch._disable_dynamo  # torch.compile of what holds this step leaves it as it is
     @user_frames_only
+    @torch._disable_dynamo  # torch.compile of what holds this step leaves it as it is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on this rank and return its loss; with `has_aux`, a pair of the loss and auxiliary outputs.
 

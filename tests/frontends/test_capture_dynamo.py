@@ -286,3 +286,20 @@ def test_options_that_the_backend_does_not_have(options: dict[str, Any], error: 
     call, _, _ = backend(**options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"{error.__name__}: .*({text})"):
         call(torch.randn(5, 4))
+
+
+def test_a_function_under_torch_compile_may_call_a_step() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    step = cf.compile(models[0], loss_fn=nn.functional.mse_loss, optimizer=optimizers[0])
+    calling = torch.compile(lambda x, y: step(x * 2, y).detach() + 1, backend="eager")
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    for _ in range(2):
+        loss = nn.functional.mse_loss(models[1](x * 2), y)
+        torch.testing.assert_close(calling(x, y), loss.detach() + 1)
+        optimizers[1].zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizers[1].step()
+    torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()))
