@@ -254,12 +254,14 @@ class _Plan:
         with known_shapes(), self._mode, torch.no_grad():
             args = fx.node.map_arg(node.args, empty)
             kwargs = fx.node.map_arg(node.kwargs, empty)
-            after = spec_of(node.target(*args, **kwargs))  # type: ignore[operator]
-            if node.target is aten.native_group_norm.default and is_channels_last(spec_of(args[0])):
-                # As its kernel does. Without data torch 2.14 lays it out plainly.
-                maps, *rest = after  # type: ignore[misc]
-                after = (laid_out(maps, torch.channels_last), *rest)  # type: ignore[arg-type]
-            return after
+            op: Any = node.target
+            after = spec_of(op(*args, **kwargs))
+        if op is aten.native_group_norm.default and is_channels_last(spec_of(args[0])) and isinstance(after, tuple):
+            # As its kernel does. Without data torch 2.14 lays it out plainly.
+            maps, *rest = after
+            assert isinstance(maps, TensorSpec)
+            return (laid_out(maps, torch.channels_last), *rest)
+        return after
 
     def _as_broadcast(self, build: Builder, value: fx.Node, expansion: fx.Node) -> fx.Node:
         """`value` once more, computed before it is expanded: the same numbers, without memory of its size."""

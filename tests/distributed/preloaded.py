@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib import import_module
 
 import torch
 
-import commfuse_fx.api
-import commfuse_fx.virtual.lockstep  # noqa: F401
-
-with suppress(ImportError):
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
+for name in ("commfuse_fx.api", "commfuse_fx.virtual.lockstep"):
+    import_module(name)
+for name in ("bert", "gpt2", "llama"):
+    with suppress(ImportError):
+        import_module(f"transformers.models.{name}.modeling_{name}")
 
 torch.set_num_threads(1)
 # No backward: forks of a process that has run one may run none where torch is built for CUDA.

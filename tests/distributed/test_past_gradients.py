@@ -75,7 +75,7 @@ LOSSES: list[Loss] = [read_by_the_loss, penalty, given_to_the_module, of_a_part,
 def steps(call: Any, model: nn.Module, loss: Loss, total: bool, count: int) -> Iterator[list[torch.Tensor | None]]:
     for step in range(count):
         for _ in range(2 if step == 1 else 1):  # two backwards before an update
-            loss(call, model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            loss(call, model, batch(step)).backward()
         if call is model:
             for param in model.parameters():
                 if param.grad is not None:
@@ -134,7 +134,7 @@ def beginning_late(begins: int, options: dict[str, Any]) -> tuple[list[str], lis
             for call, each in ((wrapped, model), (twin, twin)):
                 each.zero_grad()
                 try:
-                    loss(call, each, batch(step)).backward()  # type: ignore[no-untyped-call]
+                    loss(call, each, batch(step)).backward()
                 except cf.CommFuseError as error:
                     raised.append(f"{step} {error}")
             for param, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -165,8 +165,8 @@ def replaced() -> None:
     wrapped = cf.compile(model, cpu_kernels=False)
     for step in range(3):
         twin = copy.deepcopy(model)
-        read_by_the_loss(wrapped, model, batch(step)).backward()  # type: ignore[no-untyped-call]
-        read_by_the_loss(twin, twin, batch(step)).backward()  # type: ignore[no-untyped-call]
+        read_by_the_loss(wrapped, model, batch(step)).backward()
+        read_by_the_loss(twin, twin, batch(step)).backward()
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert other.grad is not None
             dist.all_reduce(other.grad)
@@ -225,9 +225,9 @@ def on_one_rank() -> str:
     wrapped = cf.compile(model)
     out = wrapped(batch(0))
     with pytest.raises(cf.PlanMismatchError) as error:
-        loss_of(out * model.scale if dist.get_rank() else out).backward()  # type: ignore[no-untyped-call]
+        loss_of(out * model.scale if dist.get_rank() else out).backward()
     model.zero_grad()
-    loss_of(wrapped(batch(0))).backward()  # type: ignore[no-untyped-call]
+    loss_of(wrapped(batch(0))).backward()
     return str(error.value)
 
 
@@ -244,13 +244,13 @@ def uneven(options: dict[str, Any]) -> list[torch.Tensor]:
     with wrapped.join(**options):
         for step in range(1 + 2 * dist.get_rank()):
             optimizer.zero_grad()
-            read_by_the_loss(wrapped, model, batch(step)).backward()  # type: ignore[no-untyped-call]
+            read_by_the_loss(wrapped, model, batch(step)).backward()
             optimizer.step()
     for step in range(3):
         twin.zero_grad()
         active = step < 1 + 2 * dist.get_rank()
         if active:
-            read_by_the_loss(twin, twin, batch(step)).backward()  # type: ignore[no-untyped-call]
+            read_by_the_loss(twin, twin, batch(step)).backward()
         count = 2 if step == 0 or not options else 1
         for param in twin.parameters():
             grad = param.grad if active and param.grad is not None else torch.zeros_like(param)
@@ -273,7 +273,7 @@ def updated_in_hooks() -> list[str]:
     wrapped = cf.compile(model)
     model.scale.register_post_accumulate_grad_hook(lambda param: None)
     with logged(logging.WARNING) as said:
-        read_by_the_loss(wrapped, model, batch(0)).backward()  # type: ignore[no-untyped-call]
+        read_by_the_loss(wrapped, model, batch(0)).backward()
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class RandomStates:
 def generators_of(program: Program) -> list[torch.Generator]:
     """The generators that running a program may draw from: torch's own for the CPU and for each device that holds a
     value of the program, and those that are arguments of its nodes."""
-    found = [torch.default_generator]
+    found: list[Any] = [torch.default_generator]
     devices: dict[str, None] = {}
     for node in program.graph.nodes:
         if node.op == "output":
@@ -35,7 +36,7 @@ def generators_of(program: Program) -> list[torch.Generator]:
             found.append(own)
     for device in devices:
         found += _default(torch.device(device))
-    return list({generator._cdata: generator for generator in found}.values())  # type: ignore[attr-defined]
+    return list({generator._cdata: generator for generator in found}.values())
 
 
 def _devices(spec: Spec) -> Iterator[str]:
