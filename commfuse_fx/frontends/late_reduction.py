@@ -158,12 +158,7 @@ class LateReduction:
         if self._find_unused:
             self._reduce_all(buffers)
             return True
-        left = self._parts.local  # what a backward has reached that did not reduce, and this one has not
-        params = {
-            name: param
-            for name, param in self._hooks.params.items()
-            if name in now.open or (name in left and param.grad is not None)
-        }
+        params = now.to_reduce(self._hooks.params, self._parts.local)
         if not params and not buffers:
             return False
         self._warn([name for name in params if name in now.open and name not in self._expected])

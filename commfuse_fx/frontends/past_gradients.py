@@ -154,11 +154,7 @@ class PastGradients:
 
     def _reduce(self, now: RunningBackward) -> None:
         left = {} if self._finds_unused else self._parts.local  # else such are counted, and have been reduced
-        params = {
-            name: param
-            for name, param in self._session.params.items()
-            if name in now.open or (name in left and param.grad is not None)
-        }
+        params = now.to_reduce(self._session.params, left)
         early = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
         for name in early:
             del params[name]

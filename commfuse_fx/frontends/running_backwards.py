@@ -51,6 +51,17 @@ class RunningBackward:
                 grad = params[name].grad
                 params[name].grad = total if grad is None else total.add_(grad)
 
+    def to_reduce(self, params: Mapping[str, nn.Parameter], local: Mapping[str, None]) -> dict[str, nn.Parameter]:
+        """Of these parameters those that this backward, or one before that did not reduce, has left.
+
+        local: names of parameters whose `.grad` holds what has not been reduced.
+        """
+        return {
+            name: param
+            for name, param in params.items()
+            if name in self.open or (name in local and param.grad is not None)
+        }
+
     def take_over(self, inner: RunningBackward) -> None:
         """One that has run inside of this one has ended: what it leaves is done at the end of this one."""
         self.has_gradients = self.has_gradients or inner.has_gradients
