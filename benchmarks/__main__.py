@@ -11,6 +11,7 @@ NAMES = (
     "tensor_parallel",
     "planning",
     "memory_cap",
+    "module_memory",
     "compile_cost",
     "guards",
     "cpu_kernels",

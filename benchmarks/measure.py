@@ -11,6 +11,16 @@ from typing import Any
 
 OUT = Path("out") / "benchmarks"
 
+RETURNING = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment in which memory that is freed goes back to the system at once."""
+
+MIB = 2**20
+
 
 def interleave(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Run the steps in turn, `rounds` times each after `warmup`; seconds per call."""

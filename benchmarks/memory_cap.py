@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from benchmarks.measure import peak_bytes, reset_peak, resident_bytes, save
+from benchmarks.measure import MIB, RETURNING, peak_bytes, reset_peak, resident_bytes, save
 from benchmarks.workloads import WORKLOADS, gpt2
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir.meta import info
@@ -32,16 +32,6 @@ from commfuse_fx.ir.meta import info
 FUSION = {"allreduce": {"mode": "size", "config": 4}}
 CLUSTER = "gloo-10gbit"
 RANKS = 2
-
-RETURNING = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_MMAP_MAX_": "1000000",
-    "OMP_NUM_THREADS": "1",
-}
-"""Environment in which memory that is freed goes back to the system at once."""
-
-MIB = 2**20
 
 
 def make_step(layers: int, width: int, limit: int | None, **world: Any) -> cf.CompiledStep:
