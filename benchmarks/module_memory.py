@@ -26,10 +26,13 @@ import torch.distributed as dist
 import commfuse_fx as cf
 from benchmarks.measure import MIB, RETURNING, peak_bytes, reset_peak, resident_bytes, save
 from benchmarks.peers import PEERS
-from benchmarks.workloads import MLP, WORKLOADS, Workload
+from benchmarks.workloads import MLP, Workload, gpt2
+from benchmarks.workloads import WORKLOADS as STEP_WORKLOADS
 
 VARIANTS = ("DDP", "module form")
 STEPS = 5
+
+WORKLOADS = {**STEP_WORKLOADS, "gpt2 wide": replace(STEP_WORKLOADS["gpt2"], model=lambda: gpt2(12, 768))}
 
 SMALL = replace(WORKLOADS["mlp"], model=lambda: MLP(blocks=1))
 """What is trained first in the same way: the libraries are then loaded, the ranks connected."""
@@ -69,7 +72,11 @@ def measure(variant: str, workload: str) -> dict[str, int]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks module_memory", description=__doc__)
     parser.add_argument(
-        "--workloads", nargs="+", default=["mlp", "gpt2", "bert", "convnet"], choices=sorted(WORKLOADS), metavar="NAME"
+        "--workloads",
+        nargs="+",
+        default=["mlp", "gpt2", "gpt2 wide", "bert", "convnet"],
+        choices=sorted(WORKLOADS),
+        metavar="NAME",
     )
     parser.add_argument("--rounds", type=int, default=3, help="processes of each variant, in turns")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
