@@ -94,7 +94,7 @@ def describe(
         params=params,
         sources={},
         training=training,
-        loss=traced.results[0],
+        loss=next(iter(traced.results), traced.placeholders[0]),  # a module may return no tensor
         constants=traced.constants,
         optimizer=optimizer if training else None,
     )
@@ -145,6 +145,9 @@ def check_parameters(model: nn.Module) -> None:
             )
         if param.device.type == "meta":
             raise CaptureError(f"parameter {name} is on the meta device: materialise it with to_empty() first")
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, nn.parameter.UninitializedBuffer):
+            raise CaptureError(f"buffer {name} is not initialised yet: run the model once on a batch first")
 
 
 def _annotate(program: Program) -> None:
@@ -192,7 +195,7 @@ def _set_gradients(program: Program, traced: Traced) -> None:
     }
     for name, param in program.params.items():
         if program.training and param.trainable and name not in program.grads:
-            program.note("unused", name, "it takes no part in this step's loss, so it has no gradient and no update")
+            program.note("unused", name, "the result does not depend on it, so it has no gradient and no update")
 
 
 def write_back(program: Program, mutations: Sequence[tuple[fx.Node, fx.Node]], before: fx.Node) -> None:

@@ -72,7 +72,8 @@ def capture_joint(
 
     traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, True, reads=reads, seeded=True)
     [(paths, nest)] = found
-    program = describe(traced, model, leaves, mesh, config, True, None)
+    has_backward = any(seed is not None for seed in traced.seeds)
+    program = describe(traced, model, leaves, mesh, config, has_backward, None)
     program.by_autograd = why_by_autograd(model)
     if program.by_autograd:
         program.note(

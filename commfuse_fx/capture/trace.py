@@ -125,7 +125,7 @@ def trace_step(
     inputs: the call's tensors.
     training: whether the step has a backward.
     seeded: whether `results_of` returns any number of outputs instead of a loss. The backward then begins with a
-        gradient for each output that requires one.
+        gradient for each output that requires one; if none does, there is no backward.
     marked: whether marks of `cf.shard` on activations become nodes of the graph. Ops that divide by a count of the
         whole batch then become sums and divisions.
     reads: notes the Python values that the trace reads.
@@ -166,8 +166,9 @@ def trace_step(
             tensors.settle()
             seeds: list[torch.Tensor | None] = [None for _ in results]
             if training:
-                _check_differentiable(results, seeded)
-                if seeded:
+                if not seeded:
+                    _check_differentiable(results[0])
+                else:
                     seeds = [torch.empty_like(result) if result.requires_grad else None for result in results]
                 own = {id(value) for value in (*fresh, *held.values(), *leaves)}
                 given = [None if seed is None else seed.clone() for seed in seeds]  # a backward may change it in place
@@ -282,12 +283,12 @@ def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: S
                 refuse(node, getattr(traced, str(root.target)))
 
 
-def _check_differentiable(results: Sequence[torch.Tensor], seeded: bool) -> None:
-    if not any(result.requires_grad for result in (results if seeded else results[:1])):
-        what = "no output depends" if seeded else "the loss does not depend"
+def _check_differentiable(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
         raise CaptureError(
-            f"{what} on any parameter that requires a gradient: unfreeze one (param.requires_grad_(True)), or check "
-            "that the model's output reaches the loss without detach() or torch.no_grad()"
+            "the loss does not depend on any parameter that requires a gradient: unfreeze one "
+            "(param.requires_grad_(True)), or check that the model's output reaches the loss without detach() or "
+            "torch.no_grad()"
         )
 
 

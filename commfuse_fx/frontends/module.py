@@ -19,6 +19,7 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
 from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.other_tracers import refuse_other_tracers
 from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
@@ -51,8 +52,8 @@ class CompiledModule(nn.Module, Joinable):
     def __init__(self, model: nn.Module, config: CompileConfig) -> None:
         super().__init__()
         Joinable.__init__(self)
-        self.module = model
         self.require_backward_grad_sync = True
+        self.module = model
         self.training = model.training
         self._compiled = ModuleCompiler(model, None, None, config)
         self._calls = Calls()
@@ -81,11 +82,7 @@ class CompiledModule(nn.Module, Joinable):
             )
         if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
             return self.module(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise NotAvailableError(
-                "a compiled module runs inside of torch.func.grad, vmap or another of their kind, which have gradients "
-                "of their own: hand them the model itself (model.module)"
-            )
+        refuse_other_tracers()
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
             refuse_wrappers(self, self.module)
             self._ran = True
@@ -193,6 +190,26 @@ class CompiledModule(nn.Module, Joinable):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_model(name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_of_model(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_of_model(self, name: str) -> bool:
+        """Whether this is read from the model, and so set there as well."""
+        own = self.__dict__
+        modules = own.get("_modules", {})
+        if name.startswith("_") or name in own or name in modules or hasattr(type(self), name):
+            return False
+        return "module" in modules and hasattr(modules["module"], name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model, with its own keys."""

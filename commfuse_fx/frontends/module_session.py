@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.capture.absent_gradients import refuse_zeros
+from commfuse_fx.capture.build import check_parameters
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of
@@ -51,9 +52,13 @@ class ModuleSession(Session):
         return self.planner.watch.params
 
     def send_start_values(self) -> None:
-        """Compare what parameters there are, and let all ranks begin with rank 0's parameters and buffers."""
+        """Compare what parameters there are, and let all ranks begin with rank 0's parameters and buffers.
+
+        Raises CaptureError where a parameter cannot be traced.
+        """
         if self.agreement is None:
             return
+        check_parameters(self.planner.model)
         send_start_values(self.planner.model, self.agreement, self.planner.config.parameter_broadcast)
         if self.planner.config.parameter_broadcast:
             self._voting.is_started = True

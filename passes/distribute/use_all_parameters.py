@@ -41,7 +41,7 @@ class UseAllParameters(Pass):
         return cls(situation.reduced_group, situation.gradients == "accumulated")
 
     def __call__(self, program: Program) -> bool:
-        if not program.has_two_halves or program.mesh.size(self.group) == 1:
+        if not program.has_two_halves or not program.training or program.mesh.size(self.group) == 1:
             return False
         build = Builder(program)
         names = [name for name, param in program.params.items() if param.trainable]
@@ -64,7 +64,7 @@ class UseAllParameters(Pass):
         spec = TensorSpec.of(program.constants[_NAME])
         place = {node: i for i, node in enumerate(program.graph.nodes)}
         like = NodeInfo("backward")
-        with build.before(min(program.grads.values(), key=place.__getitem__).next):
+        with build.before(min(program.grads.values(), key=place.__getitem__, default=program.loss).next):
             mine = program.graph.create_node("get_attr", _NAME)
             set_info(mine, NodeInfo("input", spec, name=program.names.numbered("constant")))
             if self.accumulates:

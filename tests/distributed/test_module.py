@@ -263,6 +263,16 @@ def test_ranks_with_other_parameters_are_named(ranks: Ranks) -> None:
         assert "rank 1 has no 0.weight: float32[6, 6]" in text and "rank 0 has no 0.weight: float32[7, 6]" in text
 
 
+def lazy_models() -> None:
+    for lazy in (nn.LazyLinear(2), nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d(affine=False))):
+        with pytest.raises(cf.CaptureError, match="is not initialised yet: run the model once on a batch first"):
+            cf.compile(lazy)
+
+
+def test_parameters_and_buffers_without_values_are_named(ranks: Ranks) -> None:
+    ranks.values(lazy_models)
+
+
 def start_values(options: dict[str, Any]) -> list[float]:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

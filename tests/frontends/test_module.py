@@ -109,6 +109,26 @@ def test_it_is_the_model_to_its_user(tmp_path: Any) -> None:
     twin.load_state_dict(torch.load(tmp_path / "state"))
 
 
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_what_the_model_has_is_set_and_deleted_there(capture: str) -> None:
+    model = Net()
+    twin = copy.deepcopy(model)
+    compiled = cf.compile(model, cpu_kernels=False, capture=capture)
+    for call in (compiled, twin):
+        call(batch().float()).sum().backward()
+        call.zero_grad()
+        call.scale = 0.5
+        call.second = nn.Linear(8, 3, bias=False)
+        call.second.weight = nn.Parameter(torch.ones(3, 8))
+        call(batch().float()).square().sum().backward()
+    assert model.scale == 0.5 and [*compiled.state_dict()] == [*twin.state_dict()]
+    assert_same_gradients(model, twin)
+    compiled.mine, compiled._names = 1, compiled._names if capture == "dynamo" else 2
+    assert not hasattr(model, "mine") and not hasattr(model, "_names")
+    del compiled.scale, compiled.mine
+    assert not hasattr(model, "scale") and not hasattr(compiled, "mine")
+
+
 def test_copies_and_files_of_one_process() -> None:
     compiled, model, twin = pair()
     compiled(batch()).sum().backward()
@@ -173,16 +193,6 @@ def test_torch_compile_leaves_a_compiled_module_as_it_is() -> None:
     around(batch()).backward()
     twin(batch()).square().sum().backward()
     assert_same_gradients(model, twin)
-
-
-def test_functional_transforms_are_refused() -> None:
-    compiled, _, _ = pair()
-    doubled = {name: (param.detach() * 2).requires_grad_() for name, param in compiled.named_parameters()}
-    with pytest.raises(cf.NotAvailableError, match="hand them the model itself"):
-        torch.func.vmap(compiled)(batch())
-    with pytest.raises(cf.CaptureError, match="first.weight is a tensor in place of an nn.Parameter"):
-        torch.func.functional_call(compiled, doubled, (batch(),))
-    compiled(batch()).sum().backward()
 
 
 @pytest.mark.parametrize("what", ["parameter", "output"])
