@@ -115,6 +115,10 @@ class FixedValues:
                         self._values[last] = self._compute(last)
         return self._values[node]
 
+    def forget(self, node: fx.Node) -> None:
+        """Free a value that nobody needs any more. Who asks for it again has it computed again."""
+        self._values.pop(node, None)
+
     def _inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         return node.all_input_nodes[1:] if node.target in SHAPE_ONLY else node.all_input_nodes
 

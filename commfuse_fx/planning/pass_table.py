@@ -24,6 +24,7 @@ from commfuse_fx.passes.kernels.channels_last import ChannelsLast
 from commfuse_fx.passes.kernels.draw_masks import DrawMasks
 from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
 from commfuse_fx.passes.rewrite.lower_average import LowerAverage
+from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.rewrite.simplify import Simplify
 from commfuse_fx.passes.rewrite.split_updates import SplitUpdates
@@ -47,7 +48,7 @@ UPDATE = "update"
 
 TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
     {
-        "clean": (Simplify,),
+        "clean": (Simplify, PlainMasks),
         "distribute": (SliceFullBatch, LowerUserCollectives, BroadcastBuffers),
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),

@@ -54,8 +54,9 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
         assert made.__name__ == "".join(word.capitalize() for word in path.stem.split("_"))
 
 
-DATA_PARALLEL = "simplify slice_full_batch lower_user_collectives broadcast_buffers channels_last weight_gradients"
-DIVIDED = "simplify range_lookups counter_random divide lower_redistributions"
+CLEAN = "simplify plain_masks"
+DATA_PARALLEL = f"{CLEAN} slice_full_batch lower_user_collectives broadcast_buffers channels_last weight_gradients"
+DIVIDED = f"{CLEAN} range_lookups counter_random divide lower_redistributions"
 FUSED = "fuse_collectives flatten_storage"
 LOWERED = "split_updates lower_average"
 END = "keep_gradients reinplace give_way"
