@@ -146,20 +146,24 @@ class _Verdicts:
 
 def _verdict(mask: torch.Tensor, queries: int, keys: int) -> bool | None:
     """True where queries see keys up to their own position, False where they see all, None for anything else."""
-    is_bool = mask.dtype is torch.bool
-    if not mask.numel() or not (is_bool or mask.is_floating_point()):
+    if not mask.numel() or not (mask.dtype is torch.bool or mask.is_floating_point()):
         return None
+    mask = torch.atleast_2d(mask)
     for dim in range(mask.dim() - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
-    visible = mask if is_bool else mask == 0
-    if visible.all():
-        return False
-    if mask.shape[-2:] != (queries, keys):
+    rows, columns = mask.shape[-2:]
+    parts = mask.reshape(-1, rows, columns)
+    visible, *hidden = (True, False) if mask.dtype is torch.bool else (0.0, -torch.inf, _lowest(mask.dtype))
+    # What the first query sees of the second key tells which mask this would be.
+    number = parts[0, 0, min(columns, 2) - 1].item()
+    is_causal = number in hidden and (rows, columns) == (queries, keys)
+    if not is_causal and number != visible:
         return None
-    causal = torch.ones(queries, keys, dtype=torch.bool).tril()
-    hidden = ~mask if is_bool else (mask == -torch.inf) | (mask == _lowest(mask.dtype))
-    return True if (visible == causal).all() and (hidden != causal).all() else None
+    want = torch.full((rows, columns), visible, dtype=mask.dtype)
+    if is_causal:
+        want.masked_fill_(torch.ones(rows, columns, dtype=torch.bool).triu(1), number)
+    return is_causal if all(torch.equal(part, want) for part in parts) else None
 
 
 def _lowest(dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from commfuse_fx.testing import assert_pass, parse_program
 from tests.passes.cases import check
 
 INF = torch.inf
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 MASKED = (", attn_mask=%mask", ", 0.0, False, attn_mask=%mask")
 CAUSAL = (", 0.0, True", ", 0.0, True")
 PLAIN = ("", ", 0.0, False")
@@ -27,8 +27,7 @@ def attention(arguments: Arguments, before: str = "", queries: int = 4, keys: in
     arguments: what stands behind the tensors in the call of the forward, and in that of the backward.
     """
     out, other = (TensorSpec((2, 2, n, 8), DTYPES[dtype], (16 * n, 8, 16, 1)) for n in (queries, keys))
-    summed = torch.float64 if dtype == "f64" else torch.float32
-    sums = TensorSpec((2, 2, queries), summed, (2 * queries, 1, 2))
+    sums = TensorSpec((2, 2, queries), torch.float32, (2 * queries, 1, 2))
     return f"""
         in  %q: {out} = parameter
         in  %k: {other} = parameter
