@@ -116,7 +116,8 @@ def test_an_encoder_layer_of_torch() -> None:
             self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x, src_mask=square(x.shape[1], x.dtype)).square().mean()
+            out: torch.Tensor = self.layer(x, src_mask=square(x.shape[1], x.dtype))
+            return out.square().mean()
 
     model, x = Encoder().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     lowered = cf.compile(model, device_num=2, form="step").lower(x)
