@@ -140,6 +140,7 @@ ALMOST = {
     "one head differs": changed((0, 1, 3, 0), value=-INF, shape=(1, 2, 4, 4)),
     "one row of the batch is padded": changed((1, 0, 3, 3), value=-INF, shape=(2, 1, 4, 4)),
     "padding": torch.tensor([[0, 0, 0, -INF]]),
+    "two numbers that hide": changed((0, 2), value=torch.finfo(torch.float32).min),
     "all hidden": torch.full((4, 4), -INF),
     "small numbers": torch.full((4, 4), 1e-30),
 }
@@ -158,6 +159,12 @@ def test_a_mask_that_a_step_may_change_stays() -> None:
         check(attention(MASKED, lines), PlainMasks(), None, numerics="defines", gradients=["q", "k", "v"], **options)
     written = f"{triangle()}\nfwd %fill.0: f32[4,4] = aten.fill_.Scalar(%mask, 0.0)"
     check(attention(MASKED, written), PlainMasks(), None, numerics="defines")
+
+
+def test_a_mask_that_cannot_be_computed_stays() -> None:
+    zeros = "fwd %zeros.0: f32[4,4] = aten.zeros([4, 4], device=cpu, pin_memory=False)"
+    fails = "fwd %mask: f32[4,4](1,4) = aten.linalg_cholesky(%zeros.0)"
+    check(attention(MASKED, f"{zeros}\n{fails}"), PlainMasks(), None, numerics="defines")
 
 
 def test_forward_and_backward_change_together_or_not_at_all() -> None:
