@@ -16,6 +16,7 @@ NAMES = (
     "guards",
     "cpu_kernels",
     "gpu",
+    "inductor",
     "step_time",
     "plan_quality",
 )

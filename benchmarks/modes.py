@@ -18,14 +18,19 @@ OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "
 
 @dataclass(frozen=True)
 class Mode:
-    """options: of `commfuse_fx.compile`, given a cluster. by_rate: they depend on it, so each rate has a plan."""
+    """options: of `commfuse_fx.compile`, given a cluster. by_rate: they depend on it, so each rate has a plan.
+
+    is_priced: whether predictions are of what runs, rather than of single ops that are compiled together.
+    """
 
     options: Callable[[Any], Mapping[str, Any]]
     by_rate: bool = True
+    is_priced: bool = True
 
 
 MODES = {
     "overlap": Mode(lambda cluster: {}, by_rate=False),
+    "inductor": Mode(lambda cluster: {"backend": "inductor"}, by_rate=False, is_priced=False),
     "optimal": Mode(lambda cluster: {"comm_fusion": OPTIMAL, "cluster": cluster}),
     "across steps": Mode(
         lambda cluster: {

@@ -193,7 +193,7 @@ class _Rank:
         args, kwargs = self.workload.batch(self.rank)
         profile = self._profile_at(rate)
         for name, variant in self.variants[rate].items():
-            if variant.compiled is not None:
+            if variant.compiled is not None and MODES[name].is_priced:
                 lowered = variant.compiled.lower(*args, **kwargs)
                 explanation = lowered.explain(profile)
                 self.measured[rate].predicted[name] = explanation.simulation.step_seconds

@@ -91,6 +91,26 @@ def bert(layers: int = 8, width: int = 256) -> nn.Module:
     return model
 
 
+def llama(layers: int = 6, width: int = 256) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=8192,
+            max_position_embeddings=256,
+            use_cache=False,
+        )
+    )
+    return model
+
+
 def _no_blocks(model: nn.Module) -> list[list[nn.Module]]:
     return []
 
@@ -107,6 +127,10 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(x)[0][:, -1])
 
 
+Batch = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Positional and keyword arguments of a rank's step."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """`model()` builds it; `batch(rank)` gives the step's positional and keyword arguments.
@@ -116,12 +140,14 @@ class Workload:
 
     name: str
     model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+    batch: Batch
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy
     blocks: Callable[[Any], list[list[nn.Module]]] = _no_blocks
 
 
-def _classes(*shape: int) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+def classes(*shape: int) -> Batch:
+    """A batch of vectors or images with numbers of ten classes."""
+
     def batch(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(*shape, generator=generator)
@@ -130,9 +156,14 @@ def _classes(*shape: int) -> Callable[[int], tuple[tuple[Any, ...], dict[str, An
     return batch
 
 
-def _tokens(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    ids = torch.randint(0, 8192, (4, 128), generator=torch.Generator().manual_seed(rank))
-    return (), {"input_ids": ids, "labels": ids}
+def tokens(*shape: int) -> Batch:
+    """A batch of a language model that predicts its own input."""
+
+    def batch(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids = torch.randint(0, 8192, shape, generator=torch.Generator().manual_seed(rank))
+        return (), {"input_ids": ids, "labels": ids}
+
+    return batch
 
 
 def _masked_tokens(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,20 +184,18 @@ def _in_groups(modules: Iterable[nn.Module], size: int) -> list[list[nn.Module]]
 
 
 WORKLOADS = {
-    "mlp": Workload("mlp", MLP, _classes(64, 512), blocks=lambda model: _singly(model.blocks)),
-    "gpt2": Workload("gpt2", gpt2, _tokens, None, blocks=lambda model: _singly(model.transformer.h)),
+    "mlp": Workload("mlp", MLP, classes(64, 512), blocks=lambda model: _singly(model.blocks)),
+    "gpt2": Workload("gpt2", gpt2, tokens(4, 128), None, blocks=lambda model: _singly(model.transformer.h)),
     "bert": Workload("bert", bert, _masked_tokens, None, blocks=lambda model: _singly(model.bert.encoder.layer)),
     "convnet": Workload(
         "convnet",
         ConvNet,
-        _classes(8, 3, 32, 32),
+        classes(8, 3, 32, 32),
         # Each convolution with its BatchNorm and ReLU.
         blocks=lambda model: _in_groups(list(model.features)[1:], 3),
     ),
-    "many_small": Workload(
-        "many_small", ManySmall, _classes(64, 64), blocks=lambda model: _in_groups(model.layers, 10)
-    ),
-    "lstm": Workload("lstm", Recurrent, _classes(32, 64, 128)),
+    "many_small": Workload("many_small", ManySmall, classes(64, 64), blocks=lambda model: _in_groups(model.layers, 10)),
+    "lstm": Workload("lstm", Recurrent, classes(32, 64, 128)),
 }
 
 

@@ -12,6 +12,7 @@ from commfuse_fx.config.compile_config import CompileConfig, Default
 from commfuse_fx.frontends.arguments_of_ddp import refuse_unknown
 from commfuse_fx.frontends.compile_arguments import (
     check_arguments,
+    check_cuda_graph,
     check_form_of_module,
     check_form_of_step,
     chosen_form,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         pipeline_stages: Any
         schedule: Any
         backend: Any
+        cuda_graph: Any
         cpu_kernels: Any
         cluster: Any
         exchange_factors: Any
@@ -143,6 +145,7 @@ def compile(
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),
+    cuda_graph: Any = Default("auto"),
     cpu_kernels: Any = Default(True),
     cluster: Any = Default(None),
     exchange_factors: Any = Default("never"),
@@ -189,6 +192,9 @@ def compile(
     capture: "trace", or for a module "dynamo": PyTorch's Dynamo cuts a model whose Python code looks at values of
         tensors into several graphs. Each reduces its gradients in buckets of its own.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
+    backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
+        waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
+    cuda_graph: "auto" and False run the step without CUDA graphs. True is not available yet.
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
         dropout masks from fewer random bits. Gradients then differ in their last digits.
@@ -206,6 +212,7 @@ def compile(
     check_arguments(model, comm_fusion, loss_fn, optimizer)
     chosen = chosen_form(form, loss_fn, optimizer)
     config = CompileConfig.resolve(given, chosen)
+    check_cuda_graph(config, model)
     if chosen == "step":
         check_form_of_step(config)
         return CompiledStep(model, loss_fn, optimizer, config)

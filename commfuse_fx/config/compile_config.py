@@ -35,7 +35,6 @@ _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
         "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
         "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
         "pipeline_stages": "every rank runs the whole model",
-        "backend": "the compute between collectives runs op by op",
         "exchange_factors": "gradients are reduced as they are",
         "gradient_compression": "gradients are sent as they are",
     }
@@ -76,6 +75,9 @@ class CompileConfig:
     schedule: str | ScheduleConfig
     """One of "overlap" and "none", or a ScheduleConfig."""
     backend: str
+    """How compute between collectives is generated: "eager" or "inductor"."""
+    cuda_graph: bool | str
+    """Whether a step runs in CUDA graphs: "auto", True or False."""
     cpu_kernels: bool
     """Whether passes run that only make kernels of the CPU faster."""
     cluster: Any
@@ -150,6 +152,7 @@ class CompileConfig:
             *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
             *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
             ("schedule", schedule),
+            *((("backend", self.backend),) if self.backend != "eager" else ()),
             ("cpu_kernels", str(self.cpu_kernels)),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]

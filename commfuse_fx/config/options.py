@@ -51,6 +51,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "pipeline_stages": 1,
         "schedule": "overlap",
         "backend": "eager",
+        "cuda_graph": "auto",
         "cpu_kernels": True,
         "cluster": None,
         "exchange_factors": "never",
@@ -60,8 +61,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """Option name -> default value, in the order of the signature of `compile`."""
 
 
-DEFAULTS_OF_MODULE: Mapping[str, Any] = MappingProxyType({"parameter_broadcast": True, "broadcast_buffers": True})
-"""What the module form has in their place: the defaults of DistributedDataParallel."""
+DEFAULTS_OF_MODULE: Mapping[str, Any] = MappingProxyType(
+    {"parameter_broadcast": True, "broadcast_buffers": True, "cuda_graph": False}
+)
+"""What the module form has in their place: the defaults of DistributedDataParallel, which captures no graph."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,6 +151,13 @@ def _check_schedule(value: object, where: str) -> str | ScheduleConfig:
     return value if isinstance(value, ScheduleConfig) else check_choice(value, where, SCHEDULES)
 
 
+def _check_cuda_graph(value: object, where: str) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    error = ConfigValueError if isinstance(value, str) else ConfigTypeError
+    raise error(f'{where} is {show(value)}; give "auto", True or False')
+
+
 def _check_path(value: object, where: str) -> object:
     if value is not None and not isinstance(value, (str, os.PathLike)):
         raise ConfigTypeError(f"{where} is {show(value)}; give a path or None")
@@ -196,6 +206,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),
+        "cuda_graph": _check_cuda_graph,
         "cpu_kernels": check_bool,
         "cluster": _check_cluster,
         "exchange_factors": partial(check_choice, choices=EXCHANGE_FACTORS),

@@ -46,6 +46,20 @@ def chosen_form(form: object, loss_fn: object, optimizer: object) -> str:
     return chosen
 
 
+def check_cuda_graph(config: CompileConfig, model: nn.Module) -> None:
+    """Raise for cuda_graph=True, which a model on CPU cannot have, and none has yet."""
+    if config.cuda_graph is not True:
+        return
+    if not any(param.is_cuda for param in model.parameters()):
+        raise ConfigValueError(
+            'cuda_graph=True, and no parameter of the model is on a CUDA device: leave it out (the default "auto" '
+            'captures nothing there), or move the model first, as by model.to("cuda")'
+        )
+    raise NotAvailableError(
+        'cuda_graph=True is not available yet; use cuda_graph="auto" (the step runs without CUDA graphs)'
+    )
+
+
 def check_form_of_module(config: CompileConfig) -> None:
     """Raise for options that a module cannot have, or cannot have yet."""
     if config.divides_graphs:

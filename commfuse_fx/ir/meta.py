@@ -212,6 +212,7 @@ class NodeInfo:
     rest: on such a start, the stretches that it still has to send.
     kept: whether its memory stays allocated between steps.
     next_step: this node runs in the following step, just before that node.
+    region: the number of the region with which Inductor compiles it; None: it runs as an op of its own.
     source: the user's line, `file:line`.
     origin: the name under which a profile knows the node.
     share: which part of the origin's work it does.
@@ -235,6 +236,7 @@ class NodeInfo:
     rest: tuple[Stretch, ...] = ()
     kept: bool = False
     next_step: fx.Node | None = None
+    region: int | None = None
     source: str = field(default="", compare=False)
     origin: str = field(default="", compare=False)
     share: float = field(default=1.0, compare=False)

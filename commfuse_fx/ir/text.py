@@ -124,6 +124,8 @@ class _Writer:
             text += f"  {{{collective_text(details.collective, size)}}}"
         if details.kept:
             text += "  {kept between steps}"
+        if details.region is not None:
+            text += f"  {{region {details.region}}}"
         if details.next_step is not None:
             text += f"  {{in the next step, before {node_reference(details.next_step)}}}"
         return text + _sent_text(details)

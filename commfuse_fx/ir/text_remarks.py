@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from commfuse_fx.ir.text_lines import TextLine, read_collective, read_sends
 _REST = "sends the rest: "
 _KEPT = "kept between steps"
 _NEXT_STEP = "in the next step, before "
+_REGION = re.compile(r"region (\d{1,9})")
 
 
 class ErrorWithFix(Protocol):
@@ -40,6 +42,8 @@ class RemarkReader:
             sends = read_sends(remark)
             if remark == _KEPT:
                 details.kept = True
+            elif (region := _REGION.fullmatch(remark)) is not None:
+                details.region = int(region[1])
             elif remark.startswith(_NEXT_STEP):
                 details.next_step = self.named(line, remark.removeprefix(f"{_NEXT_STEP}%"))
             elif remark.startswith(_REST):

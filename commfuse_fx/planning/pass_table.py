@@ -22,6 +22,7 @@ from commfuse_fx.passes.fuse.keep_gradients import KeepGradients
 from commfuse_fx.passes.fuse.reinplace import Reinplace
 from commfuse_fx.passes.kernels.channels_last import ChannelsLast
 from commfuse_fx.passes.kernels.draw_masks import DrawMasks
+from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
 from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
 from commfuse_fx.passes.rewrite.lower_average import LowerAverage
 from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
@@ -57,7 +58,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "prepare": (GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),
-        "memory": (KeepGradients, Reinplace, GiveWay),
+        "memory": (KeepGradients, InductorRegions, Reinplace, GiveWay),
     }
 )
 """Stage -> its passes. Stages run in this order, and the passes of a stage as well."""

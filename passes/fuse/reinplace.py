@@ -62,7 +62,7 @@ def reinplace(program: Program, roots: Roots) -> bool:
             last_use[roots[value]] = i
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
             last_use[roots[sent]] = i
-        if node.op == "call_function" and node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
+        if node.target in _IN_PLACE and info(node).region is None and isinstance(node.args[0], fx.Node):
             candidates.append((i, node))
     for value in lasting(program):
         last_use[roots[value]] = len(program.graph.nodes)

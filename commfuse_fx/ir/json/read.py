@@ -160,6 +160,7 @@ class _Reader(ArgumentReader):
         details = NodeInfo(phase, self.spec(record.get("value"), f"{place}.value"), name=name)
         details.module = self.get(record, "module", str, place, "")
         details.kept = self.get(record, "kept", bool, place, False)
+        details.region = self.get(record, "region", int, place, None)
         details.source = self.get(record, "line", str, place, "")
         details.origin = self.get(record, "origin", str, place, "")
         details.share = self.get(record, "share", float, place, 1.0)

@@ -22,6 +22,7 @@ from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.runtime.execute.bindings import bound
 
 serial = count()
@@ -33,6 +34,11 @@ Hooks = dict[fx.Node, list[Callable[[], None]]]
 
 Sends = Mapping[fx.Node, Sequence[tuple[Callable[[Any], None], fx.Node]]]
 """Functions that run just after a node, each with the node whose value it gets."""
+
+
+Compiled = Mapping[int, Callable[[list[Any]], Sequence[Any]]]
+"""By the number of a region the function that it was compiled to. It takes the list of the region's inputs, which it
+empties, and returns its outputs."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,16 @@ def generate(
     sends: Sends | None = None,
     results: Mapping[fx.Node, Callable[[Any], Any]] | None = None,
     views: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
+    compiled: Compiled | None = None,
 ) -> Generated:
     """Compile the program's graph to Python.
 
     `bind(node)` gives the callable for a call_function node;
     `results[node]` gets what the node has computed, and gives the value that the graph goes on with;
     `views[node]` are nodes that get no statement: the callable for `node` returns its value and theirs.
+    A region of which `compiled` has the function is one statement.
     """
-    return Generator(program, bind, hooks or {}, sends or {}, results or {}, views or {}).run()
+    return Generator(program, bind, hooks or {}, sends or {}, results or {}, views or {}, compiled or {}).run()
 
 
 def without_handing_on(
@@ -102,7 +110,8 @@ def without_handing_on(
     lines = source.splitlines(keepends=True)
     remaining = dict(handed_on)
     for node in nodes:
-        lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
+        if node in remaining:  # not inside of a region
+            lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
     return "".join(lines), remaining
 
 
@@ -124,6 +133,7 @@ class Generator:
         sends: Sends,
         results: Mapping[fx.Node, Callable[[Any], Any]],
         views: Mapping[fx.Node, Sequence[fx.Node]],
+        compiled: Compiled,
     ) -> None:
         self.program = program
         self.bind = bind
@@ -132,6 +142,11 @@ class Generator:
         self.results = results
         self.views = views
         self.made_before = dict.fromkeys(view for made in views.values() for view in made)
+        self.compiled = compiled
+        regions = [region for region in regions_of(program) if region.number in compiled] if compiled else []
+        self.ends = {region.nodes[-1]: region for region in regions}
+        """The last node of each compiled region, in whose place the region runs."""
+        self.end_of = {node: end for end, region in self.ends.items() for node in region.nodes}
         self.handed_on: dict[fx.Node, int] = {}
         self.nodes = list(program.graph.nodes)
         self.variable = {node: f"v{i}" for i, node in enumerate(self.nodes)}
@@ -142,7 +157,7 @@ class Generator:
         self.last_use: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             for value in node.all_input_nodes if node not in self.made_before else ():
-                self.last_use[value] = node
+                self.last_use[value] = self.end_of.get(node, node)
 
     def run(self) -> Generated:
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
@@ -212,6 +227,10 @@ class Generator:
         for node in body:
             if node in self.made_before:
                 continue
+            if node in self.end_of:
+                if node in self.ends:
+                    self._region(self.ends[node], keep)
+                continue
             self._statement(node)
             for send, value in self.sends.get(node, ()):
                 self.lines.append(f"    {self._name(send)}({self.variable[value]})")
@@ -222,6 +241,20 @@ class Generator:
             if dead:
                 self.lines.append(f"    {' = '.join(self.variable[v] for v in dead)} = None")
         self.lines.append(f"    return {returned}")
+
+    def _region(self, region: Region, keep: Mapping[fx.Node, None]) -> None:
+        """One call. What nobody needs afterwards is given away, so that the region can drop it on its way."""
+        for node in region.nodes:
+            for hook in self.hooks.get(node, ()):
+                self.lines.append(f"    {self._name(hook)}()")
+        end = region.nodes[-1]
+        self.lines.append(f"    given = [{', '.join(self.variable[value] for value in region.inputs)}]")
+        dead = [value for value in region.inputs if self.last_use[value] is end and value not in keep]
+        if dead:
+            self.lines.append(f"    {' = '.join(self.variable[value] for value in dead)} = None")
+        self.node_of_line[len(self.lines) + 1] = end
+        results = self.tuple([self.variable[value] for value in region.outputs])
+        self.lines.append(f"    {results} = {self._name(self.compiled[region.number])}(given)")
 
     def _statement(self, node: fx.Node) -> None:
         for hook in self.hooks.get(node, ()):

@@ -12,7 +12,7 @@ from torch import fx
 from commfuse_fx.ir.halves import crossing, outputs_of, split
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
-from commfuse_fx.runtime.execute.codegen import Generator, Hooks, Sends, execute, serial, without_handing_on
+from commfuse_fx.runtime.execute.codegen import Compiled, Generator, Hooks, Sends, execute, serial, without_handing_on
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ def generate_halves(
     sends: Sends,
     results: Mapping[fx.Node, Callable[[Any], Any]],
     views: Mapping[fx.Node, Sequence[fx.Node]],
+    compiled: Compiled,
 ) -> Halves:
     """Compile a program of two halves to Python; the arguments are those of `generate`."""
-    return _HalvesGenerator(program, bind, hooks, sends, results, views).halves()
+    return _HalvesGenerator(program, bind, hooks, sends, results, views, compiled).halves()
 
 
 class _HalvesGenerator(Generator):

@@ -23,6 +23,7 @@ from commfuse_fx.ir.update_layout import check_blocks
 from commfuse_fx.runtime.execute.codegen import Generated, Hooks, Sends, generate
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
+from commfuse_fx.runtime.execute.inductor import compiled_regions
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.random_states import generators_of
@@ -136,7 +137,9 @@ class Executor:
 
     def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
         views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
-        self.generated = generate(self.program, self._bind_in_code, hooks, sends, check.functions, views)
+        self.generated = generate(
+            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled_regions(self.program)
+        )
         self.tail = Tail(self.generated.tail, self.guard)
         self._tail_hooks = self.tail.hooks()
 

@@ -13,6 +13,7 @@ from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen import Hooks, Sends
 from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
 from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.inductor import compiled_regions
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
@@ -41,7 +42,9 @@ class HalvesExecutor(Executor):
 
     def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
         views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
-        self.halves = generate_halves(self.program, self._bind_in_code, hooks, sends, check.functions, views)
+        self.halves = generate_halves(
+            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled_regions(self.program)
+        )
         specs = info(self.program.loss).spec
         assert isinstance(specs, tuple)
         used = [node.args[1] for node in self.program.loss.users if node.op == "call_function"]

@@ -1,0 +1,42 @@
+"""Regions of a graph: consecutive nodes that are compiled into one function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region is a set of nodes of one graph that run as one function.
+
+    nodes: in the order of the graph.
+    inputs: what they take from outside, in the order of its first use.
+    outputs: what others take from them, in the order of the nodes.
+    """
+
+    number: int
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def regions_of(program: Program) -> list[Region]:
+    """The regions that nodes are marked with (`NodeInfo.region`), in the order of the graph."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if (number := info(node).region) is not None:
+            found.setdefault(number, []).append(node)
+    return [_region(number, nodes) for number, nodes in found.items()]
+
+
+def _region(number: int, nodes: Iterable[fx.Node]) -> Region:
+    own = dict.fromkeys(nodes)
+    inputs = dict.fromkeys(value for node in own for value in node.all_input_nodes if value not in own)
+    outputs = [node for node in own if any(user not in own for user in node.users)]
+    return Region(number, tuple(own), tuple(inputs), tuple(outputs))

@@ -1,0 +1,158 @@
+"""Cut the compute between collectives into regions, each of which torch's Inductor compiles into one function."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Pass, Situation
+
+aten = torch.ops.aten
+
+_BY_LIBRARY = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
+
+
+@dataclass(frozen=True)
+class InductorRegions(Pass):
+    """An annotation. Starts and waits of collectives are in no region, and stay in their order.
+
+    `at_least`: a region of fewer ops that compute runs op by op.
+    """
+
+    name = "inductor_regions"
+    numerics = "reordered"
+    requires = ("averaged",)
+    needs_sizes = True
+
+    at_least: int = 2
+
+    @classmethod
+    def when(cls, situation: Situation) -> InductorRegions | None:
+        return cls() if situation.config.backend == "inductor" else None
+
+    def __call__(self, program: Program) -> bool:
+        _join_results(program)
+        regions = [each for each in _Cutter(program).regions() if self._pays(each)]
+        for number, region in enumerate(regions):
+            for node in region:
+                info(node).region = number
+            program.note("compiled regions", info(region[0]).name, f"region {number}: {len(region)} nodes from here on")
+        return bool(regions)
+
+    def _pays(self, region: Sequence[fx.Node]) -> bool:
+        return sum(not (is_view(node) or node.target is operator.getitem) for node in region) >= self.at_least
+
+
+def _join_results(program: Program) -> None:
+    """Let the results of an op with several stand right behind it, so that no region ends between."""
+    for node in [*program.graph.nodes]:
+        if isinstance(info(node).spec, tuple) and _computes(node):
+            for result in reversed([user for user in node.users if user.target is operator.getitem]):
+                node.append(result)
+
+
+class _Cutter:
+    """Finds the longest runs of nodes that can be one function."""
+
+    def __init__(self, program: Program) -> None:
+        self.nodes = list(program.graph.nodes)
+        self.roots = Roots(program.graph, program.aliases())
+        self.anchors = {info(node).next_step for node in self.nodes}
+        """Nodes before which something of the last step runs."""
+        self.written = {self.roots[value] for node in self.nodes for value in written_nodes(node)}
+        self.region: dict[fx.Node, None] = {}
+        self.filled: dict[fx.Node, list[fx.Node]] = {}
+        """By its root the places of memory that the region fills."""
+
+    def regions(self) -> Iterator[list[fx.Node]]:
+        for node in self.nodes:
+            if node in self.anchors:
+                yield from self._cut()
+            if node.target is operator.getitem:
+                if node.args[0] in self.region:
+                    self.region[node] = None
+            elif is_view(node) and self.roots[node] in self.written and not _computes(self.roots[node]):
+                continue  # of memory that no region has made, so it depends on none
+            elif node.target is aten.empty.memory_format:
+                continue
+            elif node.op in ("call_function", "output") and not self._joined(node):
+                yield from self._cut()
+                self._joined(node)
+            if info(node).sends:
+                yield from self._cut()
+
+    def _cut(self) -> Iterator[list[fx.Node]]:
+        if self.region:
+            yield list(self.region)
+        self.region, self.filled = {}, {}
+
+    def _joined(self, node: fx.Node) -> bool:
+        """Take the node into the region if it belongs there. What it reads, the region must not have written: compiled
+        code does not know that two of its inputs lie in one block of memory."""
+        places = written_nodes(node)
+        if any(self.roots[value] in self.filled for value in node.all_input_nodes if value not in places):
+            return False
+        if not (_computes(node) or self._fills(node)):
+            return False
+        self.region[node] = None
+        for place in places:
+            self.filled.setdefault(self.roots[place], []).append(place)
+        return True
+
+    def _fills(self, node: fx.Node) -> bool:
+        """Whether the node fills a place in memory from outside, and a kernel can write what it computes right there.
+
+        Products of matrices are left out: Inductor calls a library for them, and would copy what it returns.
+        """
+        if node.users or not _is_plain_call(node) or node.target in _BY_LIBRARY:
+            return False
+        places = written_nodes(node)
+        return all(self._is_free(place) for place in places) and len(places) == 1
+
+    def _is_free(self, place: fx.Node) -> bool:
+        root = self.roots[place]
+        if root.target is not aten.empty.memory_format or place in self.region:
+            return False
+        if any(self.roots[value] is root for node in self.region for value in node.all_input_nodes):
+            others = self.filled.get(root, [])
+            return bool(others) and all(_apart(place, other) for other in others)
+        return True
+
+
+def _apart(place: fx.Node, other: fx.Node) -> bool:
+    """Whether two places in one block of memory have no element in common."""
+    if place.target is not aten.as_strided.default or other.target is not aten.as_strided.default:
+        return False
+    if not (tensor_spec(place).is_dense and tensor_spec(other).is_dense):
+        return False
+    (begin, size), (other_begin, other_size) = map(_stretch, (place, other))
+    return begin + size <= other_begin or other_begin + other_size <= begin
+
+
+def _stretch(place: fx.Node) -> tuple[int, int]:
+    args: Any = place.args
+    return args[3], tensor_spec(place).numel
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether the node computes tensors from tensors, and touches nothing that others see."""
+    return _is_plain_call(node) and not written_nodes(node)
+
+
+def _is_plain_call(node: fx.Node) -> bool:
+    if node.op != "call_function" or info(node).phase not in ("forward", "backward"):
+        return False
+    if info(node).next_step is not None or node.target is aten.empty.memory_format:
+        return False
+    if is_start(node) or is_wait(node) or is_opaque(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(isinstance(info(value).spec, TensorSpec) for value in node.all_input_nodes)

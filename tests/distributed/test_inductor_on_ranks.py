@@ -1,0 +1,91 @@
+"""Ranks whose compute Inductor compiles: gradients are those of DDP, and collectives run in the order of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import commfuse_fx as cf
+from commfuse_fx.ir.collectives import is_start, is_wait
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.runtime.execute import executor
+from commfuse_fx.runtime.execute.wire import Wire
+from tests.distributed.harness import Ranks
+from tests.distributed.loops_of_modules import batch, grads
+
+pytestmark = pytest.mark.dist
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+ran: list[str] = []
+
+
+def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        ran.append(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def bind(wire: Wire, node: Any, original: Any = Wire.bind) -> Any:
+    found = original(wire, node)
+    return noted(info(node).name, found) if is_start(node) or is_wait(node) else found
+
+
+def regions(program: Any, original: Any = executor.compiled_regions) -> Any:
+    return {number: noted(f"region {number}", code) for number, code in original(program).items()}
+
+
+def in_order(step: cf.CompiledStep, *args: Any) -> list[str]:
+    """Starts and waits as the plan has them, and the regions, each where its last node is."""
+    program = step.lower(*args).program
+    ends = {region.nodes[-1]: f"region {region.number}" for region in regions_of(program)}
+    names = (info(node).name if is_start(node) or is_wait(node) else ends.get(node) for node in program.graph.nodes)
+    return [name for name in names if name]
+
+
+def train() -> list[str]:
+    """A step and a module train as DDP does; returns what the last step ran."""
+    models = [Blocks() for _ in range(3)]
+    options: dict[str, Any] = {"backend": "inductor", "comm_fusion": {"openstate": False}}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with mock.patch.object(Wire, "bind", bind), mock.patch.object(executor, "compiled_regions", regions):
+        step = cf.compile(models[0], loss_fn=nn.functional.mse_loss, optimizer=optimizers[0], **options)
+        calls = [cf.compile(models[1], **options), nn.parallel.DistributedDataParallel(models[2])]
+        for number in range(2):
+            x, target = batch(number), batch(number + 5)
+            ran.clear()
+            step(x, target)
+            assert ran == in_order(step, x, target)
+            for call, optimizer in zip(calls, optimizers[1:], strict=True):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(call(x), target).backward()
+                optimizer.step()
+            torch.testing.assert_close(grads(models[1]), grads(models[2]), rtol=1e-12, atol=1e-12)
+    for model in models[:2]:
+        torch.testing.assert_close([*model.parameters()], [*models[2].parameters()], rtol=1e-12, atol=1e-12)
+    return in_order(step, x, target)
+
+
+def test_ranks_train_as_with_ddp_and_send_in_the_order_of_the_plan(ranks: Ranks) -> None:
+    first, *others = ranks.values(train)
+    assert all(other == first for other in others)
+    assert sum("all_reduce" in name for name in first) == 6 and sum("region" in name for name in first) > 2

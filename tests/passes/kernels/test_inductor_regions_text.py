@@ -1,0 +1,73 @@
+"""Which nodes `inductor_regions` puts into regions, and which it leaves out."""
+
+from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
+from tests.passes.cases import check
+
+STEP = """
+    in  %w: f32[4] = parameter
+    in  %v: f32[2,4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/mul.0: f32[2,4] = aten.mul.Tensor(%x, %w)
+    fwd %/tanh.0: f32[2,4] = aten.tanh(%/mul.0)
+    fwd %/sum.0: f32[] = aten.sum(%/tanh.0)
+    bwd %/grad.mul.0: f32[2,4] = aten.mul.Tensor(%/tanh.0, %x)
+    bwd %/grad.sum.0: f32[4] = aten.sum.dim_IntList(%/grad.mul.0, [0])
+    bwd %reduce/w/all_reduce: f32[4] = _c10d_functional.all_reduce(%/grad.sum.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[w]}
+    bwd %/grad.neg.0: f32[2,4] = aten.neg(%/grad.mul.0)
+    bwd %/grad.exp.0: f32[2,4] = aten.exp(%/grad.neg.0)
+    bwd %reduce/w/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/w/all_reduce)
+    return [%/sum.0, %reduce/w/wait, %/grad.exp.0]
+"""
+
+
+LONG = "mul.0 tanh.0 sum.0 grad.mul.0 grad.sum.0"
+
+
+def marked(text: str, *regions: str) -> str:
+    """The text, in which the lines of each region's nodes carry its number."""
+    number = {name: i for i, names in enumerate(regions) for name in names.split()}
+    lines = [(line, line.split(":")[0].rpartition("%/")[2]) for line in text.strip().splitlines()]
+    return "\n".join(line + (f"  {{region {number[name]}}}" if name in number else "") for line, name in lines)
+
+
+def test_regions_end_where_collectives_start_and_are_waited_for() -> None:
+    check(STEP, InductorRegions(), marked(STEP, LONG, "grad.neg.0 grad.exp.0"))
+
+
+def test_few_ops_are_no_region() -> None:
+    check(STEP, InductorRegions(at_least=3), marked(STEP, LONG))
+    check(STEP, InductorRegions(at_least=6), None)
+
+
+BUCKET = """
+    in  %w: f32[6] = parameter
+    in  %v: f32[2] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/mul.0: f32[2,4] = aten.mul.Tensor(%x, %x)
+    fwd %/sum.0: f32[] = aten.sum(%/mul.0)
+    bwd %bucket.0/storage: f32[6] = aten.empty.memory_format([6], dtype=f32, device=cpu)
+    bwd %bucket.0/place.a: f32[1,4] = aten.as_strided(%bucket.0/storage, [1, 4], [4, 1], 0)
+    bwd %bucket.0/place.b: f32[2] = aten.as_strided(%bucket.0/storage, [2], [1], 4)
+    bwd %/write.0: f32[1,4] = aten.sum.IntList_out(%x, [0], True, out=%bucket.0/place.a)
+    bwd %/grad.sum.0: f32[2] = aten.sum.dim_IntList(%x, [1])
+    bwd %/write.1: f32[2] = aten.copy_(%bucket.0/place.b, %/grad.sum.0)
+    bwd %/grad.exp.0: f32[2] = aten.exp(%/grad.sum.0)
+    bwd %/read.0: f32[6] = aten.neg(%bucket.0/storage)
+    bwd %/grad.tanh.0: f32[6] = aten.tanh(%/read.0)
+    return [%/sum.0, %/grad.tanh.0, %/grad.exp.0]
+"""
+
+
+def test_a_region_fills_memory_and_what_reads_it_is_in_another_one() -> None:
+    regions = "mul.0 sum.0 write.0 grad.sum.0 write.1 grad.exp.0", "read.0 grad.tanh.0"
+    check(BUCKET, InductorRegions(), marked(BUCKET, *regions))
+
+
+def test_places_that_overlap_are_filled_in_two_regions() -> None:
+    text = BUCKET.replace("[2], [1], 4)", "[2], [1], 3)").replace("[6]", "[5]")
+    made = check(
+        text,
+        InductorRegions(),
+        marked(text, "mul.0 sum.0 write.0 grad.sum.0", "write.1 grad.exp.0", "read.0 grad.tanh.0"),
+    )
+    assert [note.subject for note in made.notes] == ["/mul.0", "/write.1", "/read.0"]

@@ -1,0 +1,184 @@
+"""Regions that Inductor compiles compute what the ops of the graph compute, or run as these."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import compile_fx
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
+from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs
+from commfuse_fx.testing import parse_program
+from tests.logs import logged
+
+
+class Blocks(nn.Module):
+    """Layers that are alike, with a norm, and a dropout if it is asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.norm = nn.LayerNorm(6)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(torch.tanh(layer(self.norm(x))), self.dropout, self.training)
+        return x
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 6))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "blocks": (Blocks, (5, 6)),
+    "images": (images, (5, 3, 8, 8)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model = build().double()
+    return model, copy.deepcopy(model), (torch.randn(shape, dtype=torch.float64), torch.randn(5, 6).double())
+
+
+def assert_equal(one: nn.Module, other: nn.Module, gradients: bool) -> None:
+    for (name, have), want in zip(one.named_parameters(), other.parameters(), strict=True):
+        have, want = (each.grad if gradients else each for each in (have, want))
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(dict(one.named_buffers()), dict(other.named_buffers()), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_trains_as_eager_pytorch_does(name: str) -> None:
+    model, twin, (x, target) = made(name)
+    step = cf.compile(
+        model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), backend="inductor"
+    )
+    assert regions_of(step.lower(x, target).program)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(twin(x), target)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x, target).detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(model, twin, gradients=False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_module_has_the_gradients_of_eager_pytorch(name: str) -> None:
+    model, twin, (x, target) = made(name)
+    module = cf.compile(model, backend="inductor")
+    for call in (module, twin):
+        for _ in range(2):
+            F.mse_loss(call(x), target).backward()
+    assert_equal(model, twin, gradients=True)
+    module.eval(), twin.eval()
+    torch.testing.assert_close(module(x), twin(x), rtol=1e-10, atol=1e-10)
+
+
+def test_masks_are_those_of_eager_pytorch_where_inductor_is_told_so() -> None:
+    torch.manual_seed(0)
+    model = Blocks(dropout=0.5).double()
+    twin = copy.deepcopy(model)
+    module = cf.compile(model, backend="inductor")
+    x = torch.randn(5, 6).double()
+    with torch._inductor.config.patch(fallback_random=True):
+        for call in (module, twin):
+            torch.manual_seed(1)
+            call(x).sum().backward()
+            call(x).sum().backward()
+    assert_equal(model, twin, gradients=True)
+
+
+def test_every_step_draws_other_masks_and_a_seed_gives_them_again() -> None:
+    torch.manual_seed(0)
+    module = cf.compile(Blocks(dropout=0.5), backend="inductor")
+    x = torch.randn(5, 6)
+    torch.manual_seed(1)
+    first, second = module(x), module(x)
+    torch.manual_seed(1)
+    assert torch.equal(module(x), first) and not torch.equal(first, second)
+
+
+def test_regions_that_are_alike_are_compiled_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters())
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, backend="inductor", device_num=2)
+    program = step.lower(torch.randn(4, 8), torch.randn(4, 8)).program
+    with mock.patch.object(compile_fx, "compile_fx", side_effect=lambda *args: lambda given: ()) as compiled:
+        found = compiled_regions(program)
+    assert len(found) == len(regions_of(program)) == 6 and compiled.call_count == 2
+
+
+def test_what_inductor_refuses_runs_op_by_op_and_one_line_says_why() -> None:
+    model, twin, (x, target) = made("blocks")
+    module = cf.compile(model, backend="inductor")
+    with (
+        logged() as messages,
+        mock.patch.object(compile_fx, "compile_fx", side_effect=RuntimeError("no compiler\nand more")),
+    ):
+        F.mse_loss(module(x), target).backward()
+    F.mse_loss(twin(x), target).backward()
+    assert_equal(model, twin, gradients=True)
+    (line,) = [message for message in messages if "op by op" in message]
+    assert "2 of 2 regions run op by op" in line and line.endswith("RuntimeError: no compiler")
+
+
+TWICE = """
+    in  %a: f32[2,3] = parameter
+    in  %b: f32[2,3] = parameter
+    in  %c: f32[6] = parameter
+    in  %d: f32[2,3] = parameter
+    in  %x: f32[2,3] = input
+    fwd %/neg.0: f32[2,3] = aten.neg(%x)
+    fwd %/neg.1: f32[2,3] = aten.neg(%x)
+    fwd %/view.0: f32[6] = aten.view(%/neg.1, [6])
+    fwd %hidden: f32[2,3] = aten.add.Tensor(%x, 0)
+    fwd %/sum.0: f32[] = aten.sum(%/neg.0)
+    return [%/sum.0, %/neg.0, %/neg.1, %/view.0, %hidden]
+"""
+
+
+def test_results_get_memory_of_their_own_and_the_strides_of_the_graph() -> None:
+    program = parse_program(TWICE, gradients=["a", "b", "c", "d"])
+    assert InductorRegions()(program)
+    (region,) = regions_of(program)
+    names = [info(node).name for node in region.outputs]
+
+    def code(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a compiler may do: equal results are one tensor, what adds nothing is its input, strides are its own."""
+        (x,) = given
+        neg = (-x).t().contiguous().t()
+        made = {"/neg.0": neg, "/neg.1": neg, "/view.0": neg.reshape(6), "hidden": x, "/sum.0": neg.sum()}
+        given.clear()
+        return [made[name] for name in names]
+
+    run = RecordedOutputs(code, region, Roots(program.graph, program.aliases()))
+    for _ in range(2):
+        x = torch.randn(2, 3)
+        found = dict(zip(names, run([x]), strict=True))
+        assert {name: value.stride() for name, value in found.items() if name != "/sum.0"} == {
+            "/neg.0": (3, 1),
+            "/neg.1": (3, 1),
+            "/view.0": (1,),
+            "hidden": (3, 1),
+        }
+        for value in found.values():
+            value.add_(1)
+        assert torch.equal(found["/neg.0"], 1 - x) and torch.equal(found["hidden"], x + 1)
