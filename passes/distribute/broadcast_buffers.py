@@ -66,11 +66,9 @@ class BroadcastBuffers(Pass):
         return bool(buffers)
 
     def _send_behind(self, program: Program, buffers: list[fx.Node]) -> bool:
-        """All buffers leave with the first gradients, before which ranks have no reason to wait for each other, and are
-        written at the end of the backward."""
-        place = {node: i for i, node in enumerate(program.graph.nodes)}
-        begin = min(program.grads.values(), key=place.__getitem__).next if program.grads else program.output
-        end = program.output
+        """All buffers leave ahead of all gradients, and are written at the end of the backward. So ranks send in one
+        order although their gradients may become ready in several, as in graphs for one size and for any."""
+        begin, end = program.loss.next, program.output
         build = Builder(program)
         sent = [_Sent(build, buffer, str(self.group), number) for number, buffer in enumerate(buffers)]
         starts = [each.start(begin) for each in sent]

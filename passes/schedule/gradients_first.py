@@ -39,6 +39,7 @@ class GradientsFirst(Pass):
         if not moved:
             return False
         before = Dependence(program.graph, program.aliases()).direct
+        floor = max((i for i, node in enumerate(nodes) if is_start(node) and role_of(node) == "buffer"), default=-1)
         behind: dict[fx.Node, list[fx.Node]] = {}
         place: dict[fx.Node, int] = {}  # of the last node that stays where it is, and must come before
         for i, node in enumerate(nodes):
@@ -46,6 +47,8 @@ class GradientsFirst(Pass):
                 place[node] = i
                 continue
             place[node] = max((place[other] for other in before[node]), default=i)
+            if place[node] < floor < i:  # buffers are sent ahead of gradients
+                place[node] = floor
             behind.setdefault(nodes[place[node]], []).append(node)
         order: list[fx.Node] = []
         for node in nodes:

@@ -168,3 +168,27 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "DIR/graph-00" in capsys.readouterr().err
     assert cli.main(["explain", str(tmp_path / "graph-00")]) == 0
     assert "bucket" in capsys.readouterr().out
+
+
+class Normed(nn.Module):
+    """Gradients become ready in another order than they are sent: that of `scale` is a bucket of its own, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.scale, self.heads = nn.Parameter(torch.ones(4)), nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 3)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = self.layers(x) * self.scale
+        return [head(h) for head in self.heads]
+
+
+@pytest.mark.parametrize("cuts", [[1], [2, 5], [9, 11], None])
+def test_a_graph_for_any_size_sends_buffers_where_one_for_a_size_does(cuts: list[int] | None) -> None:
+    torch._dynamo.reset()
+    fusion = {"openstate": False} if cuts is None else {"allreduce": {"mode": "index", "config": cuts}}
+    compiled = cf.compile(Normed(), fusion, capture="dynamo", device_num=2)
+    one, anything = compiled.lower(torch.randn(5, 4)), compiled.lower(torch.randn(6, 4))
+    assert "computed by autograd" not in one.text() and "computed by autograd" in anything.text()
+    sent, sent_anyhow = ([(each.kind, each.members) for each in lowered.collectives] for lowered in (one, anything))
+    assert sent == sent_anyhow and sent[0][0] == "broadcast"
