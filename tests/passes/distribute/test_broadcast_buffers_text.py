@@ -48,7 +48,7 @@ def test_an_evaluation_and_one_rank_send_nothing() -> None:
     check(STEP, BroadcastBuffers(None), None)
 
 
-def test_where_the_caller_starts_the_backward_they_are_sent_behind_its_first_gradient() -> None:
+def test_where_the_caller_starts_the_backward_they_are_sent_ahead_of_gradients() -> None:
     assert_pass(
         """
         in  %w: f32[2,2] = parameter
@@ -71,9 +71,9 @@ def test_where_the_caller_starts_the_backward_they_are_sent_behind_its_first_gra
         fwd %/mean.0: f32[2] = aten.mean.dim(%/mm.0, [0])
         upd %update/norm.mean: f32[2] = aten.copy_(%norm.mean, %/mean.0)
         fwd %outputs: (f32[2,2]) = hand_over([%/mm.0])
+        bwd %buffers/norm.mean/broadcast: f32[2] = _c10d_functional.broadcast(%norm.mean, 0, dp)  {group=dp(2) dtype=f32 bytes=8 members=[norm.mean]}
         bwd %output.grad: f32[2,2] = getitem(%outputs, 0)
         bwd %/grad.mm.0: f32[2,2] = aten.mm(%x, %output.grad)
-        bwd %buffers/norm.mean/broadcast: f32[2] = _c10d_functional.broadcast(%norm.mean, 0, dp)  {group=dp(2) dtype=f32 bytes=8 members=[norm.mean]}
         bwd %buffers/norm.mean/wait: f32[2] = _c10d_functional.wait_tensor(%buffers/norm.mean/broadcast)
         upd %update/norm.mean.0: f32[2] = aten.copy_(%norm.mean, %buffers/norm.mean/wait)
         return [%outputs, %/grad.mm.0]
