@@ -39,7 +39,7 @@ def fixed_nodes(program: Program) -> dict[fx.Node, None]:
     `torch.tensor(2.0)`; any other one is a tensor of the user's, who may write to it between two steps.
     """
     roots = Roots(program.graph, program.aliases())
-    seen = dict.fromkeys(roots[node] for node in _seen_by_others(program))
+    seen = dict.fromkeys(roots[node] for node in written_or_handed_out(program))
     found: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
         if roots[node] not in seen and (_is_own_constant(node) or _is_pure(node)):
@@ -49,8 +49,11 @@ def fixed_nodes(program: Program) -> dict[fx.Node, None]:
     return found
 
 
-def _seen_by_others(program: Program) -> list[fx.Node]:
-    """Values whose memory is written to or handed out, and ops that have made one of them among several results."""
+def written_or_handed_out(program: Program) -> list[fx.Node]:
+    """Values whose memory a node writes to, or that others get: the caller, or a function of unknown effects.
+
+    An op that makes such a value among several results belongs to them.
+    """
     seen = list(program.output.all_input_nodes)
     if program.has_two_halves:
         seen.extend(outputs_of(program))

@@ -25,6 +25,7 @@ from commfuse_fx.passes.kernels.draw_masks import DrawMasks
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
 from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
 from commfuse_fx.passes.rewrite.lower_average import LowerAverage
+from commfuse_fx.passes.rewrite.merge_equal import MergeEqual
 from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.rewrite.simplify import Simplify
@@ -49,7 +50,7 @@ UPDATE = "update"
 
 TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
     {
-        "clean": (Simplify, PlainMasks),
+        "clean": (Simplify, MergeEqual, PlainMasks),
         "distribute": (SliceFullBatch, LowerUserCollectives, BroadcastBuffers),
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),

@@ -54,9 +54,11 @@ def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
         assert made.__name__ == "".join(word.capitalize() for word in path.stem.split("_"))
 
 
-CLEAN = "simplify plain_masks"
-DATA_PARALLEL = f"{CLEAN} slice_full_batch lower_user_collectives broadcast_buffers channels_last weight_gradients"
-DIVIDED = f"{CLEAN} range_lookups counter_random divide lower_redistributions"
+DATA_PARALLEL = (
+    "simplify merge_equal plain_masks slice_full_batch lower_user_collectives broadcast_buffers channels_last "
+    "weight_gradients"
+)
+DIVIDED = "simplify plain_masks range_lookups counter_random divide lower_redistributions"
 FUSED = "fuse_collectives flatten_storage"
 LOWERED = "split_updates lower_average"
 END = "keep_gradients reinplace give_way"
@@ -68,8 +70,8 @@ END = "keep_gradients reinplace give_way"
         (
             {},
             {},
-            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first {FUSED} {LOWERED} overlap "
-            f"stream_buckets {END}",
+            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first {FUSED} "
+            f"{LOWERED} overlap stream_buckets {END}",
         ),
         (
             {"cluster": "gloo-1gbit"},
