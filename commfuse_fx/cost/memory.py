@@ -12,6 +12,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_wait, memory_on_wire
 from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.fixed_values import held_values
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
 
@@ -27,9 +28,10 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     """Bytes that the step has allocated while each node runs, in graph order. `roots`: those of the program, if known.
 
     Inputs (parameters, buffers, optimizer state, flat storage) and constants are there all the time, memory that
-    two inputs share once; so is memory that is kept between steps. All else lives from the node that makes it to
-    its last use, what a collective sends or receives at least to its wait, and what a node of the following step
-    uses to that node: such memory may be there twice, for this step and for the one before.
+    two inputs share once; so is memory that is kept between steps, and what is computed once and needed by other nodes.
+    All else lives from the node that makes it to its last use, what a collective sends or receives at least to its
+    wait, and what a node of the following step uses to that node: such memory may be there twice, for this step and
+    for the one before.
     """
     return Memory(program, roots).profile()
 
@@ -61,6 +63,8 @@ class Memory:
         self._lifetimes = _lifetimes(self._order, self._position, roots)
         self._always = sum(bytes_of(info(node).spec) for node in self._order if _is_given(node) and node not in aliases)
         self._always += sum(bytes_of(info(node).spec) for node in self._order if info(node).kept)
+        held = dict.fromkeys(roots[node] for node in held_values(program))
+        self._always += sum(bytes_of(info(root).spec) for root in held if root.op != "get_attr")
         self._change = [0] * (len(self._order) + 1)
         for root, lifetime in self._lifetimes.items():
             if not info(root).kept:
@@ -104,6 +108,8 @@ def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots)
     later: dict[fx.Node, int] = {}
 
     for at, node in enumerate(order):
+        if info(node).once:
+            continue
         used = [roots[node], *[roots[value] for value in node.all_input_nodes]]
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
             used.append(roots[sent])
@@ -122,7 +128,7 @@ def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots)
             taken[maker] = taken.get(maker, 0) + bytes_of(info(part).spec)
     found: dict[fx.Node, _Lifetime] = {}
     for root in order:
-        if root.op != "call_function" or roots[root] is not root or root in twins:
+        if root.op != "call_function" or roots[root] is not root or root in twins or info(root).once:
             continue
         # An op that yields several tensors makes them all; each then lives as long as somebody needs it.
         maker = _maker(root) if _is_part(root, roots) else root

@@ -86,8 +86,13 @@ class CostModel:
         return self.node_seconds.get(OVERHEAD, 0.0) if self.node_seconds else 0.0
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """Seconds that a node keeps the compute stream busy for, with nothing on the wire."""
+        """Seconds that a node keeps the compute stream busy for, with nothing on the wire.
+
+        What is computed once takes no time in a step.
+        """
         measured = self.node_seconds
+        if info(node).once:
+            return 0.0
         if measured and node.op == "call_function":
             if info(node).phase == "update":
                 # Before its own name: how much an update works on changes with fusion.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,22 +80,38 @@ def _is_tensors(spec: Spec) -> bool:
     return isinstance(spec, TensorSpec) or (isinstance(spec, tuple) and all(map(_is_tensors, spec)))
 
 
+def held_values(program: Program) -> list[fx.Node]:
+    """Of the nodes that are computed once, those whose value a node needs that runs in every step, in graph order."""
+    needed = dict.fromkeys(
+        value for node in program.graph.nodes if not info(node).once for value in node.all_input_nodes
+    )
+    return [node for node in program.graph.nodes if info(node).once and node in needed]
+
+
 class FixedValues:
     """The values of a program's fixed nodes. Each is computed when somebody asks for it, and then remembered.
 
     nodes: the fixed nodes, in the order of the graph.
     """
 
-    def __init__(self, program: Program, device: str | None = None, at_most: int | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        device: str | None = None,
+        at_most: int | None = None,
+        finish: Callable[[Any, Spec], Any] = lambda value, spec: value,
+    ) -> None:
         """
         program: the program, whose graph must not change while values are asked for.
         device: where to compute. None: where the graph says.
         at_most: bytes of a tensor that is still computed. None: any.
+        finish: gets what an op has made and the spec of its node, and gives the value to go on with.
         """
         self.nodes = fixed_nodes(program)
         self._constants = program.constants
         self._device = device
         self._at_most = at_most
+        self._finish = finish
         self._values: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
@@ -139,7 +155,7 @@ class FixedValues:
         if node.target in SHAPE_ONLY:
             kwargs = {"device": self._device or tensor_spec(node).device, **kwargs}
         assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return self._finish(node.target(*args, **kwargs), info(node).spec)
 
     def _value(self, node: fx.Node) -> Any:
         """What an op gets for one of its arguments: where it only looks at the shape, a tensor without memory."""

@@ -40,10 +40,14 @@ def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def crossing(program: Program) -> list[fx.Node]:
-    """What the backward takes from the forward and from the call's inputs, in the order of the graph."""
+    """What the backward takes from the forward and from the call's inputs, in the order of the graph.
+
+    What is computed once is there without a forward.
+    """
     before, behind = split(program)
-    made = {*before, *program.sources}
-    used = dict.fromkeys(value for node in (*behind, program.output) for value in node.all_input_nodes)
+    made = {*program.sources, *(node for node in before if not info(node).once)}
+    run = [node for node in (*behind, program.output) if not info(node).once]
+    used = dict.fromkeys(value for node in run for value in node.all_input_nodes)
     return [node for node in program.graph.nodes if node in made and node in used]
 
 

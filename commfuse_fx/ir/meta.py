@@ -211,6 +211,7 @@ class NodeInfo:
     sends: stretches of buckets (given by their start) that go onto the wire once this node has run.
     rest: on such a start, the stretches that it still has to send.
     kept: whether its memory stays allocated between steps.
+    once: whether it is computed once and for all, as it depends on nothing but shapes and constants.
     next_step: this node runs in the following step, just before that node.
     region: the number of the region with which Inductor compiles it; None: it runs as an op of its own.
     source: the user's line, `file:line`.
@@ -235,6 +236,7 @@ class NodeInfo:
     sends: tuple[tuple[fx.Node, Stretch], ...] = ()
     rest: tuple[Stretch, ...] = ()
     kept: bool = False
+    once: bool = False
     next_step: fx.Node | None = None
     region: int | None = None
     source: str = field(default="", compare=False)

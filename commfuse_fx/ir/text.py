@@ -126,6 +126,8 @@ class _Writer:
             text += "  {kept between steps}"
         if details.region is not None:
             text += f"  {{region {details.region}}}"
+        if details.once:
+            text += "  {computed once}"
         if details.next_step is not None:
             text += f"  {{in the next step, before {node_reference(details.next_step)}}}"
         return text + _sent_text(details)

@@ -17,6 +17,7 @@ from commfuse_fx.ir.text_lines import TextLine, read_collective, read_sends
 
 _REST = "sends the rest: "
 _KEPT = "kept between steps"
+_ONCE = "computed once"
 _NEXT_STEP = "in the next step, before "
 _REGION = re.compile(r"region (\d{1,9})")
 
@@ -44,6 +45,8 @@ class RemarkReader:
                 details.kept = True
             elif (region := _REGION.fullmatch(remark)) is not None:
                 details.region = int(region[1])
+            elif remark == _ONCE:
+                details.once = True
             elif remark.startswith(_NEXT_STEP):
                 details.next_step = self.named(line, remark.removeprefix(f"{_NEXT_STEP}%"))
             elif remark.startswith(_REST):

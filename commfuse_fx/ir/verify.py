@@ -62,6 +62,7 @@ def verify(program: Program, after: str) -> None:
     _check_in_flight(calls, roots, fail)
     _check_pieces(calls, roots, fail)
     _check_next_step(calls, roots, fail)
+    _check_once(program, calls, roots, fail)
 
 
 class _Call(NamedTuple):
@@ -71,6 +72,20 @@ class _Call(NamedTuple):
     inputs: list[fx.Node]
     is_view: bool
     written: list[fx.Node]
+
+
+def _check_once(program: Program, calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:
+    """What is computed once needs nothing of a step, and its memory is neither written to nor handed out."""
+    for node, inputs, _, written in calls:
+        for value in inputs if info(node).once else ():
+            if not (info(value).once or value.op == "get_attr"):
+                fail(node, f"is computed once, but needs {info(value).name}, which is not")
+        for value in written:
+            if info(roots[value]).once:
+                fail(node, f"writes to {info(roots[value]).name}, which is computed once")
+    for value in program.output.all_input_nodes:
+        if info(roots[value]).once:
+            fail(value, "is computed once, and must not be handed out")
 
 
 def _check_next_step(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:

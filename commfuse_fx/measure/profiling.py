@@ -184,7 +184,7 @@ class _Stopwatch:
                 del value
                 if is_start(node):
                     self._complete()
-                elif not is_wait(node):
+                elif not (is_wait(node) or info(node).once):
                     seconds[node] = 0.0 if node in self.made_once else took
                 for send, storage in self.sends.get(node, ()):
                     send(values[storage])

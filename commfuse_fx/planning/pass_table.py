@@ -24,6 +24,7 @@ from commfuse_fx.passes.kernels.channels_last import ChannelsLast
 from commfuse_fx.passes.kernels.draw_masks import DrawMasks
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
 from commfuse_fx.passes.kernels.weight_gradients import WeightGradients
+from commfuse_fx.passes.rewrite.compute_once import ComputeOnce
 from commfuse_fx.passes.rewrite.lower_average import LowerAverage
 from commfuse_fx.passes.rewrite.merge_equal import MergeEqual
 from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
@@ -56,7 +57,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
         UPDATE: (UpdateParameters,),
-        "prepare": (GradientsFirst, ResendRows, PostponeGradients),
+        "prepare": (ComputeOnce, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),
         "memory": (KeepGradients, InductorRegions, Reinplace, GiveWay),

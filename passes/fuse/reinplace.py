@@ -62,7 +62,9 @@ def reinplace(program: Program, roots: Roots) -> bool:
             last_use[roots[value]] = i
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
             last_use[roots[sent]] = i
-        if node.target in _IN_PLACE and info(node).region is None and isinstance(node.args[0], fx.Node):
+        if node.op != "call_function" or info(node).once or info(node).region is not None:
+            continue
+        if node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
             candidates.append((i, node))
     for value in lasting(program):
         last_use[roots[value]] = len(program.graph.nodes)
@@ -98,4 +100,4 @@ def _may_overwrite(node: fx.Node, operand: fx.Node, root: fx.Node) -> bool:
     have, want = info(operand).spec, info(node).spec
     if not isinstance(have, TensorSpec) or have != want or not have.is_dense:
         return False
-    return root.op == "call_function"
+    return root.op == "call_function" and not info(root).once

@@ -77,7 +77,9 @@ class _Cutter:
         for node in self.nodes:
             if node in self.anchors:
                 yield from self._cut()
-            if node.target is operator.getitem:
+            if info(node).once:
+                pass  # its value is there when the step begins
+            elif node.target is operator.getitem:
                 if node.args[0] in self.region:
                     self.region[node] = None
             elif is_view(node) and self.roots[node] in self.written and not _computes(self.roots[node]):

@@ -22,7 +22,7 @@ from commfuse_fx.planning.recipe import build_pipeline
 from commfuse_fx.planning.registry import PASSES
 from tests.inspect.steps import Net, train
 
-BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters,gradients_first"
+BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters,compute_once,gradients_first"
 CUT = '{"allreduce": {"mode": "index", "config": [2, 6]}}'
 
 

@@ -70,24 +70,24 @@ END = "keep_gradients reinplace give_way"
         (
             {},
             {},
-            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first {FUSED} "
+            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters compute_once gradients_first {FUSED} "
             f"{LOWERED} overlap stream_buckets {END}",
         ),
         (
             {"cluster": "gloo-1gbit"},
             {"resent": True, "postponed": 0.5},
-            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters gradients_first resend_rows "
+            f"{DATA_PARALLEL} draw_masks reduce_gradients update_parameters compute_once gradients_first resend_rows "
             f"postpone_gradients {FUSED} tile_first_gradient {LOWERED} schedule vote_first {END}",
         ),
         (
             {"schedule": "none", "parallel_mode": "stand_alone"},
             {},
-            f"{DATA_PARALLEL} reduce_gradients update_parameters {FUSED} {LOWERED} {END}",
+            f"{DATA_PARALLEL} reduce_gradients update_parameters compute_once {FUSED} {LOWERED} {END}",
         ),
         (
             {"parallel_mode": "semi_auto"},
             {},
-            f"{DIVIDED} update_parameters gradients_first {FUSED} {LOWERED} overlap stream_buckets {END}",
+            f"{DIVIDED} update_parameters compute_once gradients_first {FUSED} {LOWERED} overlap stream_buckets {END}",
         ),
     ],
     ids=["plain", "by-cost", "stand-alone", "divided"],

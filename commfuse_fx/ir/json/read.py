@@ -161,6 +161,7 @@ class _Reader(ArgumentReader):
         details.module = self.get(record, "module", str, place, "")
         details.kept = self.get(record, "kept", bool, place, False)
         details.region = self.get(record, "region", int, place, None)
+        details.once = self.get(record, "once", bool, place, False)
         details.source = self.get(record, "line", str, place, "")
         details.origin = self.get(record, "origin", str, place, "")
         details.share = self.get(record, "share", float, place, 1.0)

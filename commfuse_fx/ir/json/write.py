@@ -75,6 +75,8 @@ def _notes_on(node: fx.Node, details: NodeInfo) -> dict[str, Any]:
         found["kept"] = True
     if details.region is not None:
         found["region"] = details.region
+    if details.once:
+        found["once"] = True
     if details.next_step is not None:
         found["next_step"] = write_value(details.next_step)
     if details.rest:

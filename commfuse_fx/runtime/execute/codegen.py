@@ -92,15 +92,19 @@ def generate(
     results: Mapping[fx.Node, Callable[[Any], Any]] | None = None,
     views: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
     compiled: Compiled | None = None,
+    once: Mapping[fx.Node, Any] | None = None,
 ) -> Generated:
     """Compile the program's graph to Python.
 
     `bind(node)` gives the callable for a call_function node;
     `results[node]` gets what the node has computed, and gives the value that the graph goes on with;
-    `views[node]` are nodes that get no statement: the callable for `node` returns its value and theirs.
+    `views[node]` are nodes that get no statement: the callable for `node` returns its value and theirs;
+    `once[node]` is the value of a node that is computed once and needed by others.
     A region of which `compiled` has the function is one statement.
     """
-    return Generator(program, bind, hooks or {}, sends or {}, results or {}, views or {}, compiled or {}).run()
+    return Generator(
+        program, bind, hooks or {}, sends or {}, results or {}, views or {}, compiled or {}, once or {}
+    ).run()
 
 
 def without_handing_on(
@@ -134,6 +138,7 @@ class Generator:
         results: Mapping[fx.Node, Callable[[Any], Any]],
         views: Mapping[fx.Node, Sequence[fx.Node]],
         compiled: Compiled,
+        once: Mapping[fx.Node, Any],
     ) -> None:
         self.program = program
         self.bind = bind
@@ -141,7 +146,6 @@ class Generator:
         self.sends = sends
         self.results = results
         self.views = views
-        self.made_before = dict.fromkeys(view for made in views.values() for view in made)
         self.compiled = compiled
         regions = [region for region in regions_of(program) if region.number in compiled] if compiled else []
         self.ends = {region.nodes[-1]: region for region in regions}
@@ -149,27 +153,30 @@ class Generator:
         self.end_of = {node: end for end, region in self.ends.items() for node in region.nodes}
         self.handed_on: dict[fx.Node, int] = {}
         self.nodes = list(program.graph.nodes)
-        self.variable = {node: f"v{i}" for i, node in enumerate(self.nodes)}
+        self.once = dict.fromkeys(node for node in self.nodes if info(node).once)
+        self.views_before = dict.fromkeys(view for made in views.values() for view in made)
+        self.variable = {node: f"{'once_' if node in self.once else 'v'}{i}" for i, node in enumerate(self.nodes)}
         self.namespace: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self.namespace.update({self.variable[node]: value for node, value in once.items()})
         self.functions: dict[Any, str] = {}
         self.lines: list[str] = []
         self.node_of_line: dict[int, fx.Node] = {}
         self.last_use: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
-            for value in node.all_input_nodes if node not in self.made_before else ():
+            for value in () if node in self.views_before or node in self.once else self._given_to(node):
                 self.last_use[value] = self.end_of.get(node, node)
 
     def run(self) -> Generated:
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        calls = [n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.made_before]
+        calls = [n for n in self.nodes if n.op in ("call_function", "get_attr") and n not in self.views_before]
         body = [node for node in calls if info(node).next_step is None]
-        tail = _Tail([node for node in calls if info(node).next_step is not None])
+        tail = _Tail([node for node in calls if info(node).next_step is not None], self.once)
         output = self.nodes[-1]
         cut = first_commit(body)
         produced, committed = body[:cut], body[cut:]
         needed_later = dict.fromkeys(v for node in (*committed, output) for v in node.all_input_nodes)
         available = dict.fromkeys((*placeholders, *self._with_views(produced)))
-        live = [node for node in needed_later if node in available]
+        live = [node for node in needed_later if node in available and node not in self.once]
         handed_on = f"({self.tuple([self.variable[n] for n in live])}, {tail.first_values(self.variable)})"
         self.function("produce", placeholders, produced, handed_on, keep=needed_later | dict.fromkeys(tail.given))
         results: Sequence[Any] = output.args[0]
@@ -195,7 +202,7 @@ class Generator:
         """A function that reads values of the tail from a list, and leaves there what later parts need."""
         self.lines.append(f"def tail_{number}(values):")
         own = dict.fromkeys(nodes)
-        for value in dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in own):
+        for value in dict.fromkeys(v for node in nodes for v in self._given_to(node) if v not in own):
             self.lines.append(f"    {self.variable[value]} = values[{tail.place[value]}]")
         for node in nodes:
             self._statement(node)
@@ -225,7 +232,7 @@ class Generator:
             if node not in self.last_use:
                 self.lines.append(f"    {self.variable[node]} = None")
         for node in body:
-            if node in self.made_before:
+            if node in self.views_before:
                 continue
             if node in self.end_of:
                 if node in self.ends:
@@ -234,8 +241,10 @@ class Generator:
             self._statement(node)
             for send, value in self.sends.get(node, ()):
                 self.lines.append(f"    {self._name(send)}({self.variable[value]})")
+            if node in self.once:
+                continue
             # Assign None instead of `del`: one opcode cheaper for several names, and the same effect.
-            dead = [v for v in node.all_input_nodes if self.last_use[v] is node and v not in keep]
+            dead = [v for v in self._given_to(node) if self.last_use[v] is node and v not in keep]
             if node not in self.last_use and not written_nodes(node):
                 dead.append(node)
             if dead:
@@ -249,16 +258,22 @@ class Generator:
                 self.lines.append(f"    {self._name(hook)}()")
         end = region.nodes[-1]
         self.lines.append(f"    given = [{', '.join(self.variable[value] for value in region.inputs)}]")
-        dead = [value for value in region.inputs if self.last_use[value] is end and value not in keep]
+        dead = [value for value in region.inputs if self.last_use.get(value) is end and value not in keep]
         if dead:
             self.lines.append(f"    {' = '.join(self.variable[value] for value in dead)} = None")
         self.node_of_line[len(self.lines) + 1] = end
         results = self.tuple([self.variable[value] for value in region.outputs])
         self.lines.append(f"    {results} = {self._name(self.compiled[region.number])}(given)")
 
+    def _given_to(self, node: fx.Node) -> list[fx.Node]:
+        """What a node gets from others in a step: not what was computed once, which is a global."""
+        return [value for value in node.all_input_nodes if value not in self.once]
+
     def _statement(self, node: fx.Node) -> None:
         for hook in self.hooks.get(node, ()):
             self.lines.append(f"    {self._name(hook)}()")
+        if node in self.once:
+            return
         self.node_of_line[len(self.lines) + 1] = node
         name = self.variable[node]
         if node.op == "get_attr":
@@ -316,7 +331,7 @@ class _Tail:
     runs again. It must not interrupt any other part, since an update must not run twice.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], once: Mapping[fx.Node, None]) -> None:
         self.parts: list[list[fx.Node]] = []
         for node in nodes:
             last = self.parts[-1] if self.parts else None
@@ -325,7 +340,8 @@ class _Tail:
             else:
                 last.append(node)
         part_of = {node: i for i, part in enumerate(self.parts) for node in part}
-        self.given = list(dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in part_of))
+        taken = (v for node in nodes for v in node.all_input_nodes if v not in part_of and v not in once)
+        self.given = list(dict.fromkeys(taken))
         passed_on = [n for n in nodes if any(part_of.get(user) != part_of[n] for user in n.users)]
         made = [node for node in passed_on if not is_wait(node)]
         self.place = {node: i for i, node in enumerate((*self.given, *made))}

@@ -50,9 +50,10 @@ def generate_halves(
     results: Mapping[fx.Node, Callable[[Any], Any]],
     views: Mapping[fx.Node, Sequence[fx.Node]],
     compiled: Compiled,
+    once: Mapping[fx.Node, Any],
 ) -> Halves:
     """Compile a program of two halves to Python; the arguments are those of `generate`."""
-    return _HalvesGenerator(program, bind, hooks, sends, results, views, compiled).halves()
+    return _HalvesGenerator(program, bind, hooks, sends, results, views, compiled, once).halves()
 
 
 class _HalvesGenerator(Generator):

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from commfuse_fx.errors import CollectiveError, CommFuseError, VerificationError
 from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.fixed_values import FixedValues, held_values
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Source
@@ -110,8 +111,9 @@ class Executor:
 
     @property
     def made_once(self) -> dict[fx.Node, None]:
-        """The nodes that take no time in a step: views of memory that is there."""
-        return dict.fromkeys(node for made in self._views.values() for node in (*made.own, *made.lent))
+        """The nodes that take no time in a step: views of memory that is there, and what is computed once."""
+        views = (node for made in self._views.values() for node in (*made.own, *made.lent))
+        return dict.fromkeys((*views, *(node for node in self.program.graph.nodes if info(node).once)))
 
     def _hooks(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> Hooks:
         """The functions that run just before a node, by node."""
@@ -135,10 +137,18 @@ class Executor:
         """The calls that run between a vote and the next one."""
         return [node for node in self.program.graph.nodes if node.op == "call_function"]
 
+    def _values_made_once(self) -> dict[fx.Node, Any]:
+        """The values that the program computes once, as far as other nodes need them. Nobody writes to them."""
+        held = held_values(self.program)
+        fixed = FixedValues(self.program, finish=as_recorded) if held else None
+        with outside_modes():
+            return {node: fixed.of(node) for node in held} if fixed is not None else {}
+
     def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
         views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
+        compiled, once = compiled_regions(self.program), self._values_made_once()
         self.generated = generate(
-            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled_regions(self.program)
+            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
         )
         self.tail = Tail(self.generated.tail, self.guard)
         self._tail_hooks = self.tail.hooks()

@@ -42,8 +42,9 @@ class HalvesExecutor(Executor):
 
     def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
         views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
+        compiled, once = compiled_regions(self.program), self._values_made_once()
         self.halves = generate_halves(
-            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled_regions(self.program)
+            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
         )
         specs = info(self.program.loss).spec
         assert isinstance(specs, tuple)

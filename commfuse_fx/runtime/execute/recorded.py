@@ -32,6 +32,7 @@ class LayoutCheck:
     def __init__(self, program: Program) -> None:
         self.functions = {node: self._function(node) for node in computed(program)}
         self.functions.update({node: proven(node) for node in program.graph.nodes if _can_only_be_proven(node)})
+        self.functions = {node: function for node, function in self.functions.items() if not info(node).once}
         self.copied: dict[fx.Node, None] = {}
 
     def needless(self) -> list[fx.Node]:
