@@ -1,6 +1,7 @@
 """What `gradients_first` makes of a few lines of text, and what it leaves."""
 
 from commfuse_fx.passes.schedule.gradients_first import GradientsFirst
+from commfuse_fx.testing import assert_pass
 from tests.passes.cases import check
 
 STEP = """
@@ -50,3 +51,23 @@ def test_the_gradient_of_a_weight_is_computed_before_that_of_what_the_layer_was_
 
 def test_gradients_that_nobody_reduces_stay_where_they_are() -> None:
     check(STEP.replace("members=[w]", "members=[loss]"), GradientsFirst(), None)
+
+
+SENT = """
+        in  %b: f32[4] = parameter
+        in  %norm.mean: f32[4] = buffer
+        in  %x: f32[4] = input
+        fwd %/add.0: f32[4] = aten.add.Tensor(%x, %b)
+        fwd %outputs: (f32[4]) = hand_over([%/add.0])
+        bwd %buffers/norm.mean/broadcast: f32[4] = _c10d_functional.broadcast(%norm.mean, 0, dp)  {group=dp(2) dtype=f32 bytes=16 members=[norm.mean]}
+        bwd %output.0.grad: f32[4] = getitem(%outputs, 0)
+        bwd %reduce/b/all_reduce: f32[4] = _c10d_functional.all_reduce(%output.0.grad, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[b]}
+        bwd %buffers/norm.mean/wait: f32[4] = _c10d_functional.wait_tensor(%buffers/norm.mean/broadcast)
+        bwd %reduce/b/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/b/all_reduce)
+        upd %update/norm.mean: f32[4] = aten.copy_(%norm.mean, %buffers/norm.mean/wait)
+        return [%outputs, %reduce/b/wait]
+"""
+
+
+def test_buffers_are_sent_ahead_of_gradients() -> None:
+    assert_pass(SENT, GradientsFirst(), None)
