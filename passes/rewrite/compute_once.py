@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import fx
 from commfuse_fx.cost.memory import bytes_of
 from commfuse_fx.ir.collectives import is_start
 from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.edit import erase_upwards
+from commfuse_fx.ir.edit import erase_upwards, replace_all
+from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.fixed_values import SHAPE_ONLY, fixed_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
@@ -51,7 +52,14 @@ class ComputeOnce(Pass):
         roots = Roots(program.graph, program.aliases())
         sent = [node for node in program.graph.nodes if is_start(node) or info(node).phase == "update"]
         taken = dict.fromkeys(roots[value] for node in sent for value in node.all_input_nodes)
-        once = self._chosen(program, _closed([n for n in fixed_nodes(program) if roots[n] not in taken]), roots)
+        fixed = _closed([node for node in fixed_nodes(program) if roots[node] not in taken])
+        same = _equal_ones(fixed)
+        once = self._chosen(program, fixed, {node: roots[same.get(node, node)] for node in fixed})
+        equal = {node: same[node] for node in once if node in same}
+        replace_all(program, equal)
+        for node in reversed(equal):
+            program.graph.erase_node(node)
+        once = [node for node in once if node not in equal]
         for node in once:
             info(node).once = True
         operands = [_make_from_nothing(node) for node in once if _needs_a_shape(node)]
@@ -60,16 +68,16 @@ class ComputeOnce(Pass):
                 erase_upwards(program, operand)
         return bool(once)
 
-    def _chosen(self, program: Program, fixed: Sequence[fx.Node], roots: Roots) -> list[fx.Node]:
+    def _chosen(self, program: Program, fixed: Sequence[fx.Node], memory: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
         """Of these nodes, those whose values fit, in the order of the graph. The last ones come first: kept is what is
-        made of a value, not the value."""
+        made of a value, not the value. memory: whose memory each one's value lies in."""
         while True:
             once: dict[fx.Node, None] = {}
             kept: dict[fx.Node, int] = {}
             for node in reversed(fixed):
                 once[node] = None
                 if not all(user in once for user in node.users):
-                    root = roots[node]
+                    root = memory[node]
                     kept[root] = 0 if root.op == "get_attr" else bytes_of(info(root).spec)
                     if sum(kept.values()) > self.at_most:
                         break
@@ -78,10 +86,22 @@ class ComputeOnce(Pass):
                     if nbytes:
                         program.note("computed once", info(root).name, f"{nbytes} bytes are kept")
                 return [node for node in fixed if node.op != "get_attr"]
-            large = roots[node]
+            large = memory[node]
             reason = f"compute_once keeps at most {self.at_most} bytes, and it takes {bytes_of(info(large).spec)}"
             program.note("computed in every step", info(large).name, reason)
-            fixed = _closed([other for other in fixed if roots[other] is not large])
+            fixed = _closed([other for other in fixed if memory[other] is not large])
+
+
+def _equal_ones(fixed: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The nodes that compute what an earlier one does, and that one. The phase does not matter: nothing is kept longer
+    for its equal."""
+    first: dict[Hashable, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in fixed:
+        kept = first.setdefault(equality_key(node, same), node)
+        if kept is not node:
+            same[node] = kept
+    return same
 
 
 def _closed(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from commfuse_fx.cost.memory import bytes_of
 from commfuse_fx.ir.dependence import Roots, is_view
 from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.fixed_values import fixed_nodes, written_or_handed_out
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
@@ -54,7 +54,8 @@ class MergeEqual(Pass):
         for at, node in enumerate(program.graph.nodes):
             if not _is_pure(node) or any(roots[value] in shared for value in (node, *node.all_input_nodes)):
                 continue
-            kept = first.setdefault(_key(node, merged), node)
+            key = (info(node).phase, equality_key(node, merged))
+            kept = first.setdefault(key, node)
             if kept is node:
                 continue
             root, own = roots[kept], roots[node]
@@ -63,7 +64,7 @@ class MergeEqual(Pass):
                 merged[node] = kept
                 last_use[root] = max(last_use.get(root, -1), last_use.get(own, -1))
             else:
-                first[_key(node, merged)] = node
+                first[key] = node
         replace_all(program, merged)
         for node in reversed(merged):
             program.graph.erase_node(node)
@@ -77,19 +78,3 @@ def _is_pure(node: fx.Node) -> bool:
         return True
     known = getattr(node.target, "namespace", "") in ("aten", "prims")
     return known and not (draws_random_numbers(node) or is_unwritten(node))
-
-
-def _key(node: fx.Node, merged: dict[fx.Node, fx.Node]) -> Hashable:
-    """Equal for nodes that compute the same."""
-
-    def key(value: Any) -> Hashable:
-        if isinstance(value, fx.Node):
-            return merged.get(value, value)
-        if isinstance(value, (list, tuple)):
-            return tuple(map(key, value))
-        # Numbers of different types are equal, and so are 0.0 and -0.0.
-        return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
-
-    details = info(node)
-    kwargs = tuple((name, key(value)) for name, value in sorted(node.kwargs.items()))
-    return node.target, key(node.args), kwargs, details.phase, details.spec

@@ -221,6 +221,13 @@ def test_each_kind_of_change(old: str, new: str, kind: str, detail: str) -> None
     assert diff.kind == kind
 
 
+@pytest.mark.parametrize("remark", ["computed once", "region 3"])
+def test_remarks_on_how_something_is_computed(remark: str) -> None:
+    text = written("in  %x: f32[4] = input", "fwd %m/sin.0: f32[4] = aten.sin(%x)", result="m/sin.0")
+    (change,) = cf.diff(text, text.replace("(%x)", f"(%x)  {{{remark}}}")).changed
+    assert (change.kind, change.details) == ("compute changed", (f"now {remark}",))
+
+
 def test_names_with_delimiters_are_read_from_text_as_from_json() -> None:
     model = nn.Sequential()
     for name in ("a, b", "c: d", "g [h", "per%cent", "i] = j", "(k)"):

@@ -28,6 +28,7 @@ from commfuse_fx.inspect.diff.sequence import increasing
 _MADE_FOR_BUCKETS = re.compile(r"bucket\.\d+/(storage|in_place|reduced|(place|padding)\..*)", re.DOTALL)
 _WRITES = re.compile(r"bucket\.\d+/write\..*", re.DOTALL)
 _MADE_FOR_UPDATES = re.compile(r"update\.\d+(\.|/grads\.).*", re.DOTALL)
+_OF_COMPUTE = re.compile(r"computed once|region \d+")  # remarks; all others are on communication
 _VIEWS = ("aten.view", "aten.as_strided", "aten.reshape", "aten.alias")
 _LONGEST = 240
 
@@ -168,10 +169,12 @@ class _Pair:
     def _extras(self) -> list[tuple[str, str]]:
         details = []
         for old, new in zip_longest(self.before.extras, self.after.extras):
+            computes = all(each is None or _OF_COMPUTE.fullmatch(each.pattern) for each in (old, new))
+            kind = COMPUTE if computes else COMMUNICATION
             if old is None or new is None:
-                details.append((COMMUNICATION, f"no longer {old}" if new is None else f"now {new}"))
+                details.append((kind, f"no longer {old}" if new is None else f"now {new}"))
             elif not self._same(old, new):
-                details.append((COMMUNICATION, f"{old} -> {new}"))
+                details.append((kind, f"{old} -> {new}"))
         return details
 
 

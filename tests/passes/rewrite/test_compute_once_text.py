@@ -89,3 +89,27 @@ def test_what_is_sent_written_drawn_or_handed_out_is_left() -> None:
         ComputeOnce(),
         None,
     )
+
+
+def test_equal_values_of_forward_and_backward_are_kept_once() -> None:
+    check(
+        """
+        in  %w: f32[4] = parameter
+        fwd %/arange.0: f32[4] = aten.arange(4, dtype=f32, device=cpu, pin_memory=False)
+        fwd %/neg.0: f32[4] = aten.neg(%/arange.0)
+        fwd %/dot.0: f32[] = aten.dot(%w, %/neg.0)
+        bwd %/grad.arange.0: f32[4] = aten.arange(4, dtype=f32, device=cpu, pin_memory=False)
+        bwd %/grad.neg.0: f32[4] = aten.neg(%/grad.arange.0)
+        bwd %/grad.mul.0: f32[4] = aten.mul.Tensor(%/dot.0, %/grad.neg.0)
+        return [%/dot.0, %/grad.mul.0]
+        """,
+        ComputeOnce(at_most=16),
+        """
+        in  %w: f32[4] = parameter
+        fwd %/arange.0: f32[4] = aten.arange(4, dtype=f32, device=cpu, pin_memory=False)  {computed once}
+        fwd %/neg.0: f32[4] = aten.neg(%/arange.0)  {computed once}
+        fwd %/dot.0: f32[] = aten.dot(%w, %/neg.0)
+        bwd %/grad.mul.0: f32[4] = aten.mul.Tensor(%/dot.0, %/neg.0)
+        return [%/dot.0, %/grad.mul.0]
+        """,
+    )
