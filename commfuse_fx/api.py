@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         pipeline_stages: Any
         schedule: Any
         backend: Any
+        inductor_regions: Any
         cuda_graph: Any
         cpu_kernels: Any
         cluster: Any
@@ -145,6 +146,7 @@ def compile(
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
     backend: Any = Default("eager"),
+    inductor_regions: Any = Default("stretches"),
     cuda_graph: Any = Default("auto"),
     cpu_kernels: Any = Default(True),
     cluster: Any = Default(None),
@@ -194,6 +196,9 @@ def compile(
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
         waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
+    inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.
+        "layers" also ends a region where a layer does. Equal layers are then compiled once, which makes the first step
+        shorter, and the later ones a little longer.
     cuda_graph: "auto" and False run the step without CUDA graphs. True is not available yet.
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw

@@ -76,6 +76,8 @@ class CompileConfig:
     """One of "overlap" and "none", or a ScheduleConfig."""
     backend: str
     """How compute between collectives is generated: "eager" or "inductor"."""
+    inductor_regions: str
+    """Where regions that Inductor compiles end: "stretches" or "layers"."""
     cuda_graph: bool | str
     """Whether a step runs in CUDA graphs: "auto", True or False."""
     cpu_kernels: bool
@@ -153,6 +155,7 @@ class CompileConfig:
             *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
             ("schedule", schedule),
             *((("backend", self.backend),) if self.backend != "eager" else ()),
+            *((("inductor_regions", self.inductor_regions),) if self.inductor_regions != "stretches" else ()),
             ("cpu_kernels", str(self.cpu_kernels)),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]

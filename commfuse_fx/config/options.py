@@ -25,6 +25,7 @@ SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propag
 SCHEDULES = ("overlap", "none")
 CAPTURES = ("trace", "dynamo")
 BACKENDS = ("eager", "inductor")
+REGIONS = ("stretches", "layers")
 EXCHANGE_FACTORS = ("never", "auto", "always")
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -51,6 +52,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "pipeline_stages": 1,
         "schedule": "overlap",
         "backend": "eager",
+        "inductor_regions": "stretches",
         "cuda_graph": "auto",
         "cpu_kernels": True,
         "cluster": None,
@@ -113,6 +115,11 @@ def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigValueError(
             'broadcast_buffers=True with parallel_mode="semi_auto": there the ranks run one device\'s graph together, '
             "whose buffers are the same on all of them; leave broadcast_buffers out"
+        )
+    if checked.get("inductor_regions") == "layers" and checked.get("backend") == "eager":
+        raise ConfigValueError(
+            'inductor_regions="layers" with backend="eager", which compiles no regions; pass backend="inductor" as '
+            "well, or leave inductor_regions out"
         )
     if device_num is not None and isinstance(mesh, tuple) and math.prod(mesh) != device_num:
         raise ConfigValueError(
@@ -206,6 +213,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
         "backend": partial(check_choice, choices=BACKENDS),
+        "inductor_regions": partial(check_choice, choices=REGIONS),
         "cuda_graph": _check_cuda_graph,
         "cpu_kernels": check_bool,
         "cluster": _check_cluster,

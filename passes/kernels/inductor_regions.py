@@ -26,6 +26,8 @@ class InductorRegions(Pass):
     """An annotation. Starts and waits of collectives are in no region, and stay in their order.
 
     `at_least`: a region of fewer ops that compute runs op by op.
+    `by_layer`: regions also end where a layer does, such as `layers.3` of a list of modules. Layers that are alike are
+    then compiled once, but nothing is fused across their borders.
     """
 
     name = "inductor_regions"
@@ -34,14 +36,16 @@ class InductorRegions(Pass):
     needs_sizes = True
 
     at_least: int = 2
+    by_layer: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> InductorRegions | None:
-        return cls() if situation.config.backend == "inductor" else None
+        config = situation.config
+        return cls(by_layer=config.inductor_regions == "layers") if config.backend == "inductor" else None
 
     def __call__(self, program: Program) -> bool:
         _join_results(program)
-        regions = [each for each in _Cutter(program).regions() if self._pays(each)]
+        regions = [each for each in _Cutter(program, self.by_layer).regions() if self._pays(each)]
         for number, region in enumerate(regions):
             for node in region:
                 info(node).region = number
@@ -63,7 +67,9 @@ def _join_results(program: Program) -> None:
 class _Cutter:
     """Finds the longest runs of nodes that can be one function."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, by_layer: bool) -> None:
+        self.by_layer = by_layer
+        self.layer = ""
         self.nodes = list(program.graph.nodes)
         self.roots = Roots(program.graph, program.aliases())
         self.anchors = {info(node).next_step for node in self.nodes}
@@ -75,7 +81,7 @@ class _Cutter:
 
     def regions(self) -> Iterator[list[fx.Node]]:
         for node in self.nodes:
-            if node in self.anchors:
+            if node in self.anchors or self._is_of_another_layer(node):
                 yield from self._cut()
             if info(node).once:
                 pass  # its value is there when the step begins
@@ -91,6 +97,12 @@ class _Cutter:
                 self._joined(node)
             if info(node).sends:
                 yield from self._cut()
+
+    def _is_of_another_layer(self, node: fx.Node) -> bool:
+        if not self.by_layer or not (_computes(node) and not is_view(node)):
+            return False
+        before, self.layer = self.layer, _layer(info(node).module)
+        return before != self.layer
 
     def _cut(self) -> Iterator[list[fx.Node]]:
         if self.region:
@@ -143,6 +155,13 @@ def _apart(place: fx.Node, other: fx.Node) -> bool:
 def _stretch(place: fx.Node) -> tuple[int, int]:
     args: Any = place.args
     return args[3], tensor_spec(place).numel
+
+
+def _layer(path: str) -> str:
+    """The path up to its first number: the layer of a list of layers. "" outside of lists."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def _computes(node: fx.Node) -> bool:

@@ -172,6 +172,7 @@ CHOICES = {
     "search_mode": ["dynamic_programming", "recursive_programming", "sharding_propagation"],
     "schedule": ["overlap", "none"],
     "backend": ["eager", "inductor"],
+    "inductor_regions": ["stretches", "layers"],
     "exchange_factors": ["never", "auto", "always"],
 }
 
@@ -229,6 +230,7 @@ def test_choices_are_listed(name):
         (ConfigTypeError, {"strategy_ckpt_save_file": True}, ["strategy_ckpt_save_file is True", "path"]),
         (ConfigTypeError, {"parallel_optimizer_config": [1]}, ["parallel_optimizer_config is [1]", "dict"]),
         (ConfigTypeError, {"parallel_optimizer_config": {1: 2}}, ["optimizer_config is {1: 2}", "str"]),
+        (ConfigValueError, {"inductor_regions": "layers"}, ['inductor_regions="layers"', 'pass backend="inductor"']),
         (ConfigValueError, {"cuda_graph": "always"}, ["cuda_graph is 'always'", '"auto"']),
         (ConfigTypeError, {"cuda_graph": 1}, ["cuda_graph is 1", "True or False"]),
         (ConfigTypeError, {"comm_fusion": "auto"}, ["comm_fusion is 'auto'"]),

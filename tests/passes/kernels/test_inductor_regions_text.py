@@ -71,3 +71,30 @@ def test_places_that_overlap_are_filled_in_two_regions() -> None:
         marked(text, "mul.0 sum.0 write.0 grad.sum.0", "write.1 grad.exp.0", "read.0 grad.tanh.0"),
     )
     assert [note.subject for note in made.notes] == ["/mul.0", "/write.1", "/read.0"]
+
+
+LAYERS = """
+    in  %w: f32[4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %embed/mul.0: f32[2,4] = aten.mul.Tensor(%x, %w)
+    fwd %embed/neg.0: f32[2,4] = aten.neg(%embed/mul.0)
+    fwd %layers.0.up/exp.0: f32[2,4] = aten.exp(%embed/neg.0)
+    fwd %layers.0.down/neg.0: f32[2,4] = aten.neg(%layers.0.up/exp.0)
+    fwd %layers.1.up/exp.0: f32[2,4] = aten.exp(%layers.0.down/neg.0)
+    fwd %layers.1.down/neg.0: f32[2,4] = aten.neg(%layers.1.up/exp.0)
+    fwd %head/sum.0: f32[] = aten.sum(%layers.1.down/neg.0)
+    fwd %head/neg.0: f32[] = aten.neg(%head/sum.0)
+    bwd %layers.1/grad.mul.0: f32[2,4] = aten.mul.Tensor(%layers.1.down/neg.0, %x)
+    bwd %layers.1/grad.sum.0: f32[4] = aten.sum.dim_IntList(%layers.1/grad.mul.0, [0])
+    return [%head/neg.0, %layers.1/grad.sum.0]
+"""
+
+
+def test_with_by_layer_regions_end_with_layers() -> None:
+    lines = LAYERS.strip().splitlines()
+    first = lines.index(next(line for line in lines if "mul.0:" in line))
+    after = [
+        line if i < first or i == len(lines) - 1 else f"{line}  {{region {(i - first) // 2}}}"
+        for i, line in enumerate(lines)
+    ]
+    check(LAYERS, InductorRegions(by_layer=True), "\n".join(after))
