@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import commfuse_fx as cf
 from commfuse_fx.ir.collectives import is_start, is_wait
@@ -50,8 +53,8 @@ def bind(wire: Wire, node: Any, original: Any = Wire.bind) -> Any:
     return noted(info(node).name, found) if is_start(node) or is_wait(node) else found
 
 
-def regions(program: Any, original: Any = executor.compiled_regions) -> Any:
-    return {number: noted(f"region {number}", code) for number, code in original(program).items()}
+def regions(program: Any, rank: int, original: Any = executor.compiled_regions) -> Any:
+    return {number: noted(f"region {number}", code) for number, code in original(program, rank).items()}
 
 
 def in_order(step: cf.CompiledStep, *args: Any) -> list[str]:
@@ -83,6 +86,26 @@ def train() -> list[str]:
     for model in models[:2]:
         torch.testing.assert_close([*model.parameters()], [*models[2].parameters()], rtol=1e-12, atol=1e-12)
     return in_order(step, x, target)
+
+
+def compiles(folder: str) -> tuple[int, int]:
+    """How many regions this rank has compiled, and how many it has found on disk."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6)) for width in (3, 4)])
+    counters.clear()
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        module = cf.compile(model, backend="inductor", inductor_regions="layers")
+        module(torch.randn(4, 6)).sum().backward()
+    found = counters["aot_autograd"]
+    return found["autograd_cache_miss"], found["autograd_cache_hit"]
+
+
+def test_ranks_of_a_host_compile_each_region_once(ranks: Ranks, tmp_path: Path) -> None:
+    done = ranks.values(compiles, str(tmp_path))
+    (regions,) = {misses + hits for misses, hits in done}
+    assert sum(misses for misses, _ in done) == regions > 2
+    assert all(misses for misses, _ in done), "all of them have compiled some"
+    assert [misses for misses, _ in ranks.values(compiles, str(tmp_path))] == [0] * len(done), "it is kept"
 
 
 def test_ranks_train_as_with_ddp_and_send_in_the_order_of_the_plan(ranks: Ranks) -> None:

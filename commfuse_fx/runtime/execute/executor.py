@@ -146,7 +146,7 @@ class Executor:
 
     def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
         views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
-        compiled, once = compiled_regions(self.program), self._values_made_once()
+        compiled, once = compiled_regions(self.program, self.rank), self._values_made_once()
         self.generated = generate(
             self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,51 +18,49 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
+from commfuse_fx.runtime.execute.shared_compiles import compile_each
 from commfuse_fx.support.progress import progress
 
 log = logging.getLogger("commfuse_fx.inductor")
 
 
-def compiled_regions(program: Program) -> dict[int, RegionCode]:
+def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
     """By its number the code of each region that Inductor compiles. The others run op by op.
 
-    Regions that are alike share their code.
+    Regions that are alike share their code, and so do the ranks of one host.
     """
-    regions = regions_of(program)
+    regions = {region.number: region for region in regions_of(program)}
     if not regions:
         return {}
+    texts = {number: _text(region) for number, region in regions.items()}
+    tasks: dict[str, Callable[[], RegionCode | str]] = {}
+    for number, text in texts.items():
+        tasks.setdefault(text, partial(_compiled, regions[number]))
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes seconds, and few programs need it
+
+    with progress(f"compiling {len(tasks)} regions with Inductor"):
+        codes = compile_each(tasks, rank, Path(cache_dir()) / "commfuse")
     roots = Roots(program.graph, program.aliases())
-    known: dict[Hashable, RegionCode] = {}
     found: dict[int, RegionCode] = {}
     refused: list[str] = []
-    with progress(f"compiling {len(regions)} regions with Inductor"):
-        for region in regions:
-            key = _structure(region)
-            try:
-                if key not in known:
-                    known[key] = _compiled(region)
-                found[region.number] = RecordedOutputs(known[key], region, roots)
-            except Exception as error:
-                why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                refused.append(f"region {region.number} (at {info(region.nodes[0]).name}): {why}")
+    for number, region in regions.items():
+        code = codes[texts[number]]
+        if isinstance(code, str):
+            refused.append(f"region {number} (at {info(region.nodes[0]).name}): {code}")
+        else:
+            found[number] = RecordedOutputs(code, region, roots)
     if refused:
-        log.warning(
-            "%d of %d regions run op by op, as Inductor does not compile them; %s",
-            len(refused),
-            len(regions),
-            refused[0],
-        )
+        count = f"{len(refused)} of {len(regions)} regions"
+        log.warning("%s run op by op, as Inductor does not compile them; %s", count, refused[0])
     return found
 
 
-def _structure(region: Region) -> Hashable:
-    """What the code of a region depends on: regions with the same structure compute the same from their inputs."""
-    number = {node: i for i, node in enumerate((*region.inputs, *region.nodes))}
-    calls = tuple(
-        (node.target, str(map_arg((node.args, node.kwargs), lambda value: _Place(number[value]))))
-        for node in region.nodes
-    )
-    return tuple(map(tensor_spec, region.inputs)), calls, tuple(number[node] for node in region.outputs)
+def _text(region: Region) -> str:
+    """What the code of a region depends on: regions with the same text compute the same from their inputs."""
+    number = {node: _Place(i) for i, node in enumerate((*region.inputs, *region.nodes))}
+    lines = [f"{tensor_spec(value)!r}" for value in region.inputs]
+    lines += [f"{node.target} {map_arg((node.args, node.kwargs), number.__getitem__)}" for node in region.nodes]
+    return "\n".join([*lines, str([number[node] for node in region.outputs])])
 
 
 class _Place(int):
@@ -70,16 +70,22 @@ class _Place(int):
         return f"%{int(self)}"
 
 
-def _compiled(region: Region) -> RegionCode:
+def _compiled(region: Region) -> RegionCode | str:
+    """The region's code, or why there is none."""
     from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode():
+    # Inductor keeps code on disk only where there is a ShapeEnv, though all sizes are fixed.
+    with FakeTensorMode(shape_env=ShapeEnv()):
         examples = [tensor_spec(value).empty() for value in region.inputs]
     # With this wrapper the code takes a list, which it empties: tensors go as soon as the region needs them no more.
     module: Any = GmWrapper(_graph_module(region), lambda given: given)
-    with torch.no_grad():
-        code: Any = compile_fx(module, examples)
+    try:
+        with torch.no_grad():
+            code: Any = compile_fx(module, examples)
+    except Exception as error:  # whatever a compiler and its tools may raise
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     found: RegionCode = code
     return found
 
