@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+
+aten = torch.ops.aten
+
+_ONE_NUMBER = (aten.full.default, aten.ones.default, aten.scalar_tensor.default, aten.zeros.default)
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,15 @@ class Region:
     nodes: in the order of the graph.
     inputs: what they take from outside, in the order of its first use.
     outputs: what others take from them, in the order of the nodes.
+    constants: nodes outside that hold one number, computed once. A compiler writes the number into its code, so they
+        are no inputs.
     """
 
     number: int
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...] = ()
 
 
 def regions_of(program: Program) -> list[Region]:
@@ -37,6 +45,8 @@ def regions_of(program: Program) -> list[Region]:
 
 def _region(number: int, nodes: Iterable[fx.Node]) -> Region:
     own = dict.fromkeys(nodes)
-    inputs = dict.fromkeys(value for node in own for value in node.all_input_nodes if value not in own)
+    taken = dict.fromkeys(value for node in own for value in node.all_input_nodes if value not in own)
+    constants = [value for value in taken if info(value).once and value.target in _ONE_NUMBER]
+    inputs = [value for value in taken if value not in constants]
     outputs = [node for node in own if any(user not in own for user in node.users)]
-    return Region(number, tuple(own), tuple(inputs), tuple(outputs))
+    return Region(number, tuple(own), tuple(inputs), tuple(outputs), tuple(constants))

@@ -170,7 +170,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _is_plain_call(node: fx.Node) -> bool:
-    if node.op != "call_function" or info(node).phase not in ("forward", "backward"):
+    if node.op != "call_function" or info(node).phase not in ("forward", "backward") or info(node).once:
         return False
     if info(node).next_step is not None or node.target is aten.empty.memory_format:
         return False

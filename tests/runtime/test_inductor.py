@@ -182,3 +182,44 @@ def test_results_get_memory_of_their_own_and_the_strides_of_the_graph() -> None:
         for value in found.values():
             value.add_(1)
         assert torch.equal(found["/neg.0"], 1 - x) and torch.equal(found["hidden"], x + 1)
+
+
+def test_numbers_that_are_computed_once_are_no_inputs_of_a_region() -> None:
+    program = parse_program(
+        """
+        in  %w: f32[4] = parameter
+        fwd %/full.0: f32[] = aten.full([], 2.0, dtype=f32, device=cpu, pin_memory=False)  {computed once}
+        fwd %/arange.0: f32[4] = aten.arange(4, dtype=f32, device=cpu, pin_memory=False)  {computed once}
+        fwd %/mul.0: f32[4] = aten.mul.Tensor(%w, %/full.0)  {region 0}
+        fwd %/add.0: f32[4] = aten.add.Tensor(%/mul.0, %/arange.0)  {region 0}
+        fwd %/sum.0: f32[] = aten.sum(%/add.0)
+        return [%/sum.0]
+        """
+    )
+    (region,) = regions_of(program)
+    assert [info(node).name for node in region.inputs] == ["w", "/arange.0"]
+    assert [info(node).name for node in region.constants] == ["/full.0"]
+    (found,) = compiled_regions(program, 0)[0]([torch.ones(4), torch.arange(4.0)])
+    assert torch.equal(found, torch.arange(4.0) + 2)
+
+
+def test_what_is_computed_once_is_in_no_region() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(x.shape[0])
+            mask = torch.where(places[:, None] >= places, 0.0, -torch.inf)
+            return torch.tanh(self.layer(torch.softmax(x @ x.t() + mask, -1) @ x)) * torch.tensor(0.5)
+
+    torch.manual_seed(0)
+    model = Masked()
+    twin, compiled, x = copy.deepcopy(model), cf.compile(model, backend="inductor"), torch.randn(6, 4)
+    for each in (compiled, compiled, twin):
+        each.zero_grad()
+        each(x).square().sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad)
+    nodes = [node for node in compiled.lower(x).program.graph.nodes if info(node).once]
+    assert nodes and all(info(node).region is None for node in nodes)

@@ -57,9 +57,10 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
 
 def _text(region: Region) -> str:
     """What the code of a region depends on: regions with the same text compute the same from their inputs."""
-    number = {node: _Place(i) for i, node in enumerate((*region.inputs, *region.nodes))}
+    made = (*region.constants, *region.nodes)
+    number = {node: _Place(i) for i, node in enumerate((*region.inputs, *made))}
     lines = [f"{tensor_spec(value)!r}" for value in region.inputs]
-    lines += [f"{node.target} {map_arg((node.args, node.kwargs), number.__getitem__)}" for node in region.nodes]
+    lines += [f"{node.target} {map_arg((node.args, node.kwargs), number.__getitem__)}" for node in made]
     return "\n".join([*lines, str([number[node] for node in region.outputs])])
 
 
@@ -94,7 +95,7 @@ def _graph_module(region: Region) -> fx.GraphModule:
     """The region as a module that takes its inputs and returns the tuple of its outputs."""
     graph = fx.Graph()
     same = {value: graph.placeholder(f"input_{number}") for number, value in enumerate(region.inputs)}
-    for node in region.nodes:
+    for node in (*region.constants, *region.nodes):
         args, kwargs = map_arg((node.args, node.kwargs), same.__getitem__)
         target: Any = node.target
         same[node] = graph.call_function(target, args, kwargs)
