@@ -14,9 +14,10 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
-from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.runtime.execute.codegen import Generated, Sends, generate
+from commfuse_fx.runtime.execute.inductor import _graph_module, compiled_regions
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs
 from commfuse_fx.testing import parse_program
 from tests.logs import logged
@@ -206,3 +207,48 @@ def test_what_is_computed_once_is_in_no_region() -> None:
     torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad)
     nodes = [node for node in compiled.lower(x).program.graph.nodes if info(node).once]
     assert nodes and all(info(node).region is None for node in nodes)
+
+
+FILLED = """
+    in  %w: f32[4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/exp.0: f32[2,4] = aten.exp(%x)
+    fwd %/memory: f32[4] = aten.empty.memory_format([4], dtype=f32, device=cpu)
+    fwd %/sum.0: f32[4] = aten.sum.IntList_out(%/exp.0, [0], out=%/memory)
+    fwd %/view.0: f32[2,2] = aten.view(%/memory, [2, 2])
+    fwd %/sum.1: f32[] = aten.sum(%/exp.0)
+    fwd %/mul.0: f32[2,2] = aten.mul.Tensor(%/view.0, %/sum.1)
+    fwd %/sum.2: f32[] = aten.sum(%/mul.0)
+    bwd %/grad.sum.0: f32[4] = aten.sum.dim_IntList(%x, [0])
+    return [%/sum.2, %/grad.sum.0]
+"""
+
+
+def by_ops(region: Region) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    module = _graph_module(region)
+    return lambda given: module(*given)
+
+
+def code_of(text: str, send: Callable[[torch.Tensor], None] | None = None) -> Generated:
+    """The code of a program whose regions run op by op. `send` gets %/memory once the first region has run."""
+    program = parse_program(text, gradients=["w"])
+    assert InductorRegions()(program)
+    regions = regions_of(program)
+    node = {info(node).name: node for node in program.graph.nodes}
+    sends: Sends = {regions[0].nodes[-1]: [(send, node["/memory"])]} if send is not None else {}
+    runs = {region.number: by_ops(region) for region in regions}
+    return generate(program, lambda node: node.target, sends=sends, compiled=runs)
+
+
+def test_a_view_between_the_nodes_of_a_region_drops_nothing_that_the_region_takes() -> None:
+    x = torch.randn(2, 4)
+    live, _ = code_of(FILLED).produce([torch.ones(4), x])
+    torch.testing.assert_close(live[0], x.exp().sum() ** 2)
+
+
+def test_what_a_region_completes_of_a_bucket_leaves_when_it_has_run() -> None:
+    sent: list[torch.Tensor] = []
+    x = torch.randn(2, 4)
+    text = FILLED.replace("aten.sum.dim_IntList(%x, [0])", "aten.neg(%/memory)")
+    code_of(text, lambda memory: sent.append(memory.clone())).produce([torch.ones(4), x])
+    torch.testing.assert_close(sent, [x.exp().sum(0)])

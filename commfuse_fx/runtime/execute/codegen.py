@@ -162,7 +162,9 @@ class Generator:
         self.lines: list[str] = []
         self.node_of_line: dict[int, fx.Node] = {}
         self.last_use: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
+        place = {node: i for i, node in enumerate(self.nodes)}
+        # A view may stand between the nodes of a region: its use of a value comes before that of the region.
+        for node in sorted(self.nodes, key=lambda node: place[self.end_of.get(node, node)]):
             for value in () if node in self.views_before or node in self.once else self._given_to(node):
                 self.last_use[value] = self.end_of.get(node, node)
 
@@ -237,10 +239,10 @@ class Generator:
             if node in self.end_of:
                 if node in self.ends:
                     self._region(self.ends[node], keep)
+                    self._send(node)
                 continue
             self._statement(node)
-            for send, value in self.sends.get(node, ()):
-                self.lines.append(f"    {self._name(send)}({self.variable[value]})")
+            self._send(node)
             if node in self.once:
                 continue
             # Assign None instead of `del`: one opcode cheaper for several names, and the same effect.
@@ -250,6 +252,10 @@ class Generator:
             if dead:
                 self.lines.append(f"    {' = '.join(self.variable[v] for v in dead)} = None")
         self.lines.append(f"    return {returned}")
+
+    def _send(self, node: fx.Node) -> None:
+        for send, value in self.sends.get(node, ()):
+            self.lines.append(f"    {self._name(send)}({self.variable[value]})")
 
     def _region(self, region: Region, keep: Mapping[fx.Node, None]) -> None:
         """One call. What nobody needs afterwards is given away, so that the region can drop it on its way."""
