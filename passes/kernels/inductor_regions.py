@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -78,10 +79,12 @@ class _Cutter:
         self.region: dict[fx.Node, None] = {}
         self.filled: dict[fx.Node, list[fx.Node]] = {}
         """By its root the places of memory that the region fills."""
+        self.first: dict[Hashable, fx.Node] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
 
     def regions(self) -> Iterator[list[fx.Node]]:
         for node in self.nodes:
-            if node in self.anchors or self._is_of_another_layer(node):
+            if node in self.anchors or self._is_of_another_layer(node) or self._is_computed_again(node):
                 yield from self._cut()
             if info(node).once:
                 pass  # its value is there when the step begins
@@ -103,6 +106,17 @@ class _Cutter:
             return False
         before, self.layer = self.layer, _layer(info(node).module)
         return before != self.layer
+
+    def _is_computed_again(self, node: fx.Node) -> bool:
+        """Whether the backward computes what the region has computed in the forward, so that nobody keeps it until
+        then. In one region a compiler may do both in one kernel, and keep it."""
+        if info(node).once or not _computes(node):
+            return False
+        first = self.first.setdefault(equality_key(node, self.same), node)
+        if first is node:
+            return False
+        self.same[node] = first
+        return first in self.region and not is_view(node) and info(first).phase != info(node).phase
 
     def _cut(self) -> Iterator[list[fx.Node]]:
         if self.region:

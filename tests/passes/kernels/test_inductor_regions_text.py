@@ -98,3 +98,25 @@ def test_with_by_layer_regions_end_with_layers() -> None:
         for i, line in enumerate(lines)
     ]
     check(LAYERS, InductorRegions(by_layer=True), "\n".join(after))
+
+
+AGAIN = """
+    in  %w: f32[4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/view.0: f32[8] = aten.view(%x, [8])
+    fwd %/exp.0: f32[8] = aten.exp(%/view.0)
+    fwd %/neg.0: f32[8] = aten.neg(%/exp.0)
+    fwd %/sum.0: f32[] = aten.sum(%/neg.0)
+    bwd %/grad.neg.0: f32[2,4] = aten.neg(%x)
+    bwd %/grad.view.0: f32[8] = aten.view(%x, [8])
+    bwd %/grad.exp.0: f32[8] = aten.exp(%/grad.view.0)
+    bwd %/grad.sum.0: f32[] = aten.sum(%/grad.exp.0)
+    bwd %/grad.sum.1: f32[4] = aten.sum.dim_IntList(%/grad.neg.0, [0])
+    bwd %/grad.add.0: f32[4] = aten.add.Tensor(%/grad.sum.0, %/grad.sum.1)
+    return [%/sum.0, %/grad.add.0]
+"""
+
+
+def test_what_a_checkpoint_computes_again_is_in_another_region() -> None:
+    first, second = "view.0 exp.0 neg.0 sum.0 grad.neg.0 grad.view.0", "grad.exp.0 grad.sum.0 grad.sum.1 grad.add.0"
+    check(AGAIN, InductorRegions(), marked(AGAIN, first, second))
