@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch._inductor import compile_fx
@@ -122,6 +124,19 @@ def test_what_inductor_refuses_runs_op_by_op_and_one_line_says_why() -> None:
     assert_equal(model, twin, gradients=True)
     (line,) = [message for message in messages if "op by op" in message]
     assert "2 of 2 regions run op by op" in line and line.endswith("RuntimeError: no compiler")
+
+
+def test_without_a_folder_for_code_a_step_runs_op_by_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    model, twin, (x, target) = made(Blocks, 5, 6)
+    module = cf.compile(model, backend="inductor")
+    with logged() as messages:
+        F.mse_loss(module(x), target).backward()
+    F.mse_loss(twin(x), target).backward()
+    assert_equal(model, twin, gradients=True)
+    (line,) = [message for message in messages if "op by op" in message]
+    assert "2 regions run op by op" in line and str(tmp_path / "file" / "folder") in line
 
 
 TWICE = """

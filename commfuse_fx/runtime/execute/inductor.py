@@ -38,8 +38,13 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
         tasks.setdefault(text, partial(_compiled, regions[number]))
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes seconds, and few programs need it
 
+    try:
+        folder = Path(cache_dir()) / "commfuse"
+    except OSError as error:
+        log.warning("%d regions run op by op, as Inductor has no folder for its code: %s", len(regions), error)
+        return {}
     with progress(f"compiling {len(tasks)} regions with Inductor"):
-        codes = compile_each(tasks, rank, Path(cache_dir()) / "commfuse")
+        codes = compile_each(tasks, rank, folder)
     roots = Roots(program.graph, program.aliases())
     found: dict[int, RegionCode] = {}
     refused: list[str] = []
