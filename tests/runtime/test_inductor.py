@@ -198,7 +198,8 @@ def test_numbers_that_are_computed_once_are_no_inputs_of_a_region() -> None:
     (region,) = regions_of(program)
     assert [info(node).name for node in region.inputs] == ["w", "/arange.0"]
     assert [info(node).name for node in region.constants] == ["/full.0"]
-    (found,) = compiled_regions(program, 0)[0]([torch.ones(4), torch.arange(4.0)])
+    with mock.patch.object(compile_fx, "compile_fx", lambda module, examples: lambda given: module(*given)):
+        (found,) = compiled_regions(program, 0)[0]([torch.ones(4), torch.arange(4.0)])
     assert torch.equal(found, torch.arange(4.0) + 2)
 
 
