@@ -19,7 +19,8 @@ from torch._inductor.utils import fresh_inductor_cache
 
 import commfuse_fx as cf
 from benchmarks.measure import interleave, ratios, save
-from benchmarks.workloads import LEARNING_RATE, MLP, WORKLOADS, Workload, bert, classes, eager_loss, gpt2, llama, tokens
+from benchmarks.single_process import eager_step as trained
+from benchmarks.workloads import LEARNING_RATE, MLP, WORKLOADS, Workload, bert, classes, gpt2, llama, tokens
 
 MODELS = {
     "gpt2": Workload("gpt2", lambda: gpt2(6, 384), tokens(8, 128), None),
@@ -31,15 +32,7 @@ MODELS = {
 
 
 def eager_step(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    args, kwargs = workload.batch(0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        eager_loss(workload, model, args, kwargs).backward()
-        optimizer.step()
-
-    return step
+    return trained(workload, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
 
 
 def compiled_by_torch(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:

@@ -33,7 +33,8 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     needed = 0
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+    target: Any = node.target
+    for argument in target._schema.arguments:
         given = bound[argument.name]
         is_default = argument.has_default_value() and not isinstance(given, fx.Node) and given == argument.default_value
         if not argument.kwarg_only:

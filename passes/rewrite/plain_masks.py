@@ -94,7 +94,10 @@ def _attentions(program: Program) -> list[list[fx.Node]]:
 
 
 def _maker(value: fx.Node) -> fx.Node:
-    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+    if value.target is not operator.getitem:
+        return value
+    (made,) = value.all_input_nodes
+    return made
 
 
 def _mask_name(call: fx.Node) -> str:
@@ -133,7 +136,7 @@ class _Verdicts:
             return None
         queries, keys = (tensor_spec(given[name]).shape[-2] for name in ("query", "key"))
         while mask.target is aten.expand.default:
-            mask = mask.args[0]  # type: ignore[assignment]
+            (mask,) = mask.all_input_nodes
         key = (mask, queries, keys)
         if key not in self._known:
             try:
