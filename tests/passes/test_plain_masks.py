@@ -190,5 +190,5 @@ def test_a_divided_step_divides_attention_that_is_causal(mesh: tuple[int, ...]) 
     case = Case("llama", lambda: WithLabels(transformer("llama").float()), batch, None)
     found = compare(case, mesh, mark, tolerance=SINGLE, gradients=False)
     assert set(attentions(found.program)) == {(False, True)}
-    heads = {info(node).spec[0].shape[1] for node in found.program.graph.nodes if node.target is FORWARD}  # type: ignore[index, union-attr]
+    heads = {info(node).spec[0].shape[1] for node in found.program.graph.nodes if node.target is FORWARD}
     assert heads == {4 // mesh[-1]}
