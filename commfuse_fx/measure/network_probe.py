@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ WEIGHTS = {"all_reduce": 8.0, "all_gather": 1.0, "broadcast": 1.0}
 """What each kind counts in a fit: gradients are all_reduced."""
 
 
-def shown(what: str) -> AbstractContextManager[None]:
+def shown(what: str) -> AbstractContextManager[Any]:
     """A line about what is being measured, on one rank."""
     return progress(f"calibrating: {what}") if dist.get_rank() == 0 else nullcontext()
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Show `what` with a spinner and the elapsed time until the block ends."""
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show `what` with a spinner until the block ends. The block gets a function that shows another text instead."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0" or os.environ.get("COMMFUSE_LOGS"):
-        yield
+        yield lambda text: None
         return
     try:
         from rich.console import Console
     except ImportError:
-        yield
+        yield lambda text: None
         return
-    with Console(stderr=True).status(f"commfuse: {what} ..."):
-        yield
+    with Console(stderr=True).status(_line(what)) as status:
+        yield lambda text: status.update(_line(text))
+
+
+def _line(what: str) -> str:
+    return f"commfuse: {what} ..."

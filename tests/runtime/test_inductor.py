@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
+from commfuse_fx.runtime.execute import inductor
 from commfuse_fx.runtime.execute.codegen import Generated, Sends, generate
 from commfuse_fx.runtime.execute.inductor import _graph_module, compiled_regions
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs
@@ -107,9 +109,20 @@ def test_regions_that_are_alike_are_compiled_once() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, backend="inductor", device_num=2)
     program = step.lower(torch.randn(4, 8), torch.randn(4, 8)).program
-    with mock.patch.object(compile_fx, "compile_fx", side_effect=lambda *args: lambda given: ()) as compiled:
+    shown: list[str] = []
+
+    @contextmanager
+    def progress(text: str) -> Iterator[Callable[[str], None]]:
+        shown.append(text)
+        yield shown.append
+
+    with (
+        mock.patch.object(compile_fx, "compile_fx", side_effect=lambda *args: lambda given: ()) as compiled,
+        mock.patch.object(inductor, "progress", progress),
+    ):
         found = compiled_regions(program, rank=0)
     assert len(found) == len(regions_of(program)) == 6 and compiled.call_count == 2
+    assert shown == [f"compiling regions {done}/6 with Inductor" for done in (0, 1, 6)]
 
 
 def test_what_inductor_refuses_runs_op_by_op_and_one_line_says_why() -> None:

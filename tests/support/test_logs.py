@@ -146,19 +146,20 @@ def test_layouts_of_a_divided_step(words: Words, capsys: pytest.CaptureFixture[s
     assert printed.startswith("[commfuse sharding] layouts; ") and "\n  weight: " in printed
 
 
-def test_no_spinner_beside_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_no_spinner_beside_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, is_shown in (("COMMFUSE_LOGS", "", True), ("COMMFUSE_LOGS", "plan", False), ("RANK", "1", False)):
         with monkeypatch.context() as patch:
             terminal = Terminal()
             patch.setattr(sys, "stderr", terminal)
             patch.setenv(name, value)
-            with progress("waiting"):
-                pass
-            assert bool(terminal.getvalue()) == is_shown
+            with progress("waiting") as show:
+                show("waiting still")
+            assert ("commfuse: waiting still ..." in terminal.getvalue()) == is_shown
 
 
 def test_the_programs_own_handlers_print_alone(words: Words, capsys: pytest.CaptureFixture[str]) -> None:

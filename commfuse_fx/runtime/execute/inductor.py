@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
 
     Regions that are alike share their code, and so do the ranks of one host.
     """
-    regions = {region.number: region for region in regions_of(program)}
+    regions = regions_of(program)
     if not regions:
         return {}
-    texts = {number: _text(region) for number, region in regions.items()}
-    tasks: dict[str, Callable[[], RegionCode | str]] = {}
-    for number, text in texts.items():
-        tasks.setdefault(text, partial(_compiled, regions[number]))
+    alike: dict[str, list[Region]] = {}
+    for region in regions:
+        alike.setdefault(_text(region), []).append(region)
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes seconds, and few programs need it
 
     try:
@@ -43,21 +41,35 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
     except OSError as error:
         log.warning("%d regions run op by op, as Inductor has no folder for its code: %s", len(regions), error)
         return {}
-    with progress(f"compiling {len(tasks)} regions with Inductor"):
-        codes = compile_each(tasks, rank, folder)
+    with progress(_shown(0, len(regions))) as show:
+        done = 0
+
+        def compiled(same: list[Region]) -> RegionCode | str:
+            nonlocal done
+            code = _compiled(same[0])
+            done += len(same)
+            show(_shown(done, len(regions)))
+            return code
+
+        codes = compile_each({text: partial(compiled, same) for text, same in alike.items()}, rank, folder)
     roots = Roots(program.graph, program.aliases())
     found: dict[int, RegionCode] = {}
-    refused: list[str] = []
-    for number, region in regions.items():
-        code = codes[texts[number]]
-        if isinstance(code, str):
-            refused.append(f"region {number} (at {info(region.nodes[0]).name}): {code}")
-        else:
-            found[number] = RecordedOutputs(code, region, roots)
+    refused: dict[int, str] = {}
+    for text, same in alike.items():
+        for region in same:
+            code = codes[text]
+            if isinstance(code, str):
+                refused[region.number] = f"region {region.number} (at {info(region.nodes[0]).name}): {code}"
+            else:
+                found[region.number] = RecordedOutputs(code, region, roots)
     if refused:
         count = f"{len(refused)} of {len(regions)} regions"
-        log.warning("%s run op by op, as Inductor does not compile them; %s", count, refused[0])
+        log.warning("%s run op by op, as Inductor does not compile them; %s", count, refused[min(refused)])
     return found
+
+
+def _shown(done: int, regions: int) -> str:
+    return f"compiling regions {done}/{regions} with Inductor"
 
 
 def _text(region: Region) -> str:
