@@ -112,6 +112,11 @@ def is_free(node: fx.Node) -> bool:
     return op.free or (op.is_python and not _tensor_lists(node))
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether the node multiplies matrices, in a convolution, attention or a recurrent layer as well."""
+    return node.op == "call_function" and _op(node).flops is not None
+
+
 def flops_and_bytes(node: fx.Node) -> tuple[float, float]:
     """(FLOPs, bytes read and written) of one run of a node; (0, 0) where `is_free`.
 

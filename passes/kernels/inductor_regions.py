@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.cost.roofline import is_product
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.equal_nodes import equality_key
@@ -26,7 +27,8 @@ _BY_LIBRARY = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
 class InductorRegions(Pass):
     """An annotation. Starts and waits of collectives are in no region, and stay in their order.
 
-    `at_least`: a region of fewer ops that compute runs op by op.
+    `at_least`: a region of fewer ops that compute runs op by op. So does one in which no two ops can share a kernel:
+    a library computes products either way, and of what is left Inductor makes the kernels that PyTorch has.
     `by_layer`: regions also end where a layer does, such as `layers.3` of a list of modules. Layers that are alike are
     then compiled once, but nothing is fused across their borders.
     """
@@ -46,15 +48,45 @@ class InductorRegions(Pass):
 
     def __call__(self, program: Program) -> bool:
         _join_results(program)
-        regions = [each for each in _Cutter(program, self.by_layer).regions() if self._pays(each)]
+        roots = Roots(program.graph, program.aliases())
+        regions: list[list[fx.Node]] = []
+        unfused: list[list[fx.Node]] = []
+        for found in _Cutter(program, self.by_layer, roots).regions():
+            if sum(not (is_view(node) or node.target is operator.getitem) for node in found) >= self.at_least:
+                (regions if _shares_a_kernel(found, roots) else unfused).append(found)
         for number, region in enumerate(regions):
             for node in region:
                 info(node).region = number
             program.note("compiled regions", info(region[0]).name, f"region {number}: {len(region)} nodes from here on")
+        if unfused:
+            subject = ", ".join(info(found[0]).name for found in unfused)
+            reason = "nodes from here on run op by op, as no two of their ops can share a kernel"
+            program.note("compiled regions", subject, reason)
         return bool(regions)
 
-    def _pays(self, region: Sequence[fx.Node]) -> bool:
-        return sum(not (is_view(node) or node.target is operator.getitem) for node in region) >= self.at_least
+
+def _shares_a_kernel(region: Sequence[fx.Node], roots: Roots) -> bool:
+    """Whether Inductor can compute two ops in one kernel, as one reads what the other makes, or both read the same."""
+    kernels = [node for node in region if not (is_view(node) or node.target is operator.getitem or is_product(node))]
+    made = set(kernels)
+    read: set[fx.Node] = set()
+    for node in kernels:
+        for value in {_maker(roots[value]) for value in node.all_input_nodes if value not in written_nodes(node)}:
+            if value in made or value in read or (node.target is aten.add.Tensor and value.target is aten.mm.default):
+                return True  # Inductor adds to a product while it is computed
+            if not info(value).once and _is_large(value):
+                read.add(value)
+    return False
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The op with several results of which the node is one; the node itself if there is none."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _is_large(value: fx.Node) -> bool:
+    spec = info(value).spec
+    return not isinstance(spec, TensorSpec) or spec.numel > 1
 
 
 def _join_results(program: Program) -> None:
@@ -68,11 +100,11 @@ def _join_results(program: Program) -> None:
 class _Cutter:
     """Finds the longest runs of nodes that can be one function."""
 
-    def __init__(self, program: Program, by_layer: bool) -> None:
+    def __init__(self, program: Program, by_layer: bool, roots: Roots) -> None:
         self.by_layer = by_layer
         self.layer = ""
         self.nodes = list(program.graph.nodes)
-        self.roots = Roots(program.graph, program.aliases())
+        self.roots = roots
         self.anchors = {info(node).next_step for node in self.nodes}
         """Nodes before which something of the last step runs."""
         self.written = {self.roots[value] for node in self.nodes for value in written_nodes(node)}

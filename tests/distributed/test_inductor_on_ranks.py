@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -121,3 +122,29 @@ def test_ranks_train_as_with_ddp_and_send_in_the_order_of_the_plan(ranks: Ranks)
     first, *others = ranks.values(train)
     assert all(other == first for other in others)
     assert sum("all_reduce" in name for name in first) == 6 and sum("region" in name for name in first) > 2
+
+
+def partly_compiled() -> str:
+    """A step trains as DDP does; returns which of its nodes are compiled, and why others are not."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Tanh(), nn.Linear(6, 6)
+    model = nn.Sequential(*layers).double()
+    twin = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    options: dict[str, Any] = {"backend": "inductor", "comm_fusion": {"openstate": False}}
+    step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizers[0], **options)
+    for number in range(2):
+        x, target = batch(number), batch(number + 5)
+        step(x, target)
+        optimizers[1].zero_grad()
+        nn.functional.mse_loss(twin(x), target).backward()
+        optimizers[1].step()
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=1e-12, atol=1e-12)
+    lowered = step.lower(x, target)
+    return lowered.text() + lowered.explain().text().partition("compiled regions")[2]
+
+
+def test_ranks_agree_about_what_runs_op_by_op(ranks: Ranks) -> None:
+    first, *others = ranks.values(partly_compiled)
+    assert all(other == first for other in others)
+    assert "{region 0}" in first and "run op by op, as no two of their ops can share a kernel" in first

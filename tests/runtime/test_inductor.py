@@ -105,7 +105,7 @@ def test_masks_are_other_ones_each_time_and_those_of_eager_pytorch_where_inducto
 
 def test_regions_that_are_alike_are_compiled_once() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(6)])
     optimizer = torch.optim.SGD(model.parameters())
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, backend="inductor", device_num=2)
     program = step.lower(torch.randn(4, 8), torch.randn(4, 8)).program

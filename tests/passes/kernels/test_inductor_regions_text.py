@@ -39,6 +39,42 @@ def test_few_ops_are_no_region() -> None:
     check(STEP, InductorRegions(at_least=6), None)
 
 
+PRODUCTS = """
+    in  %w: f32[4,4] = parameter
+    in  %b: f32[4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/view.0: f32[2,4] = aten.view(%x, [2, 4])
+    fwd %/relu.0: f32[2,4] = aten.relu(%/view.0)
+    fwd %/mm.0: f32[2,4] = aten.mm(%/relu.0, %w)
+    fwd %/tanh.0: f32[2,4] = aten.tanh(%/mm.0)
+    fwd %/mm.1: f32[2,4] = aten.mm(%/tanh.0, %w)
+    fwd %/sum.0: f32[] = aten.sum(%/mm.1)
+    bwd %/grad.sum.0: f32[4] = aten.sum.dim_IntList(%x, [0])
+    bwd %/grad.mm.0: f32[4,4] = aten.mm(%w, %w)
+    return [%/sum.0, %/grad.mm.0, %/grad.sum.0]
+"""
+
+
+def test_where_no_two_ops_can_share_a_kernel_there_is_no_region() -> None:
+    text = PRODUCTS.replace("aten.relu(%/view.0)", "aten.relu(%b)").replace("relu.0: f32[2,4]", "relu.0: f32[4]")
+    text = text.replace("aten.mm(%/relu.0, %w)", "aten.mm(%x, %w)")
+    made = check(text, InductorRegions(), None)
+    (note,) = made.notes
+    assert (note.subject, note.reason.split(",")[0]) == ("/view.0", "nodes from here on run op by op")
+
+
+def test_two_ops_that_read_the_same_can_share_a_kernel() -> None:
+    nodes = "view.0 relu.0 mm.0 tanh.0 mm.1 sum.0 grad.sum.0 grad.mm.0"
+    check(PRODUCTS, InductorRegions(), marked(PRODUCTS, nodes))
+
+
+def test_what_is_added_to_a_product_can_share_its_kernel() -> None:
+    text = PRODUCTS.replace("grad.sum.0: f32[4] = aten.sum.dim_IntList(%x, [0])", "grad.sum.0: f32[4] = aten.neg(%b)")
+    check(text, InductorRegions(), None)
+    text = text.replace("aten.tanh(%/mm.0)", "aten.add.Tensor(%/mm.0, %b)")
+    check(text, InductorRegions(), marked(text, "view.0 relu.0 mm.0 tanh.0 mm.1 sum.0 grad.sum.0 grad.mm.0"))
+
+
 BUCKET = """
     in  %w: f32[6] = parameter
     in  %v: f32[2] = parameter
