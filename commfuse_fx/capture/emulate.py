@@ -14,7 +14,7 @@ from torch.fx.proxy import _create_arg_bypass
 from torch.utils._pytree import tree_map_only
 
 from commfuse_fx.capture.generators import SEEDED, Generators
-from commfuse_fx.capture.recurrent_on_cuda import recurrent_on_cuda
+from commfuse_fx.capture.recurrent_on_cuda import PACKED, recurrent_on_cuda
 from commfuse_fx.capture.this_thread import ValueHere, patched_here
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.known_shapes import known_shapes
@@ -148,7 +148,4 @@ def _ctc_loss(
 
 
 def _refuse_packing(*args: Any) -> None:
-    raise CaptureError(
-        "packed sequences have lengths that depend on values: run the recurrent module on the padded batch and mask "
-        "its output"
-    )
+    raise CaptureError(PACKED)

@@ -22,6 +22,7 @@ _library.define(f"cudnn_rnn_backward{_BACKWARD.partition(' -> ')[0]} -> Tensor[]
 _Tensors = tuple[torch.Tensor, ...]
 
 _cudnn_rnn, _cudnn_rnn_backward = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
+_aten_backward: Any = _cudnn_rnn_backward
 
 
 def _names(op: Any) -> list[str]:
@@ -29,7 +30,16 @@ def _names(op: Any) -> list[str]:
 
 
 def _forward(*args: Any) -> _Tensors:
-    made: _Tensors = aten._cudnn_rnn.default(*args)
+    """Without a buffer of all weights the op would make the same one, and warn in each call that the weights do not lie
+    in one. What makes it turns the tensors that it is given into parts of it, so it is given others."""
+    given = dict(zip(_names(_cudnn_rnn), args, strict=True))
+    if given["weight_buf"] is None:
+        weights = [weight.view(weight.shape) for weight in given["weight"]]
+        shape = [given[name] for name in ("mode", "hidden_size", "proj_size", "num_layers", "batch_first")]
+        given["weight_buf"] = aten._cudnn_rnn_flatten_weight.default(
+            weights, given["weight_stride0"], given["input"].shape[-1], *shape, given["bidirectional"]
+        )
+    made: _Tensors = aten._cudnn_rnn.default(*given.values())
     return made
 
 
@@ -43,16 +53,19 @@ def _forward_shapes(*args: Any) -> _Tensors:
 def _backward(*args: Any) -> list[torch.Tensor]:
     """Gradients of the input, both states and the weights; what is not asked for has no elements.
 
-    cuDNN reads the memory of the output in the order of time, whatever its strides say.
+    cuDNN reads the memory of the output in the order of time, whatever its strides say. It writes to what the forward
+    has reserved, which another run of a retained backward needs as it was.
     """
     names = _names(_cudnn_rnn_backward)
     given = list(args)
+    if torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph():
+        given[names.index("reserve")] = given[names.index("reserve")].clone()
     place = names.index("output")
     if given[names.index("batch_first")]:
         given[place] = given[place].transpose(0, 1).contiguous().transpose(0, 1)
     else:
         given[place] = given[place].contiguous()
-    *others, weights = aten._cudnn_rnn_backward.default(*given)
+    *others, weights = _aten_backward(*given)
     empty = args[0].new_empty(0)
     return [empty if grad is None else grad for grad in (*others, *weights)]
 

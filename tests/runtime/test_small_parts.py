@@ -51,3 +51,13 @@ def test_generated_sources_are_dropped_with_their_step() -> None:
     del step
     gc.collect()
     assert made[0] not in generated()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_without_momentum_has_no_first_step(momentum: float) -> None:
+    """Kernels of CUDA warn about a first step where there is no momentum."""
+    model = nn.Linear(2, 1)
+    step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), momentum=momentum))
+    call = step.planner.take_apart((torch.ones(3, 2), torch.ones(3, 1)), {})
+    executor = step.session.executor(step.session.plan(call), call)
+    assert [each["is_first_step"] for each in executor.storage.numbers()] == [bool(momentum)]

@@ -166,8 +166,10 @@ class BoundUpdate:
         if self.rule.has_step:
             self.lists["steps"] = []
             self.lists["step"] = []
-        if self.rule.name == "sgd":
-            self.first_step = all(self._state_of(name, "momentum_buffer") is None for name in self.members())
+        if self.rule.name == "sgd":  # without momentum no step is the first, of which the kernel would warn
+            self.first_step = bool(self.names) and all(
+                self._state_of(name, "momentum_buffer") is None for name in self.members()
+            )
         for segment in self.update.segments:
             if self.rule.has_step:
                 self._bind_steps(segment)  # first, as torch.optim has it in its state
