@@ -8,10 +8,12 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import first_step
 from benchmarks.chart import LEFT, blocked_and_sent, draw_timelines, spans_of_events
 from benchmarks.launch import RanksFailed, run_ranks
 from benchmarks.netns import Layout, rate_commands, setup_commands, stale, teardown_commands
@@ -312,3 +314,19 @@ def test_blocks_are_parts_of_the_model_and_disjoint(name: str) -> None:
     blocks = [module for block in WORKLOADS[name].blocks(model) for module in block]
     assert blocks and len({id(module) for module in blocks}) == len(blocks)
     assert all(any(module is other for other in inside) for module in blocks)
+
+
+def test_first_steps_are_timed_in_processes_that_share_only_code_on_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[str] = []
+
+    def run(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        folders.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        return SimpleNamespace(stdout=f'a word\n{{"seconds": {len(folders)}, "compiled": {command[-2]}}}\n')
+
+    monkeypatch.setattr(first_step.subprocess, "run", run)
+    results = first_step.table(["gpt2"], [2, 6], ["layers"])
+    assert folders[0] == folders[1] != folders[2] == folders[3] and not any(map(os.path.exists, folders))
+    assert results["gpt2 6 layers"] == {"first": {"seconds": 3, "compiled": 6}, "second": {"seconds": 4, "compiled": 6}}
+    assert capsys.readouterr().out.splitlines()[1].split() == ["gpt2", "2", "layers", "2", "1.0", "2.0"]

@@ -1,0 +1,95 @@
+"""Seconds that the first step of a model takes, in processes of their own: with no compiled code on disk, and with it.
+
+Imports of Inductor are among them; those of torch and this package, and making the model, are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import commfuse_fx as cf
+from benchmarks.single_process import eager_step
+from benchmarks.workloads import LEARNING_RATE, MLP, WORKLOADS, Workload, bert, classes, gpt2, llama, tokens
+
+SIZED: dict[str, Callable[[int], Workload]] = {
+    "gpt2": lambda layers: Workload("gpt2", lambda: gpt2(layers, 384), tokens(8, 128), None),
+    "bert": lambda layers: Workload("bert", lambda: bert(layers, 256), WORKLOADS["bert"].batch, None),
+    "llama": lambda layers: Workload("llama", lambda: llama(layers, 256), tokens(8, 128), None),
+    "mlp": lambda layers: Workload("mlp", lambda: MLP(512, layers), classes(256, 512)),
+}
+"""Workloads by their number of equal layers."""
+
+
+def trained(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:
+    return eager_step(workload, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+def compiled_by_torch(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:
+    step: Any = torch.compile(model)
+    return trained(workload, step)
+
+
+def compiled_step(workload: Workload, model: torch.nn.Module, **options: Any) -> Callable[[], Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    args, kwargs = workload.batch(0)
+    step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer, **options)
+    return lambda: step(*args, **kwargs)
+
+
+VARIANTS: dict[str, Callable[[Workload, torch.nn.Module], Callable[[], Any]]] = {
+    "eager": trained,
+    "torch.compile": compiled_by_torch,
+    "op by op": compiled_step,
+    "inductor": lambda workload, model: compiled_step(workload, model, backend="inductor"),
+    "layers": lambda workload, model: compiled_step(workload, model, backend="inductor", inductor_regions="layers"),
+}
+
+
+def table(names: Sequence[str], layers: Sequence[int], variants: Sequence[str]) -> dict[str, Any]:
+    """Print and return a row for each workload, number of layers and variant."""
+    results: dict[str, Any] = {}
+    print(f"{'workload':12} {'layers':>6} {'variant':14} {'compiled':>8} {'first process s':>16} {'second':>8}")
+    for name in names:
+        for count in layers:
+            for variant in variants:
+                with tempfile.TemporaryDirectory() as folder:
+                    first, second = (_in_a_process(name, count, variant, folder) for _ in range(2))
+                results[f"{name} {count} {variant}"] = {"first": first, "second": second}
+                seconds = f"{first['seconds']:16.1f} {second['seconds']:8.1f}"
+                print(f"{name:12} {count:6} {variant:14} {first['compiled']:8} {seconds}", flush=True)
+    return results
+
+
+def _in_a_process(name: str, layers: int, variant: str, folder: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.first_step", name, str(layers), variant]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _measure(name: str, layers: int, variant: str) -> dict[str, Any]:
+    """seconds: of the first step. compiled: how many graphs went through Inductor, or were found on disk."""
+    torch.manual_seed(0)
+    workload = SIZED[name](layers)
+    model = workload.model()
+    start = time.perf_counter()
+    VARIANTS[variant](workload, model)()
+    seconds = time.perf_counter() - start
+    from torch._dynamo.utils import counters
+
+    found = counters["aot_autograd"]
+    return {"seconds": seconds, "compiled": found["autograd_cache_miss"] + found["autograd_cache_hit"]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
