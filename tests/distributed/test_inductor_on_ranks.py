@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
 import commfuse_fx as cf
 from commfuse_fx.ir.collectives import is_start, is_wait
@@ -19,7 +23,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.regions import regions_of
 from commfuse_fx.runtime.execute import executor
 from commfuse_fx.runtime.execute.wire import Wire
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.loops_of_modules import batch, grads
 
 pytestmark = pytest.mark.dist
@@ -148,3 +152,26 @@ def test_ranks_agree_about_what_runs_op_by_op(ranks: Ranks) -> None:
     first, *others = ranks.values(partly_compiled)
     assert all(other == first for other in others)
     assert "{region 0}" in first and "run op by op, as no two of their ops can share a kernel" in first
+
+
+def killed_in_a_compile() -> str:
+    """Rank 1 is killed while it holds the lock of a region; what the others see."""
+
+    def compile_region(module: Any, examples: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lambda given: module(*given)
+
+    step = cf.compile(Blocks(), loss_fn=nn.functional.mse_loss, backend="inductor")
+    with mock.patch.object(compile_fx, "compile_fx", compile_region):
+        try:
+            step(batch(0), batch(1))
+        except cf.CollectiveError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_is_killed_while_it_compiles_ends_the_step_on_the_others(ranks: Ranks) -> None:
+    first, gone = run_soon(ranks, killed_in_a_compile, size=2)
+    assert gone.died == -signal.SIGKILL
+    assert first.ok and "no vote has come from rank 1, which died" in first.value, first

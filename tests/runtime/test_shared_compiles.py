@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from commfuse_fx.runtime.execute import shared_compiles
+from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.shared_compiles import compile_each
 
 
@@ -61,3 +65,34 @@ def test_nobody_waits_for_ever_nor_for_a_folder_that_cannot_be_made(
     lock.release()
     (tmp_path / "file").write_text("")
     assert compile_each(tasks([], "a"), 0, tmp_path / "file" / "folder") == {"a": "A"}
+
+
+def test_what_a_killed_process_was_running_is_run_by_another(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        compile_each({"a": lambda: (os.write(writing, b"."), time.sleep(60.0))}, 0, tmp_path)
+        os._exit(1)
+    os.read(reading, 1)
+    done: list[str] = []
+    others = tasks(done, "a", "b")
+
+    def b() -> str:
+        os.kill(child, signal.SIGKILL)
+        return others["b"]()
+
+    assert compile_each({**others, "b": b}, 0, tmp_path) == {"a": "A", "b": "B"}
+    assert done == ["b", "a"] and os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_libraries_that_no_linker_has_finished_are_removed_unless_somebody_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    names = "whole.so", "empty.so", "begun.main.so", "written.main.so"
+    paths = [tmp_path / "ab" / name for name in names]
+    for path, head in zip(paths, (b"\x7fELF", b"", bytes(64), bytes(64)), strict=True):
+        path.write_bytes(head)
+    (tmp_path / "locks").mkdir()
+    with FileLock(tmp_path / "locks" / "written.lock"):
+        assert remove_half_written(tmp_path) == [paths[2], paths[1]]
+    assert [path for path in paths if path.exists()] == [paths[0], paths[3]]
+    assert remove_half_written(tmp_path / "nowhere") == []

@@ -16,6 +16,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
+from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
 from commfuse_fx.runtime.execute.shared_compiles import compile_each
 from commfuse_fx.support.progress import progress
@@ -37,10 +38,12 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes seconds, and few programs need it
 
     try:
-        folder = Path(cache_dir()) / "commfuse"
+        folder = Path(cache_dir())
     except OSError as error:
         log.warning("%d regions run op by op, as Inductor has no folder for its code: %s", len(regions), error)
         return {}
+    if removed := remove_half_written(folder):
+        log.info("%d libraries are compiled again, as a killed process had not finished them", len(removed))
     with progress(_shown(0, len(regions))) as show:
         done = 0
 
@@ -51,7 +54,8 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
             show(_shown(done, len(regions)))
             return code
 
-        codes = compile_each({text: partial(compiled, same) for text, same in alike.items()}, rank, folder)
+        tasks = {text: partial(compiled, same) for text, same in alike.items()}
+        codes = compile_each(tasks, rank, folder / "commfuse")
     roots = Roots(program.graph, program.aliases())
     found: dict[int, RegionCode] = {}
     refused: dict[int, str] = {}
@@ -103,7 +107,8 @@ def _compiled(region: Region) -> RegionCode | str:
         with torch.no_grad():
             code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {next((line for line in lines if ' error: ' in line), lines[0])}"
     found: RegionCode = code
     return found
 
