@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from benchmarks import first_step
+import commfuse_fx as cf
+from benchmarks import first_step, gpu, gpu_measure
 from benchmarks.chart import LEFT, blocked_and_sent, draw_timelines, spans_of_events
+from benchmarks.gpu_workloads import COMPILE, EAGER, GRAPH, INDUCTOR, PLAIN
 from benchmarks.launch import RanksFailed, run_ranks
 from benchmarks.netns import Layout, rate_commands, setup_commands, stale, teardown_commands
 from benchmarks.peers import PEERS
@@ -305,6 +310,55 @@ def _bars(svg: str) -> dict[str, tuple[float, float, float]]:
             values = tuple(float(rectangle.attrib[key]) for key in ("x", "y", "width"))
             bars[hint.text.partition(":")[0]] = (values[0], values[1], values[2])
     return bars
+
+
+class TestGPU:
+    """The benchmark for a GPU, on a CPU with tiny models."""
+
+    def test_it_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.chdir(tmp_path)
+        arguments = ["--device", "cpu", "--small", "--rounds", "2", "--no-ranks", "--variants", EAGER, PLAIN]
+        assert gpu.main(arguments) == 0
+        shown = capsys.readouterr().out
+        result = json.loads((tmp_path / "out/benchmarks/gpu_small.json").read_text())
+        assert [row["workload"] for row in result["rows"]] == ["gpt2", "mlp", "llama", "resnet50"]
+        for found in result["rows"]:
+            assert found["ratio"] > 0 and f"{found['ratio']:.3f} goal 1.00" in shown
+
+    def test_no_workload_begins_when_the_time_is_over(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert gpu.main(["--device", "cpu", "--small", "--no-ranks", "--limit", "0", "--variants", EAGER, PLAIN]) == 0
+        assert capsys.readouterr().out.count("not run: 0 seconds were over") == 4
+
+    def test_a_variant_that_cannot_be_is_shown_with_the_reason_and_another_one_stands_in(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def make_step(variant: str, workload: object, device: object) -> Callable[[], None]:
+            if variant == GRAPH:
+                raise cf.NotAvailableError("graphs are for another day; use none")
+            if variant == COMPILE:
+                raise ZeroDivisionError("oh")
+            return lambda: None
+
+        monkeypatch.setattr(gpu_measure, "make_step", make_step)
+        monkeypatch.setattr(gpu_measure, "_seconds_of", lambda command: 7.0)
+        rows = gpu.rows_of("gpt2", list(gpu.VARIANTS))
+        variants = gpu.variants_of(rows)
+        assert variants == [EAGER, COMPILE, PLAIN, GRAPH, INDUCTOR]
+        device, workload = torch.device("cpu"), gpu.SMALL["gpt2"]
+        found = gpu_measure.measure(workload, variants, device, 2, {INDUCTOR: ["x"]}, {INDUCTOR: GRAPH})
+        assert {name: each.failed for name, each in found.items()} == dict.fromkeys(variants, False) | {COMPILE: True}
+        lines = [gpu.line(row, found)[0] for row in rows]
+        assert lines[0].endswith("graphs are for another day")
+        assert lines[-1].endswith("ZeroDivisionError: oh") and found[INDUCTOR].again == 7.0
+        known = gpu_measure.Measured(seconds=[4.0, 8.0], first=10.0, peak=50)
+        other = gpu_measure.Measured(seconds=[2.0, 4.0], first=2.0, again=1.0, peak=100)
+        ratios = {what: gpu_measure.ratio(what, other, known) for what in ("time", "peak memory", "first step")}
+        assert ratios == {"time": 0.5, "peak memory": 2.0, "first step": 0.2}
+        assert gpu_measure.ratio("first step of a second process", other, known) == 0.1
+        assert [*gpu_measure.measure(workload, [EAGER, INDUCTOR], device, 2, {}, {INDUCTOR: EAGER})] == [EAGER]
 
 
 @pytest.mark.parametrize("name", ["mlp", "convnet", "many_small"])
