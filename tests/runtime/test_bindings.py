@@ -74,7 +74,7 @@ def fresh(op: Any, args: Any) -> Any:
     return (args[0].clone(), *args[1:]) if op._schema.name.endswith("_") else args
 
 
-@pytest.mark.parametrize("op", BINDINGS, ids=str)
+@pytest.mark.parametrize("op", CALLS, ids=str)
 def test_runs_the_same_overload(op: Any) -> None:
     for args, kwargs in CALLS[op]:
         own, bound = fresh(op, args), fresh(op, args)
@@ -84,3 +84,38 @@ def test_runs_the_same_overload(op: Any) -> None:
         assert [call[0] for call in calls] == [op] == [call[0] for call in ops]
         assert [call[1][1:] for call in calls] == [call[1][1:] for call in ops] and calls[0][2] == ops[0][2]
         assert got.dtype == want.dtype and got.stride() == stride and torch.equal(got, want)
+
+
+FUSED: dict[Any, tuple[int, list[str], dict[str, Any]]] = {
+    aten._fused_adagrad_.default: (1, ["lr_decay", "weight_decay", "eps"], {"maximize": False}),
+    aten._fused_adam_.default: (2, ["beta1", "beta2", "weight_decay", "eps"], {"amsgrad": False, "maximize": False}),
+    aten._fused_adamw_.default: (2, ["beta1", "beta2", "weight_decay", "eps"], {"amsgrad": False, "maximize": True}),
+    aten._fused_sgd_.default: (
+        1,
+        ["weight_decay", "momentum", "dampening"],
+        {"nesterov": True, "maximize": False, "is_first_step": False},
+    ),
+}
+"""Fused updates: how many states they take, their numbers but for the learning rate, and their flags."""
+
+
+@pytest.mark.parametrize("op", FUSED, ids=str)
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_fused_updates_take_the_rate_as_a_number_and_as_a_tensor(op: Any, rate: Any) -> None:
+    states, numbers, flags = FUSED[op]
+    settings = {"lr": rate, **dict.fromkeys(numbers, 0.125), **flags}
+
+    def update(function: Any) -> tuple[list[torch.Tensor], list[Any]]:
+        lists = [[M.clone()], [M + 1], *([M.clone()] for _ in range(states))]
+        maxima = [[]] if "amsgrad" in flags else []
+        steps = [] if op is aten._fused_sgd_.default else [[torch.tensor(3.0)]]
+        with torch.no_grad(), Recorder() as recorder:
+            function(*lists, *maxima, *steps, **settings)
+        return [each for (each,) in lists], recorder.calls
+
+    overload = op if isinstance(rate, float) else op.overloadpacket.tensor_lr
+    want, ops = update(overload._op)
+    got, calls = update(BINDINGS[op])
+    assert [call[0] for call in calls] == [overload] == [call[0] for call in ops]
+    assert all(map(torch.equal, got, want))
+    assert {*BINDINGS} == {*CALLS, *FUSED}

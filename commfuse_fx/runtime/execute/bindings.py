@@ -15,6 +15,11 @@ import torch
 aten = torch.ops.aten
 
 BINDINGS: dict[Any, Callable[..., Any]] = {
+    # These take the learning rate as a number or as a tensor.
+    aten._fused_adagrad_.default: torch._fused_adagrad_,
+    aten._fused_adam_.default: torch._fused_adam_,
+    aten._fused_adamw_.default: torch._fused_adamw_,
+    aten._fused_sgd_.default: torch._fused_sgd_,
     aten.add.Tensor: torch.add,
     aten.add.out: torch.add,
     aten.add_.Tensor: torch.Tensor.add_,
