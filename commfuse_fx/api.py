@@ -199,7 +199,10 @@ def compile(
     inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.
         "layers" also ends a region where a layer does. Equal layers are then compiled once, which makes the first step
         shorter, and the later ones a little longer.
-    cuda_graph: "auto" and False run the step without CUDA graphs. True is not available yet.
+    cuda_graph: whether a step on a CUDA device runs from a CUDA graph, which holds the forward, the backward, the
+        collectives and the update. "auto": after a few steps of one shape, where it can be captured. True: from the
+        second step on; a step that cannot be captured raises NotAvailableError. False: never. Steps on a CPU run
+        without. The module form has False as its default and captures nothing.
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
         dropout masks from fewer random bits. Gradients then differ in their last digits.
@@ -217,7 +220,7 @@ def compile(
     check_arguments(model, comm_fusion, loss_fn, optimizer)
     chosen = chosen_form(form, loss_fn, optimizer)
     config = CompileConfig.resolve(given, chosen)
-    check_cuda_graph(config, model)
+    check_cuda_graph(config, model, chosen)
     if chosen == "step":
         check_form_of_step(config)
         return CompiledStep(model, loss_fn, optimizer, config)

@@ -46,18 +46,30 @@ def chosen_form(form: object, loss_fn: object, optimizer: object) -> str:
     return chosen
 
 
-def check_cuda_graph(config: CompileConfig, model: nn.Module) -> None:
-    """Raise for cuda_graph=True, which a model on CPU cannot have, and none has yet."""
+def check_cuda_graph(config: CompileConfig, model: nn.Module, form: str) -> None:
+    """Raise for cuda_graph=True where no step can be captured. form: "step" or "module"."""
     if config.cuda_graph is not True:
         return
+    if form == "module":
+        raise NotAvailableError(
+            'cuda_graph=True is not available yet for the module form (form="module", or compile without loss_fn and '
+            "optimizer), whose backward the caller starts: leave it out, or pass loss_fn and optimizer for a step"
+        )
     if not any(param.is_cuda for param in model.parameters()):
         raise ConfigValueError(
             'cuda_graph=True, and no parameter of the model is on a CUDA device: leave it out (the default "auto" '
             'captures nothing there), or move the model first, as by model.to("cuda")'
         )
-    raise NotAvailableError(
-        'cuda_graph=True is not available yet; use cuda_graph="auto" (the step runs without CUDA graphs)'
-    )
+    other = ""
+    if config.across_steps:
+        other = "schedule=ScheduleConfig(across_steps=True), which leaves communication on the wire when a step ends"
+    elif config.divides_graphs:
+        other = f'parallel_mode="{config.parallel_mode}", which divides the graph among ranks'
+    if other:
+        raise NotAvailableError(
+            f"cuda_graph=True is not available yet with {other}: leave one of them out (the default "
+            'cuda_graph="auto" runs such a step without a graph)'
+        )
 
 
 def check_form_of_module(config: CompileConfig) -> None:

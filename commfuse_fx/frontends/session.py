@@ -5,17 +5,18 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError, PlanMismatchError
+from commfuse_fx.frontends import graph_runs
 from commfuse_fx.frontends.finished_loss import finished
+from commfuse_fx.frontends.hand_out import hand_out
 from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
@@ -24,10 +25,10 @@ from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.planning.shared_prices import Seconds
+from commfuse_fx.runtime.execute.cuda_graph import CudaRecorder, Recorder
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.random_states import RandomStates
-from commfuse_fx.runtime.memory.own_storage import separated
+from commfuse_fx.runtime.execute.step_graphs import StepGraphs
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.ballot_box import release_ballot_boxes
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of, making_a_step
@@ -52,6 +53,9 @@ class Session:
         self.running: Executor | None = None
         """That of the last step, which may have left something on the wire."""
         self.agreement: Agreement | None = None
+        self.graphs: StepGraphs | None = None
+        """The captured steps; None if none is ever captured."""
+        self.is_closed = False
         self._process = process()
         self._calls = 0
         self._undone_calls = 0  # of them, those of `profile`
@@ -88,6 +92,7 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of the step: its loss, or a pair of the loss and auxiliary outputs."""
+        self.check_open()
         agreement = self.agreement
         if agreement is None:
             with lock_of(self.planner.model):
@@ -106,6 +111,8 @@ class Session:
         """Wait until the last step is complete."""
         if self.running is not None:
             self.running.synchronize()
+        if self.graphs is not None:
+            self.graphs.check()
 
     def shapes_only(self) -> AbstractContextManager[None]:
         """Parameters that are divided among ranks have memory, but no values: enough to trace the model with."""
@@ -127,6 +134,14 @@ class Session:
                 self._process,
                 "this step talks to other ranks, which only the parent can: call it there, or start programs of their "
                 "own (torchrun) and compile a step in each",
+            )
+
+    def check_open(self) -> None:
+        """Raises CommFuseError after `close`."""
+        if self.is_closed:
+            raise CommFuseError(
+                "this step is closed: step.close() has let go of its CUDA graphs and process groups; compile another "
+                "step for the same model and optimizer"
             )
 
     def plan(self, call: Call) -> Plan:
@@ -152,7 +167,19 @@ class Session:
     def _prepare(self, runner: Runner) -> None:
         """Let the runner's executor vote before its first collective. It holds the session as long as it lives: a step
         that is dropped while an update is pending still releases its process groups when the program ends."""
-        runner.executor.prepare(lambda: self._voting.cast(runner), lambda: self._voting.settle(runner))
+        config, executor = self.planner.config, runner.executor
+        if self.graphs is None and config.cuda_graph is not False and not config.across_steps and executor.devices:
+            self.capture_with(CudaRecorder(torch.device("cuda", executor.devices[0])))
+        if self.graphs is not None:
+            self.graphs.admit(executor)
+        executor.prepare(lambda: self._voting.cast_in_step(runner), lambda: self._voting.settle(runner))
+
+    def capture_with(self, recorder: Recorder) -> None:
+        """Capture steps from now on, where that is possible. Call it before the first step."""
+        self.graphs = StepGraphs(recorder, self.planner.config.cuda_graph is True, graph_runs.watch_of(self.agreement))
+        self._holds_groups()
+        if self.agreement is not None:
+            graph_runs.close_before_destroy(self.graphs)
 
     @contextmanager
     def calls_undone(self, executor: Executor) -> Iterator[None]:
@@ -163,7 +190,8 @@ class Session:
         whole = [] if shards is None or shards.is_divided else list(executor.params.values())
         kept = [param.detach().clone() for param in whole]
         try:
-            yield
+            with nullcontext() if self.graphs is None else self.graphs.paused():
+                yield
         finally:
             self._undone_calls += self._calls - calls
             if self.planner.config.parameter_broadcast:  # what was sent has been undone as well
@@ -181,6 +209,7 @@ class Session:
                 return self._run(args, kwargs)
         except BaseException as error:
             lost = self.running is not None and self.running.tail.failed
+            lost = lost or (self.graphs is not None and self.graphs.is_lost)
             expected = self.planner.watch.trains or self.runners.some_evaluation_votes()
             agreement.leave_step(error, expected=expected, lost=lost)
             raise
@@ -240,7 +269,8 @@ class Session:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
         if self._may_plan_again:
             self._random = RandomStates(executor.generators)
-        loss, *others = executor.run(dict(call.leaves))
+        inputs = dict(call.leaves)
+        loss, *others = executor.run(inputs) if self.graphs is None else self._run_with_graphs(plan, inputs)
         if self.agreement is not None:
             self.agreement.end_step()
         count = len(executor.program.grads)
@@ -249,6 +279,11 @@ class Session:
         if executor.program.training:
             loss = finished(loss) if self.planner.config.return_loss else None
         return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
+
+    def _run_with_graphs(self, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        runner = self.runners.of(plan)
+        assert self.graphs is not None and runner is not None, "the plan's executor"
+        return graph_runs.run(self.graphs, self._voting, runner, inputs)
 
     def _plan_that_runs(self, call: Call) -> Plan | None:
         """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""
@@ -268,36 +303,29 @@ class Session:
         if self.timeline is not None:
             self.timeline.begin_step()
 
+    def close(self) -> None:
+        """Complete the last step, and let go of graphs and process groups. Raises what `synchronize` raises."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        with self.turn():
+            try:
+                self.synchronize()
+            finally:
+                self.release()
+
     def release(self) -> None:
-        """Let go of process groups, when updates of the last step are complete."""
+        """Let go of graphs and process groups, when updates of the last step are complete."""
         if self._process != process():
             return  # a forked child: the groups are its parent's
         with suppress(CommFuseError):  # nobody is left to be told
             self.synchronize()
+        if self.graphs is not None:
+            self.graphs.close()
         self.running = None
         self.runners.release()
         self.agreement = None
         self._voting = Voting(self.planner, None)
-
-
-def hand_out(executor: Executor, grads: Sequence[torch.Tensor]) -> None:
-    """After a step: what the user looks at besides the loss and the parameters."""
-    if executor.optimizer is not None and executor.program.training:
-        # What a learning-rate scheduler looks at to see that optimizer steps came first.
-        executor.optimizer._opt_called = True  # type: ignore[attr-defined]
-    if grads:
-        with interrupts_deferred():
-            for name, grad in zip(executor.program.grads, grads, strict=True):
-                _accumulate(executor.params[name], grad)
-
-
-def _accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """As autograd does: the first gradient is kept, later ones are added to it."""
-    if param.grad is None:
-        param.grad = separated(grad)
-    else:
-        with torch.no_grad():
-            param.grad.add_(grad)
 
 
 def _let_first(agreement: Agreement, first: int) -> None:

@@ -72,6 +72,16 @@ class CompiledStep(CompiledCall):
         """
         self.session.synchronize()
 
+    @user_frames_only
+    def close(self) -> None:
+        """Complete the last step, and let go of CUDA graphs and process groups. Further calls of the step raise.
+
+        A program that ends does the same by itself, and so does `destroy_process_group()` for the graphs. A step
+        that is closed already stays so. Raises CollectiveError if updates of the last step are still to come and their
+        communication fails; the step is closed all the same.
+        """
+        self.session.close()
+
     def retrace(self) -> None:
         """Forget all graphs, so that the next call traces the model again.
 

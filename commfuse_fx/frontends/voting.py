@@ -38,10 +38,32 @@ class Voting:
         else:
             self._checksum = checksum(shared)
 
-    def cast(self, runner: Runner) -> None:
-        """Start the vote on the runner's plan."""
+    def cast(self, runner: Runner, wish: int = 0) -> None:
+        """Start the vote on the runner's plan. wish: as in `Agreement.cast`."""
         assert self._agreement is not None
-        self._agreement.cast(_ballot(runner).signature, self._checksum)
+        self._agreement.cast(_ballot(runner).signature, self._checksum, wish=wish)
+
+    def cast_in_step(self, runner: Runner) -> None:
+        """The same within a step, unless the ranks have voted on it before it began."""
+        assert self._agreement is not None
+        if not self._agreement.has_voted:
+            self.cast(runner)
+
+    def least_wish(self, runner: Runner, wish: int) -> int:
+        """Vote before the step begins: the smallest wish of all ranks. Ranks that vote within the step wish 0.
+
+        Raises what `settle` raises.
+        """
+        if self._agreement is None or runner.ballot is None:
+            return wish
+        self.cast(runner, wish)
+        self.settle(runner)
+        return self._agreement.wish
+
+    def vote_again(self) -> None:
+        """Let the ranks vote once more on the same step. All ranks call this after the same vote."""
+        if self._agreement is not None:
+            self._agreement.begin_step()
 
     def settle(self, runner: Runner) -> None:
         """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""

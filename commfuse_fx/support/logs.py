@@ -23,6 +23,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "collectives": "a table of the final collectives",
         "sharding": "how the parameters of a divided step lie on the mesh, and what asks for it",
         "runtime": "what was found out about other ranks, such as parameters that differ at the start",
+        "cuda_graphs": "each capture of a step in a CUDA graph, and what ended one",
         "failed": "if a pass or the verification of its result raises: the graph as it was before that pass",
         "changed": "the graph as captured, and after every pass that changed it",
         "graphs": "the graph as captured, and after every pass",

@@ -9,7 +9,7 @@ import torch
 
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.runtime.execute.executor import seed_of_rank
+from commfuse_fx.runtime.execute.random_states import seed_of_rank
 from commfuse_fx.runtime.ranks.seeds import draw_seed
 
 

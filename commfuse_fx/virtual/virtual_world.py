@@ -13,7 +13,7 @@ from torch import nn
 
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.frontends.session import hand_out
+from commfuse_fx.frontends.hand_out import hand_out
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.frontends.compile_arguments import check_cuda_graph
 
 
 class Net(nn.Module):
@@ -166,3 +169,45 @@ def test_a_type_error_of_the_model_itself_is_its_own() -> None:
     with pytest.raises(TypeError, match="unsupported operand") as raised:
         cf.compile(Net(lambda y: y + "one"), loss_fn=F.mse_loss).lower(X, Y)
     assert not isinstance(raised.value, cf.CommFuseError)
+
+
+class OnCuda(Net):
+    """Looks as if its parameters were on a GPU, which this machine need not have."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([SimpleNamespace(is_cuda=True)])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "form", "error", "says"),
+    [
+        (Net(), {}, "step", cf.ConfigValueError, r'no parameter of the model is on a CUDA device.*model\.to\("cuda"\)'),
+        (OnCuda(), {}, "module", cf.NotAvailableError, "not available yet for the module form.*or pass loss_fn"),
+        (
+            OnCuda(),
+            {"schedule": cf.ScheduleConfig(across_steps=True)},
+            "step",
+            cf.NotAvailableError,
+            "across_steps=True.*leave one of them out",
+        ),
+        (
+            OnCuda(),
+            {"parallel_mode": "semi_auto"},
+            "step",
+            cf.NotAvailableError,
+            'parallel_mode="semi_auto".*leave one',
+        ),
+    ],
+    ids=["cpu", "module", "across steps", "divided"],
+)
+def test_where_no_step_can_be_captured(
+    model: nn.Module, options: dict[str, Any], form: str, error: type[Exception], says: str
+) -> None:
+    config = CompileConfig.resolve({"cuda_graph": True, **options}, form)
+    with pytest.raises(error, match="cuda_graph=True.*" + says):
+        check_cuda_graph(config, model, form)
+    check_cuda_graph(CompileConfig.resolve({"cuda_graph": "auto", **options}, form), model, form)
+
+
+def test_a_step_on_cuda_may_be_captured() -> None:
+    check_cuda_graph(CompileConfig.resolve({"cuda_graph": True}), OnCuda(), "step")

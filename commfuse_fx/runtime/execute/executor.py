@@ -6,7 +6,7 @@ import linecache
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +26,9 @@ from commfuse_fx.runtime.execute.codegen_of_halves import Halves
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.inductor import compiled_regions
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.execute.learning_rates import LearningRates
 from commfuse_fx.runtime.execute.modes import outside_modes
-from commfuse_fx.runtime.execute.random_states import generators_of
+from commfuse_fx.runtime.execute.random_states import generators_of, stream_of_rank
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
@@ -89,6 +90,8 @@ class Executor:
         self.needs_seed = program.config.divides_graphs and (
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )
+        self.rates: LearningRates | None = None
+        """Learning rates on the device; None: the code gets them as numbers."""
         self.guard = Guard(self.synchronize)
         self.tail = Tail((), self.guard)
 
@@ -199,6 +202,31 @@ class Executor:
                             self.guard.close(self.storage.tensors())
         return outputs
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a first run is over, which finds out what later runs need not do."""
+        return self.generated is not None and self._check is None
+
+    def compute(self, given: list[Any]) -> tuple[Any, ...]:
+        """Run the code on the values of the placeholders, and return the outputs. For programs without a tail.
+
+        Call it inside of `in_step`. If it raises, the step may be half done.
+        """
+        assert self.generated is not None
+        try:
+            live, _ = self.generated.produce(given)
+            return self.generated.commit(live)
+        except BaseException as error:
+            self._locate(error)
+            self.wire.forget()
+            raise
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """What surrounds the code of a run: the modes that it needs, and its stream of random numbers."""
+        with self._quietly(), self._own_randomness():
+            yield
+
     def bind(self) -> None:
         """Bind to the present parameters and optimizer states. Raises LayoutConflict; then nothing has changed."""
         if self.shards is not None:
@@ -272,6 +300,8 @@ class Executor:
             self._relaid = _otherwise(self.program, values)
         for place, spec in self._relaid:
             values[place] = as_recorded(values[place], spec)
+        if self.rates is not None:
+            self.rates.put_into(values)
         return values
 
     def step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
@@ -289,33 +319,13 @@ class Executor:
             for param, grad in held:
                 param.grad = grad
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
+    def _own_randomness(self) -> AbstractContextManager[None]:
         """Draw random numbers from a stream of this step and rank, which follows from the user's seed."""
         if not self.draws or self.program.mesh.world == 1:
-            yield
-            return
-        before = torch.get_rng_state()
-        # Drawing from the user's generator moves it on, so the next step gets another seed. Ranks that divide a graph
-        # draw whole tensors, so all of them need the same stream.
-        if self.program.config.divides_graphs:
-            seed, rank = self.seed, 0
-        else:
-            seed, rank = draw_seed(), self.rank
-        state = torch.get_rng_state()
-        cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
-        try:
-            torch.default_generator.manual_seed(seed_of_rank(seed, rank))
-            for device in self.devices:
-                torch.cuda.default_generators[device].manual_seed(seed_of_rank(seed, rank))
-            yield
-        except BaseException:
-            state = before  # the step has not happened, so its seed has not been drawn
-            raise
-        finally:
-            torch.set_rng_state(state)
-            for device, saved in zip(self.devices, cuda, strict=True):
-                torch.cuda.set_rng_state(saved, device)
+            return nullcontext()
+        if self.program.config.divides_graphs:  # ranks draw whole tensors, so all of them need the same stream
+            return stream_of_rank(lambda: self.seed, 0, self.devices)
+        return stream_of_rank(draw_seed, self.rank, self.devices)
 
     def _locate(self, error: BaseException) -> None:
         """Add the module and source line of the node that failed to the exception."""
@@ -350,11 +360,3 @@ def _otherwise(program: Program, values: Sequence[Any]) -> list[tuple[int, Tenso
 
 def _refuse(node: fx.Node, what: str) -> None:
     raise VerificationError(f"{info(node).name} {what}: a pass has made a wrong update")
-
-
-def seed_of_rank(seed: int, rank: int) -> int:
-    """The seed of a rank's own random stream, from a seed that all ranks share."""
-    return (seed + rank * _GOLDEN) % (1 << 63)
-
-
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which keeps the seeds of neighbouring ranks far apart

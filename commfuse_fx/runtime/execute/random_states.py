@@ -1,8 +1,9 @@
-"""The random generators that a program draws from, and their states before a step that may have to run again."""
+"""The random generators that a program draws from: their states, and the streams of single ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,3 +58,36 @@ def _default(device: torch.device) -> list[torch.Generator]:
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
     return list(generators[index : index + 1])
+
+
+@contextmanager
+def stream_of_rank(seed: Callable[[], int], rank: int, devices: Sequence[int]) -> Iterator[None]:
+    """Inside of the block torch's generators, of the CPU and of these CUDA devices, draw from a stream of this rank.
+
+    seed: gives a number that all ranks share. It may draw from the CPU's generator, which moves that one on, so the
+        next step gets another seed. After an error the number has not been drawn.
+    """
+    before = torch.get_rng_state()
+    own = seed_of_rank(seed(), rank)
+    state = torch.get_rng_state()
+    cuda = [torch.cuda.get_rng_state(device) for device in devices]
+    try:
+        torch.default_generator.manual_seed(own)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(own)
+        yield
+    except BaseException:
+        state = before  # the step has not happened
+        raise
+    finally:
+        torch.set_rng_state(state)
+        for device, saved in zip(devices, cuda, strict=True):
+            torch.cuda.set_rng_state(saved, device)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """The seed of a rank's own random stream, from a seed that all ranks share."""
+    return (seed + rank * _GOLDEN) % (1 << 63)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which keeps the seeds of neighbouring ranks far apart

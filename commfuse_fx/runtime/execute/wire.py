@@ -82,6 +82,10 @@ class Wire:
                 keep_forever(thing)
         self._pending.clear()
 
+    def forget(self) -> None:
+        """Forget collectives that were only recorded, and never sent."""
+        self._pending.clear()
+
     def sends(self) -> dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]]:
         """For each node that completes pieces of buckets: functions that send them, with the node of the bucket."""
         found: dict[fx.Node, list[tuple[Callable[[torch.Tensor], None], fx.Node]]] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -28,6 +29,8 @@ class FlatPool:
         self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
         self._lent: dict[tuple[str, TensorSpec], LentMemory] = {}
         self._warned: list[str] = []
+        self.lost = 0
+        """How often memory was dropped because collectives may still write to it."""
 
     def memory(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """Memory for a gradient, the same in every step: the system is slow to hand out large blocks."""
@@ -43,6 +46,19 @@ class FlatPool:
             self._lent[key] = LentMemory(spec)
         return self._lent[key]
 
+    @contextmanager
+    def lending_anew(self) -> Iterator[None]:
+        """Inside of the block `lend` gives memory that it does not give again afterwards."""
+        before, self._lent = self._lent, {}
+        try:
+            yield
+        finally:
+            self._lent = before
+
+    def held(self) -> list[torch.Tensor]:
+        """All memory that `memory` has given. Who keeps it may go on writing to it when the pool has dropped it."""
+        return list(self._memory.values())
+
     def keep_memory(self, wanted: Iterable[tuple[str, TensorSpec]]) -> None:
         """Drop all gradient memory but this, given by the arguments of `memory`."""
         keys = dict.fromkeys(wanted)
@@ -53,6 +69,7 @@ class FlatPool:
         """Drop the gradients' memory: after a step has failed, collectives may still write to it."""
         self._memory.clear()
         self._lent.clear()
+        self.lost += 1
 
     def find(
         self,

@@ -74,6 +74,8 @@ class Agreement:
         self._settled = True
         self.rank = dist.get_rank()
         self.timeline: Timeline | None = None
+        self.wish = 0
+        """The smallest of the ranks' wishes in the last vote that was read."""
 
     @property
     def has_voted(self) -> bool:
@@ -109,10 +111,13 @@ class Agreement:
         elif expected and not self.has_voted and isinstance(error, Exception):
             self._fail(error)
 
-    def cast(self, signature: int, parameters: int = 0, kind: int = _VOTES) -> None:
-        """Start the vote, and return at once. Raises CollectiveError if the connections are gone."""
+    def cast(self, signature: int, parameters: int = 0, kind: int = _VOTES, wish: int = 0) -> None:
+        """Start the vote, and return at once. Raises CollectiveError if the connections are gone.
+
+        wish: a number for what this rank would like to do with the step. All ranks learn the smallest.
+        """
         world = dist.get_world_size(self._box.group)
-        self._sent = torch.tensor([signature, kind, parameters], device="cpu").repeat(world)
+        self._sent = torch.tensor([signature, kind, parameters, wish], device="cpu").repeat(world)
         self._votes = torch.full_like(self._sent, _NOT_CAST)
         since = perf_counter()
         try:
@@ -139,7 +144,8 @@ class Agreement:
     def _read(self, ballot: Ballot | None) -> int:
         self._settled = True
         votes = self._result()
-        signatures, kinds, parameters = zip(*(vote for vote in votes if vote[1] != _ATTENDS), strict=True)
+        signatures, kinds, parameters, wishes = zip(*(vote for vote in votes if vote[1] != _ATTENDS), strict=True)
+        self.wish = min(wishes)
         failed, differ = _FAILED in kinds, len(set(signatures)) > 1
         self._is_running = not failed and not differ
         if failed:
@@ -178,7 +184,10 @@ class Agreement:
             log.warning("could not tell the other ranks about the error: %s", lost)
 
     def _result(self) -> list[list[int]]:
-        """Wait for the votes. Each is the hash of a plan, whether the rank failed, and a checksum of its parameters."""
+        """Wait for the votes.
+
+        Each is the hash of a plan, what kind of vote it is, a checksum of the rank's parameters, and its wish.
+        """
         try:
             work = self.distress.heed(self._work)
             if self.timeline is None:
@@ -189,7 +198,7 @@ class Agreement:
             raise self._lost(error, self._silent_ranks()) from error
         finally:
             self._work = None
-        votes: list[list[int]] = self._votes.view(-1, 3).tolist()
+        votes: list[list[int]] = self._votes.view(-1, 4).tolist()
         return votes
 
     def _exchange(self, mine: Any) -> list[Any]:
@@ -203,7 +212,7 @@ class Agreement:
 
     def _silent_ranks(self) -> list[str]:
         """The numbers of the ranks whose votes have not arrived."""
-        kinds = self._votes.view(-1, 3)[:, 1].tolist()
+        kinds = self._votes.view(-1, 4)[:, 1].tolist()
         return [str(rank) for rank, kind in enumerate(kinds) if kind == _NOT_CAST and rank != self.rank]
 
     def _lost(self, error: RuntimeError, silent: Sequence[str] = ()) -> CollectiveError:

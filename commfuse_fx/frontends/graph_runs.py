@@ -1,0 +1,76 @@
+"""Run a step from a CUDA graph, if all ranks can."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_fx.frontends.runners import Runner
+from commfuse_fx.frontends.voting import Voting
+from commfuse_fx.runtime.execute.launch_watch import LaunchWatch
+from commfuse_fx.runtime.execute.step_graphs import CAPTURE, PLAIN, REPLAY, StepGraphs
+from commfuse_fx.runtime.ranks.agreement import Agreement
+from commfuse_fx.runtime.ranks.world import world_timeout
+
+
+def run(graphs: StepGraphs, voting: Voting, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What `Executor.run` returns for these inputs.
+
+    The vote on a step comes before its launch, while the device still works on the step before. Ranks that capture a
+    step vote again: either all of them run it from the graph, or none.
+    """
+    graphs.check()
+    executor = runner.executor
+    wish = graphs.wish(executor)
+    if wish != PLAIN:
+        wish = voting.least_wish(runner, wish)
+    if wish == CAPTURE:
+        is_captured = graphs.capture(executor)
+        voting.vote_again()
+        wish = voting.least_wish(runner, REPLAY if is_captured else PLAIN)
+        if wish != REPLAY:
+            graphs.end("another rank could not capture one")
+    return graphs.replay(executor, inputs) if wish == REPLAY else executor.run(inputs)
+
+
+def watch_of(agreement: Agreement | None) -> LaunchWatch | None:
+    """What looks after the steps of several ranks. None for a step of one rank."""
+    if agreement is None:
+        return None
+    return LaunchWatch(agreement.rank, world_timeout(), agreement.distress, _abort_nccl)
+
+
+def close_before_destroy(graphs: StepGraphs) -> None:
+    """Let `destroy_process_group()` close these first: graphs have to go before the communicators in them."""
+    dist.distributed_c10d._world.comms.append(_Finalizer(graphs))
+
+
+class _Finalizer:
+    """An entry in torch's list of what it finalizes before it ends the process groups of the world."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self._graphs = weakref.ref(graphs)
+
+    def finalize(self) -> None:
+        graphs = self._graphs()
+        if graphs is not None:
+            graphs.close()
+
+
+def _abort_nccl() -> None:
+    """Make NCCL give up what is under way. Its kernels then end, and so do those who wait for the device."""
+    backends: list[Any] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if torch.device("cuda") in group._device_types:
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                backends.append(backend)
+    if backends:  # in one group of calls, or aborts of several communicators wait for each other
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()

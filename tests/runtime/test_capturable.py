@@ -1,0 +1,71 @@
+"""What of a program keeps a step out of a CUDA graph. Programs are from text, so no GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.parse_text import parse_program
+from commfuse_fx.ir.program import Program
+from commfuse_fx.runtime.execute.capturable import obstacle
+
+PLAIN = """
+    in  %w: f32[4,4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %/mm.0: f32[2,4] = aten.mm(%x, %w)
+    fwd %/sum.0: f32[] = aten.sum(%/mm.0)
+    return [%/sum.0]
+"""
+WRITES = PLAIN.replace("aten.mm(%x, %w)", "aten.mm(%/relu_.0, %w)").replace(
+    "    fwd %/mm.0", "    fwd %/relu_.0: f32[2,4] = aten.relu_(%x)\n    fwd %/mm.0"
+)
+READS = PLAIN.replace(
+    "    fwd %/sum.0: f32[] = aten.sum(%/mm.0)",
+    "    fwd %/masked.0: f32[8] = aten.masked_select(%/mm.0, %/gt.0)\n    fwd %/sum.0: f32[] = aten.sum(%/masked.0)",
+).replace("    fwd %/masked.0", "    fwd %/gt.0: b8[2,4] = aten.gt(%/mm.0, 0)\n    fwd %/masked.0")
+OVERLAPS = PLAIN.replace("in  %x: f32[2,4] =", "in  %x: f32[2,4](0,1) =")
+MOVES = PLAIN.replace("aten.mm(%x, %w)", "aten.mm(%/to.0, %w)").replace(
+    "    fwd %/mm.0", "    fwd %/to.0: f32[2,4] = aten._to_copy(%x, device=cuda)\n    fwd %/mm.0"
+)
+
+
+def program(text: str) -> Program:
+    return parse_program(text, device="cuda:0")
+
+
+def on_cpu(given: Program, name: str) -> Program:
+    node = next(node for node in given.graph.nodes if info(node).name == name)
+    info(node).spec = replace(tensor_spec(node), device="cpu")
+    return given
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (program(PLAIN), ""),
+        (program(WRITES), "the model writes to its input x"),
+        (program(READS), "the host waits for the result of /masked.0"),
+        (program(OVERLAPS), "elements of the input x share memory"),
+        (on_cpu(program(PLAIN), "/mm.0"), "/mm.0 is on cpu, not on cuda"),
+        (on_cpu(program(PLAIN), "x"), "x is on cpu, not on cuda"),
+        (on_cpu(program(MOVES), "x"), ""),
+        (parse_program(PLAIN), "w is on cpu, not on cuda"),
+    ],
+    ids=["plain", "writes", "reads", "overlaps", "cpu value", "cpu input", "moved input", "cpu"],
+)
+def test_obstacles(given: Program, why: str) -> None:
+    assert obstacle(given, "cuda") == why
+
+
+def test_a_value_on_cpu_that_is_computed_once_is_no_obstacle() -> None:
+    given = on_cpu(program(PLAIN), "/mm.0")
+    info(next(node for node in given.graph.nodes if info(node).name == "/mm.0")).once = True
+    assert obstacle(given, "cuda") == ""
+
+
+def test_two_devices() -> None:
+    given = program(PLAIN)
+    info(next(iter(given.graph.nodes))).spec = replace(tensor_spec(next(iter(given.graph.nodes))), device="cuda:1")
+    assert obstacle(given, "cuda") == "the step is on several devices, cuda:1, cuda:0"

@@ -1,0 +1,384 @@
+"""Steps that run from a capture do what steps without one do; when they are captured, and what ends a capture."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import commfuse_fx as cf
+from commfuse_fx.runtime.execute.step_graphs import FIRST, MOST
+from tests.recorders import recorded
+
+RATE = 2.0**-6  # float32 holds it, so a tensor of it is the same number
+
+
+class Net(nn.Module):
+    """Draws random numbers and writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(F.dropout(self.norm(self.first(x)).relu(), 0.3, self.training))
+        return out
+
+
+def batch(number: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(rows, 4, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Pair:
+    """The same step twice: `step` is captured, `plain` is not."""
+
+    def __init__(self, make: Make | None = adamw, model: nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net() if model is None else model
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = (None, None) if make is None else (make(self.model), make(self.twin))
+        shared = {"loss_fn": F.cross_entropy, **options}
+        always = shared.pop("always", False)
+        self.step = cf.compile(self.model, optimizer=self.optimizer, **shared)
+        self.plain = cf.compile(self.twin, optimizer=self.other, **shared, cuda_graph=False)
+        self.recorder = recorded(self.step)
+        assert self.step.session.graphs is not None
+        self.graphs = self.step.session.graphs
+        self.graphs._always = always
+
+    def run(self, number: int, rows: int = 8) -> torch.Tensor:
+        """One step of both on the same batch and with the same random numbers, which must do the same."""
+        given, state = batch(number, rows), torch.get_rng_state()
+        want = self.plain(*given)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        got: torch.Tensor = self.step(*given)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(got, want)
+        for (name, mine), (_, theirs) in zip(values(self.model), values(self.twin), strict=True):
+            assert torch.equal(mine, theirs), name
+        return got
+
+    def captured(self) -> Pair:
+        """This pair when its first shape has been captured and has run once."""
+        for number in range(FIRST + 1):
+            self.run(number)
+        assert self.recorder.replays == [1]
+        return self
+
+
+def values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.state_dict().items()
+    yield from ((name, param.grad) for name, param in model.named_parameters() if param.grad is not None)
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "commfuse_fx.cuda_graphs")
+    return caplog
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, torch.optim.RMSprop, torch.optim.Adagrad], ids=lambda make: make.__name__)
+def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:
+    pair = Pair(make if make in (adamw, sgd) else lambda model: make(model.parameters(), lr=RATE))
+    losses = [pair.run(number) for number in range(8)]
+    assert pair.recorder.replays == [8 - FIRST]
+    assert len({float(loss) for loss in losses}) == 8, "each loss is the caller's to keep"
+    assert not any(loss.requires_grad for loss in losses)
+
+
+def test_a_learning_rate_acts_without_another_capture() -> None:
+    pair = Pair()
+    assert pair.optimizer is not None and pair.other is not None
+    for number in range(8):
+        for optimizer in (pair.optimizer, pair.other):
+            optimizer.param_groups[0]["lr"] = RATE / 2**number
+        pair.run(number)
+    assert pair.recorder.replays == [8 - FIRST]
+    assert pair.optimizer.param_groups[0]["lr"] == RATE / 2**7, "the number stays a number"
+
+
+def test_float64_takes_the_rate_as_the_number_it_is(logged: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 3).double()
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=(optimizer := adamw(model)))
+    recorder = recorded(step)
+    x, y = batch(0)
+    for _ in range(FIRST + 1):
+        step(x.double(), y)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(x.double(), y)
+    assert recorder.replays == [1]
+    assert f"lr of the optimizer's param group 0 is 0.1 in place of {RATE}" in logged.text
+
+
+def test_one_cycle_ends_graphs_after_three_captures_in_a_row(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair(sgd)
+    assert pair.optimizer is not None and pair.other is not None
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=60, three_phase=True)
+        for optimizer in (pair.optimizer, pair.other)
+    ]
+    for number in range(40):
+        for optimizer in (pair.optimizer, pair.other):
+            optimizer.param_groups[0]["lr"] = RATE  # its momentum cycles, and float32 would round its rates
+        pair.run(number)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert pair.recorder.replays == [1, 1, 1] and all(each.is_closed for each in pair.recorder.recordings)
+    assert pair.graphs.ended.startswith("3 captures in a row have served one step each: momentum of the optimizer's")
+    assert [record.levelname for record in logged.records].count("WARNING") == 1
+
+
+def test_who_asks_for_graphs_gets_a_capture_for_each_change() -> None:
+    pair = Pair(sgd, always=True)
+    assert pair.optimizer is not None and pair.other is not None
+    for number in range(6):
+        for optimizer in (pair.optimizer, pair.other):
+            optimizer.param_groups[0]["momentum"] = 0.1 * (number + 1)
+        pair.run(number)
+    assert pair.recorder.replays == [1] * 5 and not pair.graphs.ended
+
+
+def test_parameters_written_in_place_are_seen_and_replaced_ones_are_captured_anew(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    pair = Pair().captured()
+    with torch.no_grad():
+        for model in (pair.model, pair.twin):
+            model.first.weight.mul_(0.5)
+            model.norm.running_mean.add_(1)
+    pair.run(10)
+    assert pair.recorder.replays == [2]
+    for model in (pair.model, pair.twin):
+        model.first.weight.data = model.first.weight.data * 2
+    for number in range(20):
+        pair.run(number)
+    assert len(pair.recorder.recordings) == 2 and pair.recorder.recordings[0].is_closed
+    assert "parameter first.weight lies elsewhere in memory" in logged.text
+
+
+def test_a_replaced_parameter_object_is_captured_anew(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair(None).captured()
+    for model in (pair.model, pair.twin):
+        model.first.weight = nn.Parameter(model.first.weight.detach() * 2)
+    for number in range(FIRST + 1):
+        pair.run(number)
+    assert len(pair.recorder.recordings) == 2 and pair.recorder.recordings[0].is_closed
+    assert "a captured step goes: a parameter of the model was replaced" in logged.text
+
+
+def test_loaded_states_act() -> None:
+    pair = Pair().captured()
+    assert pair.optimizer is not None and pair.other is not None
+    saved = copy.deepcopy((pair.model.state_dict(), pair.optimizer.state_dict()))
+    first = [float(pair.run(number)) for number in range(3)]
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.twin, pair.other)):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    torch.manual_seed(5)
+    again = [float(pair.run(number)) for number in range(12)]
+    assert len(first) == 3 and len(pair.recorder.recordings) == 2, "the optimizer has other tensors now"
+    assert len(set(again)) == 12
+
+
+def test_masks_are_drawn_again_from_a_restored_generator() -> None:
+    pair = Pair().captured()
+    state, weights = torch.get_rng_state(), copy.deepcopy(pair.model.state_dict())
+    one = pair.run(0)
+    torch.set_rng_state(state)
+    for model in (pair.model, pair.twin):
+        model.load_state_dict(weights)
+    assert torch.equal(pair.run(0), one)
+    torch.manual_seed(77)
+    for model in (pair.model, pair.twin):
+        model.load_state_dict(weights)
+    assert not torch.equal(pair.run(0), one)
+    assert pair.recorder.replays == [4]
+
+
+def test_gradients_are_the_callers() -> None:
+    pair = Pair(None)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(10):
+        pair.run(number)
+        grad = pair.model.first.weight.grad
+        assert grad is not None
+        if number % 3 == 1:  # two steps add up, and a third follows on nothing
+            kept.append((grad, grad.clone()))
+            for model in (pair.model, pair.twin):
+                model.zero_grad(set_to_none=True)
+    assert pair.recorder.replays == [10 - FIRST]
+    assert all(torch.equal(grad, before) for grad, before in kept)
+
+
+def test_evaluation_and_eager_forwards_between_steps() -> None:
+    pair = Pair().captured()
+    for number in range(4):
+        for model in (pair.model, pair.twin):
+            model.eval()
+        pair.run(number)
+        assert torch.equal(pair.model(batch(0)[0]), pair.twin(batch(0)[0]))
+        for model in (pair.model, pair.twin):
+            model.train()
+        pair.run(number)
+    assert pair.recorder.replays == [5]
+
+
+def test_auxiliary_outputs_are_the_callers() -> None:
+    def loss_fn(out: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return F.cross_entropy(out, target), {"out": out, "top": out.argmax(-1)}
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = cf.compile(model, loss_fn=loss_fn, optimizer=adamw(model), has_aux=True)
+    recorder = recorded(step)
+    kept = []
+    for number in range(FIRST + 3):
+        _, aux = step(*batch(number))
+        kept.append((aux, copy.deepcopy(aux)))
+    assert recorder.replays == [3]
+    for aux, before in kept:
+        assert torch.equal(aux["out"], before["out"]) and torch.equal(aux["out"].argmax(-1), aux["top"])
+
+
+def test_further_shapes_are_captured_and_the_oldest_goes() -> None:
+    pair = Pair()
+    for rows in range(2, MOST + 3):
+        for number in range(FIRST + 1):
+            pair.run(number, rows)
+    recordings = pair.recorder.recordings
+    assert [each.is_closed for each in recordings] == [True] + [False] * MOST
+    pair.run(0, 3)  # used again, so another one is the oldest
+    for number in range(FIRST + 1):
+        pair.run(number, 20)
+    assert [each.is_closed for each in recordings] == [True, False, True] + [False] * (MOST - 1)
+    assert recordings[1].replays == 2
+
+
+def test_an_error_in_capture_leaves_the_step_as_it_was(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    pair.recorder.error = RuntimeError("operation not permitted when stream is capturing")
+    for number in range(FIRST + 3):
+        pair.run(number)
+    warnings = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "steps run without CUDA graphs from here on: capturing one failed [RuntimeError: operation not permitted when "
+        "stream is capturing]"
+    ]
+
+
+def test_an_error_in_capture_reaches_who_asks_for_graphs() -> None:
+    pair = Pair(always=True)
+    pair.run(0)
+    before = copy.deepcopy(pair.model.state_dict())
+    pair.recorder.error = RuntimeError("not permitted")
+    with pytest.raises(cf.NotAvailableError, match=r"cuda_graph=True: capturing the step failed.*not permitted"):
+        pair.step(*batch(1))
+    assert all(torch.equal(before[name], value) for name, value in pair.model.state_dict().items())
+    pair.recorder.error = None
+    pair.run(1)
+    assert pair.recorder.replays == [1]
+
+
+def test_a_failed_step_ends_captures(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair().captured()
+    executor = pair.step.session.running
+    assert executor is not None
+    executor.storage.pool.forget_memory()
+    for number in range(8):
+        pair.run(number)
+    assert len(pair.recorder.recordings) == 2 and "a step has failed" in logged.text
+
+
+def test_nothing_is_captured_while_somebody_looks_at_ops() -> None:
+    pair = Pair().captured()
+    pair.recorder.is_busy = True
+    pair.run(5)
+    pair.recorder.is_busy = False
+    with FlopCounterMode(display=False) as counter:
+        pair.step(*batch(6))
+    assert counter.get_total_flops() > 0 and pair.recorder.replays == [1]
+
+
+def test_profile_runs_without_captures() -> None:
+    pair = Pair().captured()
+    pair.step.profile(*batch(0), rounds=1)
+    assert pair.recorder.replays == [1]
+
+
+class WritesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x.mul_(2))
+        return out
+
+
+class Odd(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "why"),
+    [
+        (WritesInput, adamw, "the model writes to its input input.0"),
+        (Net, lambda model: Odd(model.parameters(), lr=0.1), r"the optimizer's own step\(\) makes the update"),
+    ],
+    ids=["input", "optimizer"],
+)
+def test_what_cannot_be_captured(
+    model: type[nn.Module], make: Make, why: str, logged: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(make, model())
+    for number in range(FIRST + 2):
+        pair.step(*batch(number))
+    assert pair.recorder.recordings == [] and "a step runs without a CUDA graph: " in logged.text
+    with pytest.raises(cf.NotAvailableError, match=f'cuda_graph=True: {why}; pass cuda_graph="auto"'):
+        Pair(make, model(), always=True).step(*batch(0))
+
+
+def test_copies_of_a_step_capture_their_own() -> None:
+    pair = Pair().captured()
+    other = copy.deepcopy(pair.step)
+    assert other.session.graphs is None
+    other(*batch(0))
+    assert pair.recorder.replays == [1]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_closed_step(captures: bool) -> None:
+    pair = Pair()
+    if captures:
+        pair.captured()
+    else:
+        pair.step.session.graphs = None
+        pair.step(*batch(0))
+    for _ in range(2):
+        pair.step.close()
+    assert all(each.is_closed for each in pair.recorder.recordings)
+    with pytest.raises(cf.CommFuseError, match="this step is closed"):
+        pair.step(*batch(0))
+    pair.step.synchronize()
+    again = cf.compile(pair.model, loss_fn=F.cross_entropy, optimizer=pair.optimizer)
+    assert torch.isfinite(again(*batch(1)))
