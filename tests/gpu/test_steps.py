@@ -1,0 +1,96 @@
+"""Steps on CUDA: models, dtypes, optimizers and options against eager PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import step_checks
+from tests.gpu.device_models import MODELS, RECURRENT, WITH_DROPOUT
+from tests.gpu.step_checks import CAPTURABLE, OPTIMIZERS
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+ADAMW = OPTIMIZERS["AdamW fused"]
+
+VARIANTS: dict[str, dict[str, Any]] = {"inductor": {"backend": "inductor"}}
+if step_checks.has_graphs(CUDA):
+    VARIANTS |= {"graph": {"cuda_graph": True}, "inductor and graph": {"backend": "inductor", "cuda_graph": True}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
+    step_checks.check_step(MODELS[name], CUDA, dtype, ADAMW)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast(name: str) -> None:
+    step_checks.check_step(MODELS[name], CUDA, torch.float32, ADAMW, amp=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", {**OPTIMIZERS, **CAPTURABLE})
+def test_optimizers(name: str) -> None:
+    step_checks.check_step(MODELS["mlp"], CUDA, torch.float64, {**OPTIMIZERS, **CAPTURABLE}[name])
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=str)
+def test_channels_last(amp: torch.dtype | None) -> None:
+    step_checks.check_step(MODELS["resnet"], CUDA, torch.float32, ADAMW, amp=amp, channels_last=True)
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_masks_are_those_of_eager_pytorch(name: str) -> None:
+    step_checks.check_step(WITH_DROPOUT[name], CUDA, torch.float32, ADAMW)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_variants(name: str, variant: str) -> None:
+    step_checks.check_step(MODELS[name], CUDA, torch.float64, ADAMW, close=1e-9, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_recurrent_modules(name: str, dtype: torch.dtype) -> None:
+    step_checks.check_step(RECURRENT[name], CUDA, dtype, OPTIMIZERS["SGD momentum"], close=_recurrent(dtype))
+
+
+@pytest.mark.parametrize("amp", [torch.float16, torch.bfloat16], ids=str)
+def test_recurrent_modules_under_autocast(amp: torch.dtype) -> None:
+    """PyTorch hands cuDNN float16 in both cases."""
+    step_checks.check_step(RECURRENT["lstm"], CUDA, torch.float32, OPTIMIZERS["SGD momentum"], amp=amp, close=1e-2)
+
+
+def test_a_recurrent_module_without_cudnn() -> None:
+    with torch.backends.cudnn.flags(enabled=False):
+        step_checks.check_step(RECURRENT["gru"], CUDA, torch.float64, OPTIMIZERS["SGD momentum"])
+
+
+def test_dropout_between_the_layers_of_a_recurrent_module() -> None:
+    step_checks.check_dropout_between_layers(CUDA)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD momentum", "AdamW", "AdamW fused"])
+@pytest.mark.parametrize("name", [*MODELS, "lstm"])
+def test_no_step_waits_for_the_host(name: str, optimizer: str) -> None:
+    case = {**MODELS, **RECURRENT}[name]
+    step_checks.check_that_no_step_waits_for_the_host(case, CUDA, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_step_of_a_variant_waits_for_the_host(variant: str) -> None:
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["gpt2"], CUDA, ADAMW, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_nothing_warns(name: str) -> None:
+    step_checks.check_that_nothing_warns({**MODELS, **RECURRENT}[name], CUDA, OPTIMIZERS["SGD"])
+
+
+def _recurrent(dtype: torch.dtype) -> float:
+    """cuDNN may choose another algorithm where weights lie in another order."""
+    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 3e-2)

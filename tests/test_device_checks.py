@@ -1,0 +1,60 @@
+"""A part of the checks that machines with a GPU run (tests/gpu), on small CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import step_checks
+from tests.gpu.device_models import MODELS, RECURRENT, WITH_DROPOUT
+from tests.gpu.step_checks import OPTIMIZERS
+
+CPU = torch.device("cpu")
+ADAMW = OPTIMIZERS["AdamW fused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "amp"),
+    [
+        ("mlp", torch.float64, None),
+        ("gpt2", torch.bfloat16, None),
+        ("llama", torch.float32, None),
+        ("resnet", torch.float32, torch.bfloat16),
+    ],
+)
+def test_steps(name: str, dtype: torch.dtype, amp: torch.dtype | None) -> None:
+    step_checks.check_step(MODELS[name], CPU, dtype, ADAMW, amp=amp, channels_last=name == "resnet")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    step_checks.check_step(MODELS["mlp"], CPU, torch.float64, OPTIMIZERS[name])
+
+
+def test_dropout() -> None:
+    step_checks.check_step(WITH_DROPOUT["mlp"], CPU, torch.float32, ADAMW)
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm batch first", "rnn"])
+def test_recurrent_steps(name: str) -> None:
+    step_checks.check_step(RECURRENT[name], CPU, torch.float64, OPTIMIZERS["SGD momentum"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lstm projected"])
+def test_modules(name: str) -> None:
+    step_checks.check_module({**MODELS, **RECURRENT}[name], CPU, torch.float64)
+
+
+def test_dropout_between_the_layers_of_a_recurrent_module() -> None:
+    step_checks.check_dropout_between_layers(CPU)
+
+
+def test_a_backward_that_runs_twice() -> None:
+    step_checks.check_retained_backward(RECURRENT["lstm"], CPU)
+
+
+def test_checks_of_what_only_a_gpu_shows_run() -> None:
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CPU, ADAMW)
+    step_checks.check_that_no_half_waits_for_the_host(MODELS["mlp"], CPU)
+    step_checks.check_that_nothing_warns(MODELS["mlp"], CPU, OPTIMIZERS["SGD"])
+    assert not step_checks.has_graphs(CPU)
