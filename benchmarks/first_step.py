@@ -1,12 +1,14 @@
 """Seconds that the first step of a model takes, in processes of their own: with no compiled code on disk, and with it.
 
-Imports of Inductor are among them; those of torch and this package, and making the model, are not.
+Imports of Inductor are among them; those of torch and this package, and making the model, are not. CPU seconds are those of
+the whole process with the compilers that it starts, and are steadier.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -57,14 +59,15 @@ VARIANTS: dict[str, Callable[[Workload, torch.nn.Module], Callable[[], Any]]] = 
 def table(names: Sequence[str], layers: Sequence[int], variants: Sequence[str]) -> dict[str, Any]:
     """Print and return a row for each workload, number of layers and variant."""
     results: dict[str, Any] = {}
-    print(f"{'workload':12} {'layers':>6} {'variant':14} {'compiled':>8} {'first process s':>16} {'second':>8}")
+    columns = "workload", "layers", "variant", "compiled", "first process s", "CPU s", "second s", "CPU s"
+    print("{:12} {:>6} {:14} {:>8} {:>16} {:>8} {:>9} {:>8}".format(*columns))
     for name in names:
         for count in layers:
             for variant in variants:
                 with tempfile.TemporaryDirectory() as folder:
                     first, second = (_in_a_process(name, count, variant, folder) for _ in range(2))
                 results[f"{name} {count} {variant}"] = {"first": first, "second": second}
-                seconds = f"{first['seconds']:16.1f} {second['seconds']:8.1f}"
+                seconds = f"{first['seconds']:16.1f} {first['cpu']:8.1f} {second['seconds']:9.1f} {second['cpu']:8.1f}"
                 print(f"{name:12} {count:6} {variant:14} {first['compiled']:8} {seconds}", flush=True)
     return results
 
@@ -72,9 +75,15 @@ def table(names: Sequence[str], layers: Sequence[int], variants: Sequence[str]) 
 def _in_a_process(name: str, layers: int, variant: str, folder: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.first_step", name, str(layers), variant]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    before = _cpu_seconds_of_children()
     done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return {**found, "cpu": _cpu_seconds_of_children() - before}
+
+
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _measure(name: str, layers: int, variant: str) -> dict[str, Any]:

@@ -380,7 +380,8 @@ def test_first_steps_are_timed_in_processes_that_share_only_code_on_disk(
         return SimpleNamespace(stdout=f'a word\n{{"seconds": {len(folders)}, "compiled": {command[-2]}}}\n')
 
     monkeypatch.setattr(first_step.subprocess, "run", run)
+    monkeypatch.setattr(first_step, "_cpu_seconds_of_children", lambda: 10.0 * len(folders))
     results = first_step.table(["gpt2"], [2, 6], ["layers"])
     assert folders[0] == folders[1] != folders[2] == folders[3] and not any(map(os.path.exists, folders))
-    assert results["gpt2 6 layers"] == {"first": {"seconds": 3, "compiled": 6}, "second": {"seconds": 4, "compiled": 6}}
-    assert capsys.readouterr().out.splitlines()[1].split() == ["gpt2", "2", "layers", "2", "1.0", "2.0"]
+    assert results["gpt2 6 layers"]["second"] == {"seconds": 4, "compiled": 6, "cpu": 10.0}
+    assert capsys.readouterr().out.splitlines()[1].split() == ["gpt2", "2", "layers", "2", "1.0", "10.0", "2.0", "10.0"]

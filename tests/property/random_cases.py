@@ -17,11 +17,18 @@ STEPS = 10
 WAITING: tuple[str, ...] = ()
 """Names of parts, actions and calls that are not drawn yet, or not for steps that divide parameters."""
 
-KINDS = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1}
+KINDS = {
+    **{"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1},
+    **{"inductor_one": 3, "inductor_lockstep": 2, "inductor_ranks": 2, "inductor_module": 1, "inductor_module_ranks": 1},
+}
 """Kind -> how often it is drawn, of all that are asked for.
 
 One device; ranks in this process, data parallel or with a divided model; real ranks beside DistributedDataParallel,
-or with a divided model; the module form, on one device and on real ranks beside DistributedDataParallel."""
+or with a divided model; the module form, on one device and on real ranks beside DistributedDataParallel. The same with
+compute that Inductor compiles, which takes seconds of a C++ compiler for each case."""
+
+COMPILED = "inductor_"
+"""What names of kinds begin with that Inductor compiles."""
 
 LOCAL = ("one", "lockstep", "divided")
 """Kinds that run in one process."""
@@ -60,10 +67,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """`accumulate`: the step is compiled without the optimizer. `marks`: what divides parameters, as numbers."""
+    """`accumulate`: the step is compiled without the optimizer. `marks`: what divides parameters, as numbers.
+
+    `regions`: `inductor_regions` where Inductor compiles, else "".
+    """
 
     seed: int
     kind: str
+    regions: str
     model: ModelSpec
     optimizer: str
     groups: str
@@ -76,7 +87,8 @@ class Case:
 
     def __str__(self) -> str:
         lines = [
-            f"seed {self.seed}: {self.kind}, mesh {self.mesh}, fusion {self.fusion}, marks {list(self.marks)}",
+            f"seed {self.seed}: {self.kind}, mesh {self.mesh}, fusion {self.fusion}, marks {list(self.marks)}"
+            + (f", regions {self.regions}" if self.regions else ""),
             f"  model: {self.model}",
             f"  optimizer: {self.optimizer} {self.flags}, groups {self.groups}, accumulate {self.accumulate}",
         ]
@@ -92,7 +104,8 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
     """The case of a seed. kinds: those that it may be of. small: with fewer parts and fewer causes to trace again, on
     which nearly all the time of a case goes."""
     rng = random.Random(seed)
-    kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
+    drawn = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
+    kind = drawn.removeprefix(COMPILED)
     divides = kind.startswith("divided")
     accumulate = rng.random() < 0.25
     dtype = rng.choices((torch.float64, torch.float32, torch.bfloat16), (14, 5, 1))[0]
@@ -110,6 +123,7 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
     return Case(
         seed=seed,
         kind=kind,
+        regions="" if drawn == kind else ("stretches", "layers")[seed % 2],
         model=_draw_model(rng, dtype, divides, small),
         optimizer=optimizer,
         groups=rng.choice(("one", "one", "two", "held_back")),

@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed.harness import Ranks
 from tests.property.compare_cases import Result, run_case
-from tests.property.random_cases import KINDS, LOCAL, OF_RANKS, draw
+from tests.property.random_cases import COMPILED, KINDS, LOCAL, OF_RANKS, draw
 from tests.property.shrink_cases import shrink
 
 Job = tuple[int, tuple[str, ...], bool]
@@ -42,7 +42,8 @@ def run_on_ranks(
 ) -> list[tuple[Result, float]]:
     """The worst result of each case among two ranks, with the seconds of CPU of both."""
     found: list[tuple[Result, float]] = []
-    pairs = ranks.values(run_seeds, list(seeds), tuple(kinds), small, timeout=20.0 + 10.0 * len(seeds))
+    each = 100.0 if any(kind.startswith(COMPILED) for kind in kinds) else 10.0
+    pairs = ranks.values(run_seeds, list(seeds), tuple(kinds), small, timeout=20.0 + each * len(seeds))
     for (first, seconds), (second, more) in zip(*pairs, strict=True):
         found.append((second if first.outcome == "same" else first, seconds + more))
     return found
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(job: Job, smaller: bool) -> int:
     case = draw(*job)
     print(case)
-    if case.kind in OF_RANKS:
+    if case.kind.endswith("ranks"):
         ((result, _),) = run_on_ranks(Ranks(), [job[0]], *job[1:])
     else:
         result = run_case(case)

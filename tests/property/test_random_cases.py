@@ -58,3 +58,8 @@ def test_cases_of_modules() -> None:
 def test_cases_of_modules_on_real_ranks(ranks: Ranks) -> None:
     kinds = ("module_ranks",)
     check([result for result, _ in run_on_ranks(ranks, range(MODULE_RANKS_CASES), kinds, small=True)], kinds)
+
+
+def test_a_case_that_inductor_compiles() -> None:
+    kinds = ("inductor_lockstep",)
+    check([run_seed(9, kinds, small=True)], kinds)

@@ -34,6 +34,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def inductor(case: Case) -> dict[str, Any]:
+    return {"backend": "inductor", "inductor_regions": case.regions} if case.regions else {}
+
+
 class Eager:
     """One trainee per rank, whose gradients are averaged: what DistributedDataParallel computes."""
 
@@ -122,7 +126,7 @@ class Compiled:
     def __init__(self, case: Case) -> None:
         self.case = case
         trainee = make_trainee(case.model, case.optimizer, case.groups, case.flags)
-        options = dict(OPTIONS[case.fusion])
+        options = {**OPTIONS[case.fusion], **inductor(case)}
         if case.fusion == "ids":
             for number, part in enumerate((*trainee.model.parts, trainee.model.head)):
                 cf.set_comm_fusion(part, number % 3)
@@ -178,7 +182,7 @@ class Module:
     def __init__(self, case: Case) -> None:
         self.case = case
         trainee = make_trainee(case.model, case.optimizer, case.groups, case.flags)
-        options = {} if "across" in case.fusion else dict(OPTIONS[case.fusion])
+        options = {**({} if "across" in case.fusion else OPTIONS[case.fusion]), **inductor(case)}
         if case.kind == "module_ranks":  # as the DistributedDataParallel beside it
             options.update(broadcast_buffers=False, parameter_broadcast=False, find_unused_parameters=True)
         self.step = cf.compile(trainee.model, form="module", **options)
