@@ -1,7 +1,7 @@
 """Seconds that the first step of a model takes, in processes of their own: with no compiled code on disk, and with it.
 
-Imports of Inductor are among them; those of torch and this package, and making the model, are not. CPU seconds are those of
-the whole process with the compilers that it starts, and are steadier.
+Imports of Inductor are among them; those of torch and this package, and making the model, are not. CPU seconds are
+those of the whole process with the compilers that it starts, and are steadier.
 """
 
 from __future__ import annotations

@@ -17,18 +17,17 @@ STEPS = 10
 WAITING: tuple[str, ...] = ()
 """Names of parts, actions and calls that are not drawn yet, or not for steps that divide parameters."""
 
-KINDS = {
-    **{"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1},
-    **{"inductor_one": 3, "inductor_lockstep": 2, "inductor_ranks": 2, "inductor_module": 1, "inductor_module_ranks": 1},
-}
+_OP_BY_OP = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1}
+
+COMPILED = "inductor_"
+"""What names of kinds begin with that Inductor compiles."""
+
+KINDS = {**_OP_BY_OP, **{f"{COMPILED}{kind}": weight for kind, weight in _OP_BY_OP.items()}}
 """Kind -> how often it is drawn, of all that are asked for.
 
 One device; ranks in this process, data parallel or with a divided model; real ranks beside DistributedDataParallel,
 or with a divided model; the module form, on one device and on real ranks beside DistributedDataParallel. The same with
 compute that Inductor compiles, which takes seconds of a C++ compiler for each case."""
-
-COMPILED = "inductor_"
-"""What names of kinds begin with that Inductor compiles."""
 
 LOCAL = ("one", "lockstep", "divided")
 """Kinds that run in one process."""
