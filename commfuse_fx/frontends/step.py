@@ -14,6 +14,7 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
+from commfuse_fx.measure.cuda_timeline import CudaTimeline
 from commfuse_fx.measure.profiling import profile_step, with_overhead
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -136,16 +137,13 @@ class CompiledStep(CompiledCall):
         """Measure the communication of the steps that run inside the `with` block, on this rank.
 
         The timeline tells for each collective how long it was in flight, and for how long of that the step was
-        blocked. It includes the vote of the ranks, where there is one. Raises NotAvailableError for a model on
-        CUDA, whose waits do not block the host.
+        blocked. It includes the vote of the ranks, where there is one. Read it after the block: for a model on CUDA,
+        where a wait blocks a stream and not the host, its times are known by then.
         """
-        if any(param.is_cuda for param in self.model.parameters()):
-            raise NotAvailableError(
-                "record_communication() is not available yet for a model on CUDA: its waits do not block the host, "
-                "whose clock is used here; use torch.profiler"
-            )
-        timeline = self.session.timeline = Timeline()
+        device = next((param.device for param in self.model.parameters() if param.is_cuda), None)
+        timeline = self.session.timeline = Timeline() if device is None else CudaTimeline(device)
         try:
             yield timeline
         finally:
             self.session.timeline = None
+        timeline.finish()

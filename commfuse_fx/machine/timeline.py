@@ -1,7 +1,7 @@
 """When each collective of a running step was on the wire, and how long the step stood still for it.
 
-Times are those of the host's clock, which is right for backends whose wait blocks the host (Gloo). A
-wait of NCCL blocks a CUDA stream instead, so `CompiledStep.record_communication` refuses CUDA models.
+Times are those of the host's clock, which is right for backends whose wait blocks the host (Gloo). A wait of NCCL
+blocks a CUDA stream instead: measure/cuda_timeline.py asks the streams.
 """
 
 from __future__ import annotations
@@ -100,8 +100,11 @@ class Timeline:
         """Begin the list of another step."""
         self.steps.append([])
 
-    def issued(self, key: Any, name: str, description: str, since: float, work: Any) -> None:
-        """A collective was handed to the backend at `since`; `work` is its handle."""
+    def issued(self, key: Any, name: str, description: str, since: float, work: Any, on_device: bool = False) -> None:
+        """A collective was handed to the backend at `since`; `work` is its handle.
+
+        on_device: whether its tensors are on a device whose streams wait for it, and not the host.
+        """
         span = self._open[key] = Span(name, description, since)
 
         def finished(_: Any) -> None:
@@ -119,6 +122,9 @@ class Timeline:
         work.wait()
         span.wait_left = perf_counter()
         self.steps[-1].append(span)
+
+    def finish(self) -> None:
+        """The steps are over, and their times are asked for."""
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.measure.clocks import HostClock, clock_of
 from commfuse_fx.measure.undo import step_undone, undone
 from commfuse_fx.runtime.execute.bindings import bound
 from commfuse_fx.runtime.execute.executor import Executor
@@ -77,12 +78,13 @@ def with_overhead(
     generators as they were. All ranks together.
     """
     world = dist.get_world_size() if is_distributed() and profile.world > 1 else 1
+    clock = clock_of(executor.devices)
     with step_undone(executor, inputs):
         run()
-        first = _timed(run)
+        first = _periods(run, 1, clock)[0]
         # Short steps vary more from one to the next: all ranks take as many of them as fit into a second.
         fitting = int(1 / max(_gather(first, world)))
-        times = [_timed(run) for _ in range(max(rounds, min(fitting, MOST_STEPS)))]
+        times = _periods(run, max(rounds, min(fitting, MOST_STEPS)), clock)
         finish()
     everybody = _gather(typical(times), world)
     played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
@@ -100,10 +102,14 @@ def typical(times: Sequence[float]) -> float:
     return median(mean(times[at : at + size]) for at in range(0, len(times) - size + 1, size))
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
+def _periods(run: Callable[[], Any], count: int, clock: HostClock) -> list[float]:
+    """Seconds of each of some consecutive steps."""
+    marks = [clock.mark()]
+    for _ in range(count):
+        run()
+        marks.append(clock.mark())
+    clock.settle()
+    return [clock.seconds(begin, end) for begin, end in pairwise(marks)]
 
 
 def _gather(mine: Any, world: int) -> list[Any]:
@@ -140,6 +146,7 @@ class _Stopwatch:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self.clock = clock_of(executor.devices)
         self.nodes = list(executor.program.graph.nodes)
         self.sends = executor.wire.sends()
         self.callables = {node: bound(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
@@ -170,7 +177,7 @@ class _Stopwatch:
 
     def _run(self, given: Sequence[Any]) -> dict[fx.Node, float]:
         values: dict[fx.Node, Any] = {}
-        seconds: dict[fx.Node, float] = {}
+        taken: dict[fx.Node, tuple[Any, Any] | None] = {}
         inputs = iter(given)
         for node in self.nodes:
             if node.op == "placeholder":
@@ -179,38 +186,30 @@ class _Stopwatch:
                 values[node] = self.executor.program.constants[str(node.target)]
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                value, took = self._timed(self.callables[node], args, kwargs)
+                begin = self.clock.begin()
+                value = self.callables[node](*args, **kwargs)
+                end = self.clock.mark()
                 values[node] = as_recorded(value, info(node).spec) if node in self.computed else value
                 del value
                 if is_start(node):
                     self._complete()
                 elif not (is_wait(node) or info(node).once):
-                    seconds[node] = 0.0 if node in self.made_once else took
+                    taken[node] = None if node in self.made_once else (begin, end)
                 for send, storage in self.sends.get(node, ()):
                     send(values[storage])
                     self._complete()
                 del args, kwargs
             for value in self.dead_after.get(node, ()):
                 values.pop(value, None)
-        return seconds
-
-    def _timed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, float]:
-        self._synchronize()
-        start = perf_counter()
-        value = function(*args, **kwargs)
-        self._synchronize()
-        return value, perf_counter() - start
+        self.clock.settle()
+        return {node: 0.0 if marks is None else self.clock.seconds(*marks) for node, marks in taken.items()}
 
     def _complete(self) -> None:
         """Wait for whatever is on the wire. The graph's own wait comes later, and finds it done."""
         for flights in self.executor.wire._pending.values():
             for flight in flights:
                 flight.work.wait()
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        for device in self.executor.devices:
-            torch.cuda.synchronize(device)
+        self.clock.settle()
 
     @staticmethod
     def _by_key(seconds: Mapping[fx.Node, float]) -> dict[str, float]:

@@ -174,6 +174,42 @@ def check_streams(device: torch.device) -> None:
     assert not [name for name in during if name.startswith("cuda") and name.endswith("Synchronize")]
 
 
+def check_recorded_communication(device: torch.device) -> None:
+    """Every collective of two steps has been in flight, and its times are in order."""
+    case = MODELS["mlp"]
+    model = case.on(device, torch.float32)
+    step = cf.compile(model, optimizer=adamw(model), comm_fusion={"openstate": False})
+    batch = case.batches(device, torch.float32, 1)[0]
+    step(**batch)
+    with step.record_communication() as timeline:
+        for _ in range(2):
+            step(**batch)
+    gradients = sum(param.requires_grad for param in model.parameters())
+    for spans in timeline.steps:
+        assert len([span for span in spans if span.name != "agreement"]) == gradients
+        assert all(span.issued <= span.wait_left and span.wait_entered <= span.wait_left for span in spans)
+        assert all(span.done is None or span.issued <= span.done for span in spans)
+    assert 0 < timeline.in_flight < 60 and timeline.text().startswith("measured communication, mean of 2 step(s)")
+
+
+def check_profile(device: torch.device) -> None:
+    """A profile has a time for each node, the same on both ranks, and leaves parameters as they were."""
+    case = MODELS["mlp"]
+    model = case.on(device, torch.float32)
+    step = cf.compile(model, optimizer=adamw(model))
+    batch = case.batches(device, torch.float32, 1)[0]
+    step(**batch)
+    before = flat(model.parameters())
+    profile = step.profile(**batch, rounds=2)
+    assert torch.equal(flat(model.parameters()), before)
+    seconds = [profile.node_seconds[key] for key in sorted(profile.node_seconds)]
+    assert sum(seconds) > 0 and all(0 <= each < 60 for each in seconds)
+    mine = torch.tensor(seconds, dtype=torch.float64).to(device)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    assert torch.equal(*everybody)
+
+
 def _cases() -> dict[str, Callable[[torch.device], None]]:
     """All checks by name, in the order in which ranks run them."""
     small: Options = {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}}
@@ -196,6 +232,8 @@ def _cases() -> dict[str, Callable[[torch.device], None]]:
     found["tensor parallel"] = check_tensor_parallel
     found["masks"] = check_masks_differ_between_ranks
     found["streams"] = check_streams
+    found["recorded communication"] = check_recorded_communication
+    found["profile"] = check_profile
     return found
 
 

@@ -143,7 +143,8 @@ class Wire:
             pieces.append(flight)
             if self.timeline is not None:
                 label = f"{name}.{len(pieces) - 1}" if is_streamed else name
-                self.timeline.issued((node, len(pieces) - 1), label, description, since, flight.work)
+                key, on_device = (node, len(pieces) - 1), flight.out.is_cuda
+                self.timeline.issued(key, label, description, since, flight.work, on_device)
             return flight.out
 
         return hand_over
