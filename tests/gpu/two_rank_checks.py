@@ -9,7 +9,8 @@ import copy
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,41 @@ def check_streams(device: torch.device) -> None:
     assert not [name for name in during if name.startswith("cuda") and name.endswith("Synchronize")]
 
 
+def check_other_streams(device: torch.device) -> None:
+    """Steps on two streams in turns, of which each leaves updates to the next, and reads on a third one, equal DDP."""
+    case = MODELS["gpt2"]
+    model = case.on(device, torch.float64)
+    twin = copy.deepcopy(model)
+    theirs, optimizer = ddp(twin), adamw(twin)
+    step = cf.compile(model, optimizer=adamw(model), **FUSIONS["across steps"])
+    streams = [torch.cuda.Stream(device) for _ in range(3)] if device.type == "cuda" else [None] * 3
+    for number, batch in enumerate(case.batches(device, torch.float64, 6, seed=dist.get_rank())):
+        with _after(streams[number % 2], device):
+            step(**batch)
+        if number % 3 == 2:
+            with _after(streams[2], device):
+                total = flat(model.parameters()).sum()
+            assert torch.isfinite(total)
+        optimizer.zero_grad()
+        theirs(**batch).backward()
+        optimizer.step()
+    step.synchronize()
+    assert_near(model.parameters(), twin.parameters(), CLOSE)
+
+
+@contextmanager
+def _after(stream: Any, device: torch.device) -> Iterator[None]:
+    """Work on a stream that begins when the present one is done, and that the present one waits for."""
+    if stream is None:
+        yield
+        return
+    present = torch.cuda.current_stream(device)
+    stream.wait_stream(present)
+    with torch.cuda.stream(stream):
+        yield
+    present.wait_stream(stream)
+
+
 def check_recorded_communication(device: torch.device) -> None:
     """Every collective of two steps has been in flight, and its times are in order."""
     case = MODELS["mlp"]
@@ -232,6 +268,7 @@ def _cases() -> dict[str, Callable[[torch.device], None]]:
     found["tensor parallel"] = check_tensor_parallel
     found["masks"] = check_masks_differ_between_ranks
     found["streams"] = check_streams
+    found["other streams"] = check_other_streams
     found["recorded communication"] = check_recorded_communication
     found["profile"] = check_profile
     return found

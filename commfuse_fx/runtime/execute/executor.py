@@ -93,7 +93,7 @@ class Executor:
         self.rates: LearningRates | None = None
         """Learning rates on the device; None: the code gets them as numbers."""
         self.guard = Guard(self.synchronize)
-        self.tail = Tail((), self.guard)
+        self.tail = Tail((), self.guard, self.devices)
 
     def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
         """Generate the code.
@@ -153,7 +153,7 @@ class Executor:
         self.generated = generate(
             self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
         )
-        self.tail = Tail(self.generated.tail, self.guard)
+        self.tail = Tail(self.generated.tail, self.guard, self.devices)
         self._tail_hooks = self.tail.hooks()
 
     @property

@@ -16,15 +16,22 @@ from commfuse_fx.errors import CollectiveError
 from commfuse_fx.runtime.execute.codegen import TailPart
 from commfuse_fx.runtime.execute.guard import Guard
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.execute.streams import Streams
 from commfuse_fx.runtime.ranks.forks import check_process, process
 
 
 class Tail:
-    """The tail of one executor. Only the thread that holds the guard's lock runs it."""
+    """The tail of one executor. Only the thread that holds the guard's lock runs it.
 
-    def __init__(self, parts: Sequence[TailPart], guard: Guard) -> None:
+    devices: the numbers of the CUDA devices of its tensors. It runs on the streams of the step that left it, whatever
+        stream reads a parameter or runs the following step.
+    """
+
+    def __init__(self, parts: Sequence[TailPart], guard: Guard, devices: Sequence[int]) -> None:
         self.parts = parts
         self.guard = guard
+        self.devices = devices
+        self._streams: Streams | None = None
         self._process = process()
         self._values: list[Any] | None = None
         self._next = 0
@@ -49,6 +56,7 @@ class Tail:
         """Start the tail of a step that has ended, with the list of values that `produce` returned for it."""
         with self.guard.lock:
             assert self._values is None, "the tail of the step before has not run"
+            self._streams = Streams(self.devices)
             self._values = values
             self._next = 0
 
@@ -70,7 +78,9 @@ class Tail:
                     "the updates of its last step (across_steps=True) were still to come: only the parent can finish "
                     "them, so call step.synchronize() there before it forks",
                 )
-                self._run(self._values, until)
+                assert self._streams is not None
+                with self._streams.current():
+                    self._run(self._values, until)
 
     def _run(self, values: list[Any], until: int) -> None:
         try:
