@@ -29,8 +29,8 @@ def run(graphs: StepGraphs, voting: Voting, runner: Runner, inputs: Mapping[str,
     if wish != PLAIN:
         wish = voting.least_wish(runner, wish)
     if wish == CAPTURE:
-        is_captured = graphs.capture(executor)
-        voting.vote_again()
+        with voting.between_votes():
+            is_captured = graphs.capture(executor)
         wish = voting.least_wish(runner, REPLAY if is_captured else PLAIN)
         if wish != REPLAY:
             graphs.end("another rank could not capture one")

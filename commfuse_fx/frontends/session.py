@@ -172,7 +172,7 @@ class Session:
             self.capture_with(CudaRecorder(torch.device("cuda", executor.devices[0])))
         if self.graphs is not None:
             self.graphs.admit(executor)
-        executor.prepare(lambda: self._voting.cast_in_step(runner), lambda: self._voting.settle(runner))
+        executor.prepare(lambda: self._voting.cast_in_step(runner), lambda: self._voting.settle_in_step(runner))
 
     def capture_with(self, recorder: Recorder) -> None:
         """Capture steps from now on, where that is possible. Call it before the first step."""

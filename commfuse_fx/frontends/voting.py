@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.ranks.agreement import Agreement, checksum
@@ -17,6 +20,7 @@ class Voting:
         self._planner = planner
         self._agreement = agreement
         self._checksum = 0
+        self._is_between_votes = False
 
     def start(self, runner: Runner) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
@@ -44,10 +48,29 @@ class Voting:
         self._agreement.cast(_ballot(runner).signature, self._checksum, wish=wish)
 
     def cast_in_step(self, runner: Runner) -> None:
-        """The same within a step, unless the ranks have voted on it before it began."""
+        """The same within a step, unless the ranks vote on it outside of it."""
         assert self._agreement is not None
-        if not self._agreement.has_voted:
+        if not (self._agreement.has_voted or self._is_between_votes):
             self.cast(runner)
+
+    def settle_in_step(self, runner: Runner) -> None:
+        """As `settle`, unless the ranks vote on the step outside of it."""
+        if not self._is_between_votes:
+            self.settle(runner)
+
+    @contextmanager
+    def between_votes(self) -> Iterator[None]:
+        """After a vote, inside of the block, ranks prepare for another vote on the same step. All of them enter it.
+
+        An error in the block is one before a vote: this rank votes that it cannot go on.
+        """
+        if self._agreement is not None:
+            self._agreement.begin_step()
+        self._is_between_votes = True
+        try:
+            yield
+        finally:
+            self._is_between_votes = False
 
     def least_wish(self, runner: Runner, wish: int) -> int:
         """Vote before the step begins: the smallest wish of all ranks. Ranks that vote within the step wish 0.
@@ -59,11 +82,6 @@ class Voting:
         self.cast(runner, wish)
         self.settle(runner)
         return self._agreement.wish
-
-    def vote_again(self) -> None:
-        """Let the ranks vote once more on the same step. All ranks call this after the same vote."""
-        if self._agreement is not None:
-            self._agreement.begin_step()
 
     def settle(self, runner: Runner) -> None:
         """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""

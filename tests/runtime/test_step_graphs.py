@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST, MOST
+from commfuse_fx.runtime.execute import step_graphs
+from commfuse_fx.runtime.execute.step_graphs import FIRST
 from tests.recorders import recorded
 
 RATE = 2.0**-6  # float32 holds it, so a tensor of it is the same number
@@ -260,17 +261,18 @@ def test_auxiliary_outputs_are_the_callers() -> None:
         assert torch.equal(aux["out"], before["out"]) and torch.equal(aux["out"].argmax(-1), aux["top"])
 
 
-def test_further_shapes_are_captured_and_the_oldest_goes() -> None:
-    pair = Pair()
-    for rows in range(2, MOST + 3):
+def test_further_shapes_are_captured_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MOST", 2)
+    pair = Pair(sgd, nn.Linear(4, 3))
+    for rows in range(2, 5):
         for number in range(FIRST + 1):
             pair.run(number, rows)
     recordings = pair.recorder.recordings
-    assert [each.is_closed for each in recordings] == [True] + [False] * MOST
-    pair.run(0, 3)  # used again, so another one is the oldest
+    assert [each.is_closed for each in recordings] == [True, False, False]
+    pair.run(0, 3)  # used again, so the other one is the oldest
     for number in range(FIRST + 1):
-        pair.run(number, 20)
-    assert [each.is_closed for each in recordings] == [True, False, True] + [False] * (MOST - 1)
+        pair.run(number, 5)
+    assert [each.is_closed for each in recordings] == [True, False, True, False]
     assert recordings[1].replays == 2
 
 

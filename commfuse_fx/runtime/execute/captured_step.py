@@ -23,10 +23,8 @@ class CapturedStep:
     """
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
-        sources = executor.program.sources.items()
-        self.inputs = {
-            source.name: tensor_spec(node).empty(recorder.device) for node, source in sources if source.kind == "input"
-        }
+        sources = [(node, source.name) for node, source in executor.program.sources.items() if source.kind == "input"]
+        self.inputs = {name: tensor_spec(node).empty(recorder.device).zero_() for node, name in sources}
         self.replays = 0
         given = executor.gather(self.inputs)
         self._given = GivenValues(executor.program, given)
