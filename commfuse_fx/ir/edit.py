@@ -76,3 +76,9 @@ def _has_effect(node: fx.Node) -> bool:
 def _is_users(start: fx.Node) -> bool:
     """A collective that somebody has written stays, whoever needs its result."""
     return role_of(start) == "user"
+
+
+def forget_erased(graph: fx.Graph) -> None:
+    """Let go of the nodes that passes have erased: the graph keeps every node that it has named. It has to know names
+    only, so that it gives none of them twice."""
+    graph._graph_namespace._obj_to_name.clear()

@@ -286,6 +286,12 @@ def set_info(node: fx.Node, value: NodeInfo) -> fx.Node:
     return node
 
 
+def forget_others(graph: fx.Graph) -> None:
+    """Let go of all that nodes know beside their typed metadata."""
+    for node in graph.nodes:
+        node.meta = {_KEY: node.meta[_KEY]}
+
+
 def tensor_spec(node: fx.Node) -> TensorSpec:
     """The spec of a node that yields one tensor. Raises TypeError otherwise."""
     spec = info(node).spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import replace
@@ -13,6 +14,8 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.ir.edit import forget_erased
+from commfuse_fx.ir.meta import forget_others
 from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
@@ -58,6 +61,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
                     reads,
                 )
                 outputs = Outputs(program.aux_nest) if config.has_aux else None
+        _let_go_of_trace(program)
         seconds = time.perf_counter() - start
         if asked.sharding is not None and asked.sliced_inputs and not config.full_batch:
             resolved = resolve_marks(asked.sharding.marks, program)
@@ -69,12 +73,20 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         if asked.sharding is not None:
             program.marks, program.layouts = asked.sharding.marks, asked.sharding.fixed
         captured = program.copy() if request.keep_captured else None
-        votes = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
+        several = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
+        votes = several and request.form == "step"  # ranks of a module vote on what is sent
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, asked)
     return Compiled(program, captured, pipeline, records, seconds, voted, outputs)
+
+
+def _let_go_of_trace(program: Program) -> None:
+    """Free what the trace leaves, a tensor without data per node among it, before passes make as many objects again."""
+    forget_others(program.graph)
+    forget_erased(program.graph)
+    gc.collect(0)
 
 
 def verify_if_asked(program: Program, after: str) -> None:
@@ -124,4 +136,6 @@ def plan_step(
         for each in (found.searched, found.fixed)
     )
     most = EFFORT.plans(len(program.graph.nodes))
-    return fastest(program, searched, fixed, context, most, check, watcher or graph_log())
+    planned = fastest(program, searched, fixed, context, most, check, watcher or graph_log())
+    forget_erased(planned[0].graph)
+    return planned

@@ -14,7 +14,7 @@ from torch import fx
 from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.halves import lasting
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.masks import bernoulli, bernoulli_
 from commfuse_fx.passes.declaration import Pass
@@ -33,12 +33,49 @@ _IN_PLACE: dict[Any, Any] = {
     aten.relu.default: aten.relu_.default,
     aten.tanh.default: aten.tanh_.default,
     aten.sigmoid.default: aten.sigmoid_.default,
+    aten.gelu.default: aten.gelu_.default,
+    aten.silu.default: aten.silu_.default,
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.bernoulli.p: aten.bernoulli_.float,
     bernoulli: bernoulli_,
     **IN_PLACE,
 }
+"""Op -> its variant that overwrites its first argument."""
+
+
+@dataclass(frozen=True)
+class _Into:
+    """The variant of an op that writes into memory which it is given, and may be an input's.
+
+    argument: what the variant calls that memory.
+    inputs: the positions of the inputs that may lie there.
+    along: the position of the dimension along which the op sums up; None for an op that works element by element.
+    """
+
+    target: Any
+    argument: str = "grad_input"
+    inputs: tuple[int, ...] = (0, 1)
+    along: int | None = None
+
+
+_INTO: dict[Any, _Into] = {
+    aten.threshold_backward.default: _Into(aten.threshold_backward.grad_input),
+    aten.gelu_backward.default: _Into(aten.gelu_backward.grad_input),
+    aten.silu_backward.default: _Into(aten.silu_backward.grad_input),
+    aten.tanh_backward.default: _Into(aten.tanh_backward.grad_input),
+    aten.sigmoid_backward.default: _Into(aten.sigmoid_backward.grad_input),
+    aten.hardtanh_backward.default: _Into(aten.hardtanh_backward.grad_input),
+    aten.leaky_relu_backward.default: _Into(aten.leaky_relu_backward.grad_input),
+    aten.elu_backward.default: _Into(aten.elu_backward.grad_input, inputs=(0, 5)),
+    aten.where.self: _Into(aten.where.self_out, "out", inputs=(1, 2)),
+    aten._softmax.default: _Into(aten._softmax.out, "out", inputs=(0,), along=1),
+    aten._log_softmax.default: _Into(aten._log_softmax.out, "out", inputs=(0,), along=1),
+    aten._softmax_backward_data.default: _Into(aten._softmax_backward_data.out, along=2),
+    aten._log_softmax_backward_data.default: _Into(aten._log_softmax_backward_data.out, "out", along=2),
+}
+"""The softmax ops read all of a row before they write its elements, each where it was read: so do the kernels for the
+last dimension on CPU and on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +101,7 @@ def reinplace(program: Program, roots: Roots) -> bool:
             last_use[roots[sent]] = i
         if node.op != "call_function" or info(node).once or info(node).region is not None:
             continue
-        if node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
+        if node.target in _IN_PLACE or node.target in _INTO:
             candidates.append((i, node))
     for value in lasting(program):
         last_use[roots[value]] = len(program.graph.nodes)
@@ -78,21 +115,52 @@ def reinplace(program: Program, roots: Roots) -> bool:
             root = merged[root]
         return root
 
-    for position, node in candidates:
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
+    def is_free(node: fx.Node, operand: fx.Node, position: int) -> bool:
         root = root_of(operand)
         if last_use[root] > position or not _may_overwrite(node, operand, root):
+            return False
+        return not any(root_of(other) is root for other in node.all_input_nodes if other is not operand)
+
+    for position, node in candidates:
+        operand = next((each for each in _operands(node) if is_free(node, each, position)), None)
+        if operand is None:
             continue
-        if any(root_of(other) is root for other in node.all_input_nodes if other is not operand):
-            continue
-        node.target = _IN_PLACE[node.target]
-        own = root_of(node)
+        root, own = root_of(operand), root_of(node)
+        _write_into(node, operand)
         if own is not root:
             merged[own] = root
             last_use[root] = max(last_use.get(root, 0), last_use.get(own, 0))
         modified = True
     return modified
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a variant of the op may overwrite, in the order in which they are tried."""
+    into = _INTO.get(node.target)
+    if into is None:
+        places: tuple[int, ...] = (0,)
+    elif into.along is None or _is_last(node.args[into.along], info(node).spec):
+        places = into.inputs
+    else:
+        places = ()
+    values = [node.args[place] for place in places if place < len(node.args)]
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _is_last(dimension: Any, spec: Spec) -> bool:
+    """Whether rows along the dimension lie one behind the other, each without gaps."""
+    if not isinstance(spec, TensorSpec) or not isinstance(dimension, int) or not spec.shape:
+        return False
+    return dimension % len(spec.shape) == len(spec.shape) - 1 and spec.is_contiguous
+
+
+def _write_into(node: fx.Node, operand: fx.Node) -> None:
+    into = _INTO.get(node.target)
+    if into is None:
+        node.target = _IN_PLACE[node.target]
+    else:
+        node.target = into.target
+        node.kwargs = {**node.kwargs, into.argument: operand}
 
 
 def _may_overwrite(node: fx.Node, operand: fx.Node, root: fx.Node) -> bool:

@@ -106,7 +106,7 @@ def test_the_first_run_of_a_plan_proves_views() -> None:
     """Real ranks copy what a kernel has laid out otherwise; of a view they can make no copy."""
     _, _, program = _program()
     view = next(node for node in program.graph.nodes if node.target is aten.as_strided.default)
-    prove = LayoutCheck(program).functions[view]
+    prove = LayoutCheck(program, program.graph.nodes).functions[view]
     spec = tensor_spec(view)
     value = torch.empty_strided(spec.shape, spec.stride)
     assert prove(value) is value

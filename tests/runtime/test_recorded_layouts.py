@@ -102,7 +102,7 @@ def assert_learns_as_eager(model: nn.Module, x: torch.Tensor, weights: torch.Ten
 def copied(step: cf.CompiledStep) -> list[str]:
     """What the step copies at every run, because kernels lay it out otherwise."""
     assert step.session.running is not None and step.session.running.generated is not None
-    return [info(node).name for node in step.session.running.generated.handed_on]
+    return [info(node).name for node in step.session.running.generated.code.handed_on]
 
 
 def differing(value: Any, spec: Spec) -> bool:

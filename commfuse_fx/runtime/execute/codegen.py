@@ -8,11 +8,9 @@ the tail.
 
 from __future__ import annotations
 
-import linecache
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +22,8 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.runtime.execute.bindings import bound
+from commfuse_fx.runtime.execute.generated_code import Code
 
-serial = count()
 """Numbers for the names of generated files: Python tells sources apart by their file names."""
 
 
@@ -64,24 +62,17 @@ class Generated:
     produce: takes the list of inputs; returns the values for `commit`, and the list of values for the tail.
     commit: takes the values from `produce`; returns the outputs of the program.
     tail: the parts of the tail, in order.
-    node_of_line: the node of each source line.
-    handed_on: for each node in `results` of `generate`, the line that hands over its result.
     """
 
+    code: Code
     produce: Callable[[list[Any]], tuple[tuple[Any, ...], list[Any]]]
     commit: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     tail: tuple[TailPart, ...]
-    source: str
-    filename: str
-    node_of_line: Mapping[int, fx.Node]
-    handed_on: Mapping[fx.Node, int]
-    namespace: dict[str, Any]
 
     def without(self, nodes: Iterable[fx.Node]) -> Generated:
         """The same code, in which the results of these nodes no longer go through a function. The tail is kept."""
-        source, remaining = without_handing_on(self.source, self.handed_on, nodes)
-        made = execute(source, self.filename, dict(self.namespace))
-        return replace(self, produce=made["produce"], commit=made["commit"], source=source, handed_on=remaining)
+        code = self.code.without(nodes)
+        return Generated(code, code.namespace["produce"], code.namespace["commit"], self.tail)
 
 
 def generate(
@@ -105,25 +96,6 @@ def generate(
     return Generator(
         program, bind, hooks or {}, sends or {}, results or {}, views or {}, compiled or {}, once or {}
     ).run()
-
-
-def without_handing_on(
-    source: str, handed_on: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
-) -> tuple[str, dict[fx.Node, int]]:
-    """Remove the lines that hand over the results of these nodes; returns the source and the other lines."""
-    lines = source.splitlines(keepends=True)
-    remaining = dict(handed_on)
-    for node in nodes:
-        if node in remaining:  # not inside of a region
-            lines[remaining.pop(node) - 1] = "\n"  # an empty line, so that the others keep their numbers
-    return "".join(lines), remaining
-
-
-def execute(source: str, filename: str, namespace: dict[str, Any]) -> dict[str, Any]:
-    """Run generated source in a namespace, which then holds its functions. Tracebacks show its lines."""
-    exec(compile(source, filename, "exec"), namespace)
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return namespace
 
 
 class Generator:
@@ -151,7 +123,7 @@ class Generator:
         self.ends = {region.nodes[-1]: region for region in regions}
         """The last node of each compiled region, in whose place the region runs."""
         self.end_of = {node: end for end, region in self.ends.items() for node in region.nodes}
-        self.handed_on: dict[fx.Node, int] = {}
+        self.handed_on: dict[fx.Node, tuple[int, str]] = {}
         self.nodes = list(program.graph.nodes)
         self.once = dict.fromkeys(node for node in self.nodes if info(node).once)
         self.views_before = dict.fromkeys(view for made in views.values() for view in made)
@@ -186,16 +158,17 @@ class Generator:
         self.function("commit", live, committed, returned, keep=dict.fromkeys(output.all_input_nodes))
         for number, nodes in enumerate(tail.parts):
             self._tail_part(number, nodes, tail)
-        source = "\n".join(self.lines) + "\n"
-        filename = f"<commfuse step {next(serial)}>"
-        made = execute(source, filename, self.namespace)
+        code = self.code("step")
+        made = code.namespace
         parts = tuple(
             TailPart(_anchor(nodes[0]), made[f"tail_{number}"], is_wait(nodes[0]), tuple(nodes))
             for number, nodes in enumerate(tail.parts)
         )
-        return Generated(
-            made["produce"], made["commit"], parts, source, filename, self.node_of_line, self.handed_on, made
-        )
+        return Generated(code, made["produce"], made["commit"], parts)
+
+    def code(self, what: str) -> Code:
+        """The functions that have been written. what: the word for them in tracebacks."""
+        return Code.of("\n".join(self.lines) + "\n", what, self.node_of_line, self.handed_on, self.namespace)
 
     def _with_views(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         return [each for node in nodes for each in (node, *self.views.get(node, ()))]
@@ -297,9 +270,9 @@ class Generator:
             self.lines[-1] = f"    {self.tuple(names)} = {self._callee(node)}()"
         for each in self._with_views([node]):
             if each in self.results:
-                name = self.variable[each]
-                self.lines.append(f"    {name} = {self._name(self.results[each])}({name})")
-                self.handed_on[each] = len(self.lines)
+                name, function = self.variable[each], self._name(self.results[each])
+                self.lines.append(f"    {name} = {function}({name})")
+                self.handed_on[each] = len(self.lines), function
 
     def _callee(self, node: fx.Node) -> str:
         function = self.bind(node)

@@ -22,7 +22,7 @@ from commfuse_fx.ir.program import Program, Source
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.ir.update_layout import check_blocks
 from commfuse_fx.runtime.execute.codegen import Generated, Hooks, Sends, generate
-from commfuse_fx.runtime.execute.codegen_of_halves import Halves
+from commfuse_fx.runtime.execute.generated_code import Code
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.inductor import compiled_regions
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
@@ -30,6 +30,7 @@ from commfuse_fx.runtime.execute.learning_rates import LearningRates
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.random_states import generators_of, stream_of_rank
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
+from commfuse_fx.runtime.execute.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
 from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, take_memory, views_of_memory
@@ -101,11 +102,9 @@ class Executor:
         on_backward: runs when the backward begins, or when the step begins if a collective comes earlier.
         on_first_collective: runs just before the first collective.
         """
-        self._check = LayoutCheck(self.program)
         hooks, sends = self._hooks(on_backward, on_first_collective), self.wire.sends()
         self._views = views_of_memory(self.program, but=[*hooks, *sends])
-        self._generate(hooks, sends, self._check)
-        weakref.finalize(self, linecache.cache.pop, self._code.filename, None).atexit = False
+        self._generate(hooks, sends)
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -147,19 +146,31 @@ class Executor:
         with outside_modes():
             return {node: fixed.of(node) for node in held} if fixed is not None else {}
 
-    def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
-        views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
-        compiled, once = compiled_regions(self.program, self.rank), self._values_made_once()
+    def _generate(self, hooks: Hooks, sends: Sends) -> None:
+        self._check = check = LayoutCheck(self.program, self.program.graph.nodes)
+        views, compiled, once = self._views_with_memory(), *self._computed_otherwise()
         self.generated = generate(
             self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
         )
+        self._show_lines(self.generated.code)
         self.tail = Tail(self.generated.tail, self.guard, self.devices)
         self._tail_hooks = self.tail.hooks()
 
+    def _views_with_memory(self) -> dict[fx.Node, list[fx.Node]]:
+        return {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
+
+    def _computed_otherwise(self) -> tuple[dict[int, RegionCode], dict[fx.Node, Any]]:
+        """What no statement computes: regions by Inductor, and values that are there."""
+        return compiled_regions(self.program, self.rank), self._values_made_once()
+
+    def _show_lines(self, code: Code) -> None:
+        """Let tracebacks show the lines of generated code for as long as this executor lives."""
+        weakref.finalize(self, linecache.cache.pop, code.filename, None).atexit = False
+
     @property
-    def _code(self) -> Generated | Halves:
-        assert self.generated is not None
-        return self.generated
+    def _codes(self) -> list[Code]:
+        """What was generated."""
+        return [] if self.generated is None else [self.generated.code]
 
     def _tail_before(self, node: fx.Node) -> Callable[[], None]:
         return lambda: self._tail_hooks[node]()
@@ -329,14 +340,14 @@ class Executor:
 
     def _locate(self, error: BaseException) -> None:
         """Add the module and source line of the node that failed to the exception."""
-        generated = self._code
+        codes = {code.filename: code for code in self._codes}
         if isinstance(error, CommFuseError):
             return  # its message names the place
         traceback = error.__traceback__
         node = None
         while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == generated.filename:
-                node = generated.node_of_line.get(traceback.tb_lineno)
+            if (code := codes.get(traceback.tb_frame.f_code.co_filename)) is not None:
+                node = code.node_of_line.get(traceback.tb_lineno)
             traceback = traceback.tb_next
         if node is not None and sys.version_info >= (3, 11):
             details = info(node)

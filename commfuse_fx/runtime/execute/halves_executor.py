@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import fx
 from commfuse_fx.ir.halves import USED, split
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen import Hooks, Sends
-from commfuse_fx.runtime.execute.codegen_of_halves import Halves, generate_halves
+from commfuse_fx.runtime.execute.codegen_of_halves import generate_half, saved_values
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.runtime.execute.generated_code import Code
+from commfuse_fx.runtime.execute.half import Half
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
@@ -28,43 +30,50 @@ class HalvesExecutor(Executor):
     its own, and does not write to `.grad`. If it raises, no gradient has changed.
     """
 
-    halves: Halves | None = None
     _parts: list[str] | None = None
     """The gradients that lie in a larger block of memory; None before the first backward."""
-
-    @property
-    def _code(self) -> Halves:
-        assert self.halves is not None, "prepare() comes first"
-        return self.halves
 
     def _voted_for(self) -> list[fx.Node]:
         return split(self.program)[1]
 
-    def _generate(self, hooks: Hooks, sends: Sends, check: LayoutCheck) -> None:
-        views = {memory: [*made.own, *made.lent] for memory, made in self._views.items()}
-        compiled, once = compiled_regions(self.program, self.rank), self._values_made_once()
-        self.halves = generate_halves(
-            self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
-        )
+    def _generate(self, hooks: Hooks, sends: Sends) -> None:
+        views, compiled, once = self._views_with_memory(), *self._computed_otherwise()
+
+        def generate(half: str, check: LayoutCheck) -> Code:
+            code = generate_half(
+                half, self.program, self._bind_in_code, hooks, sends, check.functions, views, compiled, once
+            )
+            self._show_lines(code)
+            return code
+
+        early, late = split(self.program)
+        self._forward_half = Half("forward", lambda: LayoutCheck(self.program, early), generate)
+        self._backward_half = Half("backward", lambda: LayoutCheck(self.program, late), generate)
         specs = info(self.program.loss).spec
         assert isinstance(specs, tuple)
         used = [node.args[1] for node in self.program.loss.users if node.op == "call_function"]
         self._gradient_specs = [spec if number in used else None for number, spec in enumerate(specs)]
+
+    @property
+    def _codes(self) -> list[Code]:
+        return [half.code for half in (self._forward_half, self._backward_half) if half.code is not None]
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         """Run the forward; returns the outputs, and the values for the backward (named in `saved`)."""
         given = self.gather(inputs)
         with self._quietly():
             try:
-                return self._code.forward(given)
+                outputs, saved = self._forward_half.run(given)
             except BaseException as error:
                 self._locate(error)
                 raise
+        self._forward_half.has_run()
+        return outputs, saved
 
-    @property
+    @cached_property
     def saved(self) -> tuple[str, ...]:
         """The names of the values that a forward saves, in order."""
-        return self._code.saved
+        return tuple(info(node).name for node in saved_values(self.program))
 
     def backward(
         self,
@@ -83,7 +92,7 @@ class HalvesExecutor(Executor):
         saved.append([_given(value, spec) for value, spec in zip(gradients, self._gradient_specs, strict=True)])
         with self._quietly():
             try:
-                found = self._code.backward(saved)
+                found = self._backward_half.run(saved)
             except BaseException as error:
                 self._leave(error)
                 raise
@@ -102,9 +111,7 @@ class HalvesExecutor(Executor):
 
     def _results(self, found: tuple[Any, ...]) -> NamedGradients:
         """What a backward returns, of what its code has returned."""
-        if self._check is not None:
-            self.halves = self._code.without(self._check.needless())
-            self._check = None
+        self._backward_half.has_run()
         count = len(self.program.grads)
         grads = dict(zip(self.program.grads, found[:count], strict=True))
         if self._parts is None:  # how a gradient lies is a part of the plan
@@ -159,7 +166,7 @@ class Arrivals:
         self._executor = executor
         self._found: tuple[Any, ...] = ()
         self._has_left = False
-        self._code = executor._code.backward(saved)
+        self._code = executor._backward_half.run(saved)
         self._go_on(None)
 
     def take(self, gradients: dict[int, torch.Tensor]) -> None:

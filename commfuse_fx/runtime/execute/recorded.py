@@ -8,7 +8,7 @@ does not copy it. Strides do not depend on the values of a tensor, so one run sh
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,16 +23,22 @@ from commfuse_fx.ir.program import Program
 
 
 class LayoutCheck:
-    """A layout check copies results whose strides differ from the record, and notes for which nodes.
+    """A layout check copies results of some nodes whose strides differ from the record, and notes for which nodes.
 
     functions: for each checked node a function from its result to the result with the recorded strides.
     copied: the nodes whose results were copied.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.functions = {node: self._function(node) for node in computed(program)}
-        self.functions.update({node: proven(node) for node in program.graph.nodes if _can_only_be_proven(node)})
-        self.functions = {node: function for node, function in self.functions.items() if not info(node).once}
+    def __init__(self, program: Program, among: Iterable[fx.Node]) -> None:
+        made = computed(program)
+        self.functions: dict[fx.Node, Callable[[Any], Any]] = {}
+        for node in among:
+            if info(node).once:
+                continue
+            if node in made:
+                self.functions[node] = self._function(node)
+            elif _can_only_be_proven(node):
+                self.functions[node] = proven(node)
         self.copied: dict[fx.Node, None] = {}
 
     def needless(self) -> list[fx.Node]:
