@@ -28,9 +28,10 @@ class Calls:
     """The calls of one module whose backward may still come, and the backward that runs now."""
 
     def __init__(self) -> None:
-        self.anchor = torch.zeros((), requires_grad=True)
+        with torch.inference_mode(False):
+            self.anchor = torch.zeros((), requires_grad=True)
+            self._anchored = get_gradient_edge(self.anchor).node
         """An input of every call: without an edge to anything, autograd would not run a backward."""
-        self._anchored = get_gradient_edge(self.anchor).node
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._task = -1
         self._syncs = False

@@ -16,9 +16,17 @@ from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.kernels.recurrent import lstm_layer, lstm_layer_backward
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
+
+_KNOWN = ("aten", "prims", "commfuse")
+"""Namespaces of ops that Inductor has kernels for, and of those of this package. It would only call other ones, and
+fail where their results have other strides than was said."""
+
+_SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
+"""Ops with results whose size only the machine knows, or that take such."""
 
 _BY_LIBRARY = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
 
@@ -220,6 +228,8 @@ def _is_plain_call(node: fx.Node) -> bool:
         return False
     if info(node).next_step is not None or node.target is aten.empty.memory_format:
         return False
-    if is_start(node) or is_wait(node) or is_opaque(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in _SIZED_BY_MACHINE:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _KNOWN:
         return False
     return all(isinstance(info(value).spec, TensorSpec) for value in node.all_input_nodes)

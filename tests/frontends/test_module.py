@@ -173,6 +173,15 @@ def test_no_gradients_no_graph() -> None:
     torch.testing.assert_close(x.grad, other.grad)
 
 
+def test_a_module_that_is_compiled_in_inference_mode_trains_outside_of_it() -> None:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        compiled = cf.compile(model)
+        compiled(torch.ones(1, 2))
+    compiled(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
 def test_a_second_backward_needs_retain_graph() -> None:
     compiled, _, _ = pair()
     loss = compiled(batch()).sum()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from torch._inductor import compile_fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import commfuse_fx as cf
 from commfuse_fx.ir.dependence import Roots
@@ -194,6 +197,67 @@ def test_results_get_memory_of_their_own_and_the_strides_of_the_graph() -> None:
         for value in found.values():
             value.add_(1)
         assert torch.equal(found["/neg.0"], 1 - x) and torch.equal(found["hidden"], x + 1)
+
+
+def test_code_that_returns_another_dtype_is_an_error_that_names_the_node() -> None:
+    program = parse_program(TWICE, gradients=["a", "b", "c", "d"])
+    assert InductorRegions()(program)
+    (region,) = regions_of(program)
+    run = RecordedOutputs(lambda given: [given[0].half()] * 5, region, Roots(program.graph, program.aliases()))
+    with pytest.raises(cf.VerificationError, match=r"float16\[2, 3\] for node /neg.0, which is torch.float32\[2, 3\]"):
+        run([torch.randn(2, 3)])
+
+
+def test_modes_of_the_caller_do_not_get_into_the_code() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Softmax(-1))
+    module, x = cf.compile(model, backend="inductor"), torch.randn(3, 4)
+    active: list[object] = []
+
+    def compiled(traced: Any, examples: object) -> Any:
+        active.extend([torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), *_get_current_dispatch_mode_stack()])
+        return lambda given: traced(*given)
+
+    with (
+        mock.patch.object(compile_fx, "compile_fx", compiled),
+        torch.autocast("cpu", torch.bfloat16),
+        FlopCounterMode(display=False),
+    ):
+        module(x).sum().backward()
+    assert active and not any(active)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_ops_whose_results_may_be_laid_out_otherwise_are_in_no_region(custom: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = doubled(x * self.lstm.weight_ih_l0[0]) if custom else self.lstm(x)[0]
+            result: torch.Tensor = torch.tanh(torch.tanh(found))
+            return result
+
+    model = Model()
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters()), backend="inductor")
+    program = step.lower(torch.randn(3, 2, 4), torch.randn(3, 2, 4)).program
+    names = {str(node.target) for region in regions_of(program) for node in region.nodes}
+    assert "aten.tanh.default" in names
+    assert not any("lstm" in name or name.startswith("tests.") for name in names)
+    assert any("lstm" in str(n.target) or str(n.target).startswith("tests.") for n in program.graph.nodes)
+
+
+@torch.library.custom_op("tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
 
 
 def test_numbers_that_are_computed_once_are_no_inputs_of_a_region() -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
@@ -17,6 +16,7 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.runtime.execute.half_written import remove_half_written
+from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
 from commfuse_fx.runtime.execute.shared_compiles import compile_each
 from commfuse_fx.support.progress import progress
@@ -44,7 +44,8 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
         return {}
     if removed := remove_half_written(folder):
         log.info("%d libraries are compiled again, as a killed process had not finished them", len(removed))
-    with progress(_shown(0, len(regions))) as show:
+    # Inductor traces a region again, and would take casts and the like of the caller's modes into its code.
+    with progress(_shown(0, len(regions))) as show, outside_modes():
         done = 0
 
         def compiled(same: list[Region]) -> RegionCode | str:
@@ -104,8 +105,7 @@ def _compiled(region: Region) -> RegionCode | str:
     # With this wrapper the code takes a list, which it empties: tensors go as soon as the region needs them no more.
     module: Any = GmWrapper(_graph_module(region), lambda given: given)
     try:
-        with torch.no_grad():
-            code: Any = compile_fx(module, examples)
+        code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {next((line for line in lines if ' error: ' in line), lines[0])}"

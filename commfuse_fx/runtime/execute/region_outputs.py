@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.regions import Region
 from commfuse_fx.runtime.execute.recorded import as_recorded
 
@@ -25,6 +26,7 @@ class RecordedOutputs:
 
     def __init__(self, code: RegionCode, region: Region, roots: Roots) -> None:
         self._code = code
+        self._outputs = region.outputs
         self._specs = [tensor_spec(node) for node in region.outputs]
         self._roots = [roots[node] for node in region.outputs]
         self._given = [roots[node] for node in region.inputs]
@@ -40,6 +42,14 @@ class RecordedOutputs:
         owner = {_memory(value): root for value, root in zip(given, self._given, strict=True)}
         kept = list(given)  # so that no output gets memory of an input that has been dropped
         found = self._code(given)
+        for i, (value, spec) in enumerate(zip(found, self._specs, strict=True)):
+            if (value.dtype, value.shape) != (spec.dtype, spec.shape):
+                name = info(self._outputs[i]).name
+                raise VerificationError(
+                    f"compiled code returns {value.dtype}{list(value.shape)} for node {name}, which is "
+                    f"{spec.dtype}{list(spec.shape)} in the graph; please report this, and use "
+                    'backend="eager" until then'
+                )
         copied = [
             i for i, value in enumerate(found) if owner.setdefault(_memory(value), self._roots[i]) is not self._roots[i]
         ]
