@@ -283,7 +283,9 @@ class Session:
     def _run_with_graphs(self, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         runner = self.runners.of(plan)
         assert self.graphs is not None and runner is not None, "the plan's executor"
-        return graph_runs.run(self.graphs, self._voting, runner, inputs)
+        # A timeline hears of each collective, which a graph repeats without telling anybody.
+        with nullcontext() if self.timeline is None else self.graphs.paused():
+            return graph_runs.run(self.graphs, self._voting, runner, inputs)
 
     def _plan_that_runs(self, call: Call) -> Plan | None:
         """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""

@@ -138,7 +138,8 @@ class CompiledStep(CompiledCall):
 
         The timeline tells for each collective how long it was in flight, and for how long of that the step was
         blocked. It includes the vote of the ranks, where there is one. Read it after the block: for a model on CUDA,
-        where a wait blocks a stream and not the host, its times are known by then.
+        where a wait blocks a stream and not the host, its times are known by then. Steps inside the block run
+        without CUDA graphs.
         """
         device = next((param.device for param in self.model.parameters() if param.is_cuda), None)
         timeline = self.session.timeline = Timeline() if device is None else CudaTimeline(device)
