@@ -18,7 +18,8 @@ class CpuRecorder:
 
     Nothing is sent while it records. On several ranks, all of them make their recorders together.
 
-    recordings: all that were made. error: what recording raises. is_busy: what `is_recording` returns.
+    recordings: all that were made. error: what recording raises. is_busy, is_full: what `is_recording` and not
+    `has_room` return.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class CpuRecorder:
         self.recordings: list[CpuRecording] = []
         self.error: Exception | None = None
         self.is_busy = False
+        self.is_full = False
         self._alone: Any = None
         if dist.is_initialized():
             self._alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -44,6 +46,9 @@ class CpuRecorder:
 
     def is_recording(self) -> bool:
         return self.is_busy
+
+    def has_room(self) -> bool:
+        return not self.is_full
 
     def mark(self) -> Callable[[], bool]:
         return lambda: True

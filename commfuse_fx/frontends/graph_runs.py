@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ def run(graphs: StepGraphs, voting: Voting, runner: Runner, inputs: Mapping[str,
     graphs.check()
     executor = runner.executor
     wish = graphs.wish(executor)
-    if wish != PLAIN:
+    if wish != PLAIN and runner.ballot is not None:
+        since = perf_counter()
         wish = voting.least_wish(runner, wish)
+        graphs.votes, graphs.vote_seconds = graphs.votes + 1, graphs.vote_seconds + perf_counter() - since
     if wish == CAPTURE:
         with voting.between_votes():
             is_captured = graphs.capture(executor)
@@ -63,12 +66,12 @@ class _Finalizer:
 
 def _abort_nccl() -> None:
     """Make NCCL give up what is under way. Its kernels then end, and so do those who wait for the device."""
-    backends: list[Any] = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if torch.device("cuda") in group._device_types:
-            backend = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                backends.append(backend)
+    if not dist.is_nccl_available():
+        return
+    device = torch.device("cuda")
+    groups = [group for group in dist.distributed_c10d._world.pg_map if device in group._device_types]
+    backends: list[Any] = [group._get_backend(device) for group in groups]
+    backends = [each for each in backends if isinstance(each, dist.ProcessGroupNCCL)]
     if backends:  # in one group of calls, or aborts of several communicators wait for each other
         backends[0]._group_start()
         for backend in backends:

@@ -107,15 +107,37 @@ def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:
     assert not any(loss.requires_grad for loss in losses)
 
 
-def test_a_learning_rate_acts_without_another_capture() -> None:
+def test_a_scheduled_rate_acts_without_another_capture() -> None:
     pair = Pair()
     assert pair.optimizer is not None and pair.other is not None
-    for number in range(8):
-        for optimizer in (pair.optimizer, pair.other):
-            optimizer.param_groups[0]["lr"] = RATE / 2**number
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** max(step - 5, 0))
+        for optimizer in (pair.optimizer, pair.other)
+    ]
+    for number in range(9):
         pair.run(number)
-    assert pair.recorder.replays == [8 - FIRST]
-    assert pair.optimizer.param_groups[0]["lr"] == RATE / 2**7, "the number stays a number"
+        for scheduler in schedulers:
+            scheduler.step()
+    assert pair.recorder.replays == [9 - FIRST]
+    assert pair.optimizer.param_groups[0]["lr"] == RATE * 0.5**4, "the number stays a number"
+
+
+def test_a_rate_that_the_user_writes_leads_to_one_more_capture(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair().captured()
+    assert pair.optimizer is not None and pair.other is not None
+    for number in range(12):
+        for optimizer in (pair.optimizer, pair.other):
+            optimizer.param_groups[0]["lr"] = RATE / 2 ** (1 + number)
+        pair.run(number)
+    assert pair.recorder.replays[0] == 1 and len(pair.recorder.replays) == 2
+    assert "lr of the optimizer's param group 0 varies, and is read from memory from now on" in logged.text
+
+
+def test_a_rate_that_stays_is_not_rounded() -> None:
+    pair = Pair(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for number in range(FIRST + 3):
+        pair.run(number)
+    assert pair.recorder.replays == [3]
 
 
 def test_float64_takes_the_rate_as_the_number_it_is(logged: pytest.LogCaptureFixture) -> None:
@@ -321,10 +343,24 @@ def test_nothing_is_captured_while_somebody_looks_at_ops() -> None:
     assert counter.get_total_flops() > 0 and pair.recorder.replays == [1]
 
 
-def test_profile_runs_without_captures() -> None:
+def test_measurements_run_without_captures() -> None:
     pair = Pair().captured()
     pair.step.profile(*batch(0), rounds=1)
+    with pair.step.record_communication():
+        pair.run(7)
     assert pair.recorder.replays == [1]
+
+
+def test_nothing_is_captured_where_memory_is_short(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    pair.recorder.is_full = True
+    for number in range(2 * FIRST):
+        pair.run(number)
+    assert pair.recorder.recordings == [] and logged.text.count("it would keep so much memory") == 1
+    pair.recorder.is_full = False
+    for number in range(2 * FIRST):
+        pair.run(number)
+    assert pair.recorder.replays == [FIRST]
 
 
 class WritesInput(nn.Module):

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from commfuse_fx.support.gc_pause import no_garbage_collection
+
 
 class Recording(Protocol):
     """A recording repeats what a function has done on the device.
@@ -42,6 +44,9 @@ class Recorder(Protocol):
     def is_recording(self) -> bool:
         """Whether somebody records what the current stream does."""
 
+    def has_room(self) -> bool:
+        """Whether the memory of a recording leaves enough for what runs without one."""
+
     def mark(self) -> Callable[[], bool]:
         """A function that tells whether the device has finished all that the current stream has been given so far."""
 
@@ -63,13 +68,24 @@ class CudaRecorder:
             for generator in generators:
                 if generator.device.type == "cuda":
                     graph.register_generator_state(generator)
-            # Threads that pin memory, and NCCL's, may go on: only this one must not synchronise.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            # Threads that pin memory, and NCCL's, may go on: only this one must not synchronise. And what the garbage
+            # collector finds may be CUDA's, and not to be freed now.
+            with (
+                no_garbage_collection(),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            ):
                 outputs = compute()
         return _CudaRecording(graph, outputs)
 
     def is_recording(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def has_room(self) -> bool:
+        # A recording keeps what a step needs for the time of a step. Another shape may need as much besides.
+        free, _ = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - allocated
+        return free + unused >= 2 * (torch.cuda.max_memory_allocated(self.device) - allocated)
 
     def mark(self) -> Callable[[], bool]:
         event = torch.cuda.Event()

@@ -36,17 +36,23 @@ class GivenValues:
             return None
         at = 0
         for place, (source, value) in enumerate(zip(self._program.sources.values(), values, strict=True)):
-            if place in numbers and numbers[place] != self._numbers.get(place):
-                return Change(self._number_text(source, self._numbers.get(place), value), is_number=True)
-            end = at + (1 if isinstance(value, torch.Tensor) else 0 if place in numbers else len(value))
+            if place in numbers:
+                if numbers[place] != self._numbers.get(place):
+                    return Change(self._number_text(source, self._numbers.get(place), value), is_number=True)
+                continue
+            if place in self._numbers:
+                return Change(f"{self._named(source)} varies, and is read from memory from now on", is_number=False)
+            end = at + (1 if isinstance(value, torch.Tensor) else len(value))
             if addresses[at:end] != self._addresses[at:end]:
                 return Change(_tensor_text(source), is_number=False)
             at = end
         raise AssertionError("some value differs")
 
     def _number_text(self, source: Source, before: Any, now: Any) -> str:
-        group = self._program.updates[source.owner].group
-        return f"{source.name} of the optimizer's param group {group} is {now} in place of {before}"
+        return f"{self._named(source)} is {now} in place of {before}"
+
+    def _named(self, source: Source) -> str:
+        return f"{source.name} of the optimizer's param group {self._program.updates[source.owner].group}"
 
 
 def _seen(values: Sequence[Any]) -> tuple[dict[int, Any], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,32 +23,52 @@ _TAKES_TENSOR: dict[Any, str] = {
 
 
 class LearningRates:
-    """The learning rates of one program, each a tensor of one float32, since the kernels of CUDA read just that.
+    """The learning rates of one program. Those that vary are tensors, so a captured step need not be captured again.
 
-    An update of float64 parameters gets the number as it is, which float32 would round.
+    The kernels of CUDA read a rate as float32, which rounds it. So a rate that stays what it is remains a number, and
+    the parameters equal those of eager PyTorch to the last bit. A rate varies if a scheduler of torch.optim is there,
+    or as soon as it has another value. For float64 parameters it is always a number.
+
+    groups: the `param_groups` of the optimizer.
     """
 
-    def __init__(self, program: Program, device: torch.device) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._written: dict[int, float] = {}
+    def __init__(self, program: Program, groups: list[dict[str, Any]], device: torch.device) -> None:
+        self._rates: dict[int, _Rate] = {}
         for place, (node, source) in enumerate(program.sources.items()):
-            if (
-                source.kind == "hyper"
-                and source.name == "lr"
-                and all(_takes_tensor(user, device) for user in node.users)
-            ):
-                self._tensors[place] = torch.zeros((), dtype=torch.float32, device=device)
+            is_rate = source.kind == "hyper" and source.name == "lr"
+            if is_rate and all(_takes_tensor(user, device) for user in node.users):
+                self._rates[place] = _Rate(groups[program.updates[source.owner].group], device)
 
     def put_into(self, values: list[Any]) -> None:
-        """Replace the numbers among the values of a program's placeholders by tensors that hold them.
+        """Replace the numbers that vary, among the values of a program's placeholders, by tensors that hold them.
 
         No device waits for the host here: a tensor whose number has changed is filled in the order of its stream.
         """
-        for place, tensor in self._tensors.items():
-            if self._written.get(place) != values[place]:
-                self._written[place] = values[place]
-                tensor.fill_(values[place])
-            values[place] = tensor
+        for place, rate in self._rates.items():
+            values[place] = rate.of(values[place])
+
+
+class _Rate:
+    """The learning rate of one param group."""
+
+    def __init__(self, group: Mapping[str, Any], device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._number: float | None = None
+        self._tensor: torch.Tensor | None = None
+
+    def of(self, number: float) -> float | torch.Tensor:
+        """What the update gets for this number."""
+        if self._tensor is None:
+            # Schedulers of torch leave this entry, which goes into checkpoints too.
+            if self._number in (None, number) and "initial_lr" not in self._group:
+                self._number = number
+                return number
+            self._number, self._tensor = None, torch.zeros((), dtype=torch.float32, device=self._device)
+        if self._number != number:
+            self._number = number
+            self._tensor.fill_(number)
+        return self._tensor
 
 
 def _takes_tensor(update: fx.Node, device: torch.device) -> bool:

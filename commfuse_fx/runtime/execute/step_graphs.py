@@ -58,12 +58,15 @@ class StepGraphs:
     always: whether the user asks for graphs (True), or leaves it to the compiler ("auto").
     watch: looks after repetitions that communicate. None: none of them does.
     ended: why no step is captured any more; "" as long as steps are.
+    votes, vote_seconds: how often the ranks have voted before a launch, and what that took this rank's host.
     """
 
     def __init__(self, recorder: Recorder, always: bool, watch: LaunchWatch | None = None) -> None:
         self.recorder = recorder
         self.watch = watch
         self.ended = ""
+        self.votes = 0
+        self.vote_seconds = 0.0
         self._always = always
         self._paused = False
         self._in_a_row = 0
@@ -101,7 +104,8 @@ class StepGraphs:
         if why:
             log.info("a step runs without a CUDA graph: %s", why)
             return
-        executor.rates = LearningRates(program, device)
+        if executor.optimizer is not None:
+            executor.rates = LearningRates(program, executor.optimizer.param_groups, device)
         self._shapes[executor] = _Shape()
 
     def wish(self, executor: Executor) -> int:
@@ -121,7 +125,15 @@ class StepGraphs:
         if shape.captured is not None:
             return REPLAY
         shape.steps += 1
-        return CAPTURE if self._always or shape.steps >= shape.needed else PLAIN
+        if self._always:
+            return CAPTURE
+        if shape.steps < shape.needed:
+            return PLAIN
+        if not self.recorder.has_room():
+            log.info("a step runs without a CUDA graph: it would keep so much memory that other steps may lack it")
+            shape.needed, shape.steps = 2 * shape.needed, 0
+            return PLAIN
+        return CAPTURE
 
     def capture(self, executor: Executor) -> bool:
         """Capture a step, and run nothing. Returns whether `replay` can run it.
@@ -175,6 +187,10 @@ class StepGraphs:
 
     def close(self) -> None:
         """Free all captured steps, when the device has finished with them. No step is captured any more."""
+        if self.votes:
+            log.info(
+                "%d votes before a launch took the host %.0f us each", self.votes, self.vote_seconds / self.votes * 1e6
+            )
         self.ended = self.ended or "closed"
         self._drop_all(self.ended)
         if self.watch is not None:

@@ -1,0 +1,253 @@
+"""Steps that run from CUDA graphs, when they are captured, and how programs with them end."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from tests.gpu.device_models import MODELS, DeviceModel
+from tests.gpu.step_checks import OPTIMIZERS, MakeOptimizer
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[2]
+ADAMW = OPTIMIZERS["AdamW fused"]
+CAPTURED = "captured a step"
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    caplog.set_level(logging.INFO, "commfuse_fx.cuda_graphs")
+    yield caplog
+    torch.cuda.synchronize()
+
+
+class Pair:
+    """The same step twice: with a graph and without."""
+
+    def __init__(self, case: DeviceModel, optimizer: MakeOptimizer = ADAMW, **options: Any) -> None:
+        self.case = case
+        self.model = case.on(CUDA, torch.float32)
+        self.twin = copy.deepcopy(self.model)
+        self.optimizers = (
+            [optimizer(net.parameters()) for net in (self.model, self.twin)] if optimizer else [None, None]
+        )
+        options = {"cuda_graph": True, "form": "step", **options}
+        self.step = cf.compile(self.model, optimizer=self.optimizers[0], **options)
+        self.plain = cf.compile(self.twin, optimizer=self.optimizers[1], **(options | {"cuda_graph": False}))
+
+    def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One step of both with the same random numbers: the same bits."""
+        state = torch.cuda.get_rng_state(CUDA)
+        want = self.plain(**batch)
+        after = torch.cuda.get_rng_state(CUDA)
+        torch.cuda.set_rng_state(state, CUDA)
+        got: torch.Tensor = self.step(**batch)
+        assert torch.equal(torch.cuda.get_rng_state(CUDA), after)
+        assert torch.equal(got, want)
+        for name, value in self.model.state_dict().items():
+            assert torch.equal(value, self.twin.state_dict()[name]), name
+        return got
+
+    def run_all(self, count: int = 5, seed: int = 0) -> list[torch.Tensor]:
+        return [self.run(batch) for batch in self.case.batches(CUDA, torch.float32, count, seed)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_and_no_graph_are_the_same_bits(name: str, backend: str, logged: pytest.LogCaptureFixture) -> None:
+    losses = Pair(MODELS[name], backend=backend).run_all()
+    assert len({float(loss) for loss in losses}) == 5, "each loss is the caller's to keep"
+    assert logged.text.count(CAPTURED) == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, logged: pytest.LogCaptureFixture) -> None:
+    Pair(MODELS["mlp"], OPTIMIZERS[name]).run_all()
+    assert CAPTURED in logged.text
+
+
+def test_auto_captures_after_a_few_steps(logged: pytest.LogCaptureFixture) -> None:
+    Pair(MODELS["gpt2"], cuda_graph="auto").run_all(8)
+    assert logged.text.count(CAPTURED) == 1
+
+
+def test_a_scheduled_rate_acts_without_another_capture(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair(MODELS["mlp"])
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["lr"] = 2.0**-8  # float32 holds it and its halves
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in pair.optimizers]
+    for batch in pair.case.batches(CUDA, torch.float32, 8):
+        pair.run(batch)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert logged.text.count(CAPTURED) == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW fused", "SGD momentum"])
+def test_one_cycle(name: str, logged: pytest.LogCaptureFixture) -> None:
+    """It changes betas or momentum on every step: three captures, and then none."""
+    model = MODELS["mlp"].on(CUDA, torch.float32)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=60)
+    step = cf.compile(model, optimizer=optimizer)
+    for batch in MODELS["mlp"].batches(CUDA, torch.float32, 40):
+        assert torch.isfinite(step(**batch))
+        scheduler.step()
+    assert logged.text.count(CAPTURED) == 3
+    assert "steps run without CUDA graphs from here on: 3 captures in a row" in logged.text
+
+
+def test_parameters_in_place_and_replaced(logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair(MODELS["mlp"])
+    pair.run_all(3)
+    with torch.no_grad():
+        for net in (pair.model, pair.twin):
+            next(net.parameters()).mul_(0.5)
+    pair.run_all(2, seed=1)
+    assert logged.text.count(CAPTURED) == 1
+    for net in (pair.model, pair.twin):
+        param = next(net.parameters())
+        param.data = param.data * 2
+    pair.run_all(3, seed=2)
+    assert logged.text.count(CAPTURED) == 2 and "elsewhere in memory" in logged.text
+
+
+def test_shapes_share_memory(logged: pytest.LogCaptureFixture) -> None:
+    """Captures of several shapes run in turns, with other work between them."""
+    pair = Pair(MODELS["gpt2"])
+    (batch,) = pair.case.batches(CUDA, torch.float32, 1)
+    for _ in range(4):
+        for rows in (4, 3, 2):
+            pair.run({name: value[:rows] for name, value in batch.items()})
+            torch.randn(1 << 20, device=CUDA).sort()
+    assert logged.text.count(CAPTURED) == 3
+
+
+def test_memory_does_not_grow() -> None:
+    pair = Pair(MODELS["resnet"])
+    pair.run_all(4)
+    before = torch.cuda.memory_allocated(CUDA)
+    pair.run_all(4)
+    assert torch.cuda.memory_allocated(CUDA) <= before
+
+
+class FromHost(nn.Module):
+    """Moves its batch to the GPU by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.inner(x.to(CUDA)), labels.to(CUDA))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_loader_that_pins_memory(on_host: bool, logged: pytest.LogCaptureFixture) -> None:
+    """Its thread runs during captures too."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(80, 16), torch.randint(0, 10, (80,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1)
+    model = FromHost().to(CUDA)
+    twin = copy.deepcopy(model)
+    step = cf.compile(model, optimizer=ADAMW(model.parameters()), cuda_graph=True)
+    plain = cf.compile(twin, optimizer=ADAMW(twin.parameters()), cuda_graph=False)
+    for x, labels in loader:
+        batch = (x, labels) if on_host else (x.to(CUDA, non_blocking=True), labels.to(CUDA, non_blocking=True))
+        assert torch.equal(step(*batch), plain(*batch))
+    assert logged.text.count(CAPTURED) == 1
+
+
+class Peeks(torch.autograd.Function):
+    """Looks at a value on the host, in a way that a trace does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.commfuse_test.peek(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+@torch.library.custom_op("commfuse_test::peek", mutates_args=())
+def peek(x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if float(x.sum()) > 1e9 else 1.0)
+
+
+@peek.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Peeking(FromHost):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(Peeks.apply(self.inner(x)), labels)
+
+
+def test_a_step_that_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) -> None:
+    model = Peeking().to(CUDA)
+    twin = copy.deepcopy(model)
+    step = cf.compile(model, optimizer=ADAMW(model.parameters()))
+    plain = cf.compile(twin, optimizer=ADAMW(twin.parameters()), cuda_graph=False)
+    for batch in MODELS["mlp"].batches(CUDA, torch.float32, 6):
+        assert torch.equal(step(**batch), plain(**batch))
+    assert logged.text.count("steps run without CUDA graphs from here on: capturing one failed") == 1
+    torch.ones(2, device=CUDA).sum().item()  # the device is as good as before
+
+
+ENDS = """
+import sys, os, time, signal, torch, torch.distributed as dist
+from torch import nn
+import commfuse_fx as cf
+from benchmarks.two_ranks import join_as_host_of_its_own
+join_as_host_of_its_own()
+how = sys.argv[1]
+device = torch.device("cuda", 0)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+step = cf.compile(model, loss_fn=nn.functional.cross_entropy, optimizer=optimizer, cuda_graph=True)
+x, y = torch.randn(8, 16, device=device), torch.randint(0, 10, (8,), device=device)
+for number in range(6):
+    if number == 4 and dist.get_rank() == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "loader":
+            raise ValueError("no batch")
+    float(step(x, y))
+print("ran", flush=True)
+if how == "close":
+    step.close()
+if how in ("close", "destroy"):
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "destroy", "live", "loader", "kill"])
+def test_how_programs_end(how: str, tmp_path: Path) -> None:
+    """With a step that is closed, live or in distress: soon, and without a crash unless a rank has left."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    whole = how in ("close", "destroy", "live")
+    assert (ended.returncode == 0) == whole, ended.stderr[-4000:]
+    assert ended.stdout.count("ran") == (2 if whole else 0)
+    if how == "loader":
+        assert "ValueError: no batch" in ended.stderr
