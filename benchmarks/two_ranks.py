@@ -32,10 +32,13 @@ FUSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def join_as_host_of_its_own() -> None:
-    """Start the world of this process, which torchrun has started, so that several ranks can share a GPU."""
+def join_as_host_of_its_own(timeout: float = 60) -> None:
+    """Start the world of this process, which has RANK and so on, in such a way that several ranks can share a GPU.
+
+    timeout: seconds until a collective that some rank does not join fails.
+    """
     os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"host{os.environ['RANK']}")
-    cf.init(backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None, timeout=60)
+    cf.init(backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None, timeout=timeout)
 
 
 def batches(device: torch.device, count: int = 4) -> list[dict[str, torch.Tensor]]:
