@@ -56,7 +56,10 @@ def _traceable(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if isinstance(hx, torch.Tensor) and hx.ndim == 1:  # the sizes of the batch, as for packed sequences
             raise CaptureError(PACKED)
         if not _calls_cudnn(input):
-            return _BY_TIME_STEP[name](input, hx, weights, *rest)
+            output, *last = _BY_TIME_STEP[name](input, hx, weights, *rest)
+            states = hx if name == "lstm" else (hx,)
+            # Of an LSTM, torch 2.11 gives them a dimension too many.
+            return (output, *(each.reshape(state.shape) for each, state in zip(last, states, strict=True)))
         with torch.autocast("cuda", enabled=False):
             given = _in_half(input, hx, weights) if torch.is_autocast_enabled("cuda") else (input, hx, weights)
             return by_cudnn(_MODES[name], *given, *rest)

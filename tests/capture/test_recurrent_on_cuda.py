@@ -95,6 +95,12 @@ def test_projections(bias: bool) -> None:
     torch.testing.assert_close(*both("lstm", settings, train=True))
 
 
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says it is on CUDA."""
+
+    is_cuda = True
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_what_runs_where_cudnn_is_not_called(name: str) -> None:
     torch.manual_seed(0)
@@ -102,9 +108,14 @@ def test_what_runs_where_cudnn_is_not_called(name: str) -> None:
     x, hidden = torch.randn(5, 2, 3, dtype=torch.float64), torch.randn(4, 2, 4, dtype=torch.float64)
     states: Any = (hidden, hidden.sin()) if name == "lstm" else hidden
     rest = (True, 2, 0.0, True, True, False)
-    output, *last = traced._BY_TIME_STEP[name](x, states, module._flat_weights, *rest)
+    call = traced._traceable(getattr(torch._VF, name), name)
+    output, *last = call(x.as_subclass(OnCuda), states, module._flat_weights, *rest)
     want, wanted = module(x, states)
-    torch.testing.assert_close([output, *last], [want, *(wanted if name == "lstm" else [wanted])])
+    have = [each.as_subclass(torch.Tensor) for each in (output, *last)]
+    torch.testing.assert_close(have, [want, *(wanted if name == "lstm" else [wanted])])
+    sizes = torch.tensor([2, 1])
+    with pytest.raises(cf.CaptureError, match="packed sequences"):
+        call(x[0].as_subclass(OnCuda), sizes, states, module._flat_weights, *rest[:-1])
 
 
 def test_autocast_hands_over_half_precision_but_for_float64() -> None:
