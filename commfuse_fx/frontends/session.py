@@ -92,7 +92,8 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of the step: its loss, or a pair of the loss and auxiliary outputs."""
-        self.check_open()
+        if self.is_closed:
+            self.check_open()
         agreement = self.agreement
         if agreement is None:
             with lock_of(self.planner.model):

@@ -111,6 +111,7 @@ class CompiledStep(CompiledCall):
         """
         if self.virtual:
             raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
+        self.session.check_open()
         self.session.check_process()
         with self.session.turn():
             return self._profile(args, kwargs, rounds, cluster)

@@ -223,6 +223,28 @@ def test_loaded_states_act() -> None:
     assert len(set(again)) == 12
 
 
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_states_that_the_user_replaces_go_on_from_there(make: Make, always: bool) -> None:
+    pair = Pair(make, always=always)
+    for number in range(FIRST + 1):
+        pair.run(number)
+    for optimizer in (pair.optimizer, pair.other):
+        assert optimizer is not None
+        for param, held in list(optimizer.state.items()):
+            optimizer.state[param] = {name: value + 0.25 for name, value in held.items()}
+    for number in range(3):
+        pair.run(number)
+    for optimizer in (pair.optimizer, pair.other):
+        assert optimizer is not None
+        optimizer.state.clear()
+    for number in range(3):
+        pair.run(number)
+    mine, theirs = (each.state_dict()["state"] for each in (pair.optimizer, pair.other) if each is not None)
+    for one, other in zip(mine.values(), theirs.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
 def test_masks_are_drawn_again_from_a_restored_generator() -> None:
     pair = Pair().captured()
     state, weights = torch.get_rng_state(), copy.deepcopy(pair.model.state_dict())

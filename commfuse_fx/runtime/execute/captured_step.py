@@ -59,6 +59,7 @@ class CapturedStep:
             with interrupts_deferred():
                 self._recording.replay()
                 self.replays += 1
+                executor.publish()
                 return copies(self._recording.outputs)
 
     def close(self) -> None:
