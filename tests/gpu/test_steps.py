@@ -16,10 +16,6 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 ADAMW = OPTIMIZERS["AdamW fused"]
 
-VARIANTS: dict[str, dict[str, Any]] = {"inductor": {"backend": "inductor"}}
-if step_checks.has_graphs(CUDA):
-    VARIANTS |= {"graph": {"cuda_graph": True}, "inductor and graph": {"backend": "inductor", "cuda_graph": True}}
-
 
 @pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -49,13 +45,9 @@ def test_masks_are_those_of_eager_pytorch(name: str, graph: Any) -> None:
     step_checks.check_step(WITH_DROPOUT[name], CUDA, torch.float32, ADAMW, cuda_graph=graph)
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    # Inductor compiles for some seconds: two models are enough.
-    [(name, variant) for variant in VARIANTS for name in (MODELS if variant == "graph" else ("gpt2", "resnet"))],
-)
-def test_variants(name: str, variant: str) -> None:
-    step_checks.check_step(MODELS[name], CUDA, torch.float64, ADAMW, close=1e-9, **VARIANTS[variant])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_inductor(name: str) -> None:
+    step_checks.check_step(MODELS[name], CUDA, torch.float64, ADAMW, close=1e-9, backend="inductor")
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -88,13 +80,13 @@ def test_no_step_waits_for_the_host(name: str, graph: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_update_waits_for_the_host(optimizer: str) -> None:
-    optimizers = OPTIMIZERS[optimizer]
-    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, optimizers, cuda_graph=False)
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, OPTIMIZERS[optimizer], cuda_graph=False)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_step_of_a_variant_waits_for_the_host(variant: str) -> None:
-    step_checks.check_that_no_step_waits_for_the_host(MODELS["gpt2"], CUDA, ADAMW, **VARIANTS[variant])
+@pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
+def test_no_compiled_step_waits_for_the_host(graph: Any) -> None:
+    options = {"backend": "inductor", "cuda_graph": graph}
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["gpt2"], CUDA, ADAMW, **options)
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm"])
