@@ -103,13 +103,15 @@ class Layer(nn.Module):
 
 
 def compiles(powers: list[float]) -> tuple[int, int]:
-    """How many regions this rank has compiled, and how many it has found on disk."""
+    """Gradients are those of DDP; returns how many regions this rank has compiled, and how many it found on disk."""
     torch.manual_seed(0)
     counters.clear()
-    module = cf.compile(
-        nn.Sequential(*map(Layer, powers)), backend="inductor", inductor_regions="layers", cpu_kernels=False
-    )
-    module(torch.randn(4, 6))
+    model = nn.Sequential(*map(Layer, powers)).double()
+    twin = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    module = cf.compile(model, backend="inductor", inductor_regions="layers", cpu_kernels=False)
+    for call in (module, twin):
+        call(batch(0)).square().sum().backward()
+    torch.testing.assert_close(grads(model), grads(twin.module), rtol=1e-12, atol=1e-12)
     found = counters["aot_autograd"]
     return found["autograd_cache_miss"], found["autograd_cache_hit"]
 
