@@ -141,6 +141,7 @@ def main(arguments: list[str]) -> int:
             result["rows"].append({**asdict(row), "ratio": value})
         result[name] = {variant: asdict(each) for variant, each in found.items()}
         del found
+        torch._dynamo.reset()  # which holds the graphs of reduce-overhead
         gc.collect()
     if not options.no_ranks:
         result["two ranks"] = compare_two_ranks(options.device)

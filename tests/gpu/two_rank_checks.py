@@ -162,14 +162,20 @@ def check_streams(device: torch.device) -> None:
     if device.type != "cuda":
         return
     events: list[Any] = list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
-    on_gpu = [each for each in events if each.device_type() == torch.autograd.DeviceType.CUDA and each.duration_ns()]
-    kernels = [each for each in on_gpu if not each.is_user_annotation() and not each.name().startswith("Mem")]
+    on_cuda = torch.autograd.DeviceType.CUDA
+    kernels = [
+        each
+        for each in events
+        if each.device_type() == on_cuda
+        and not each.is_user_annotation()
+        and not each.name().startswith((LOOKED_AT, "Mem"))
+    ]
     streams = [
         {each.device_resource_id() for each in kernels if each.name().startswith("nccl") == sends}
         for sends in (True, False)
     ]
     assert all(streams) and streams[0].isdisjoint(streams[1]), streams
-    steps = next(each for each in events if each.name() == LOOKED_AT and each not in on_gpu)
+    steps = next(each for each in events if each.name() == LOOKED_AT and each.device_type() != on_cuda)
     during = [each.name() for each in events if steps.start_ns() <= each.start_ns() < steps.end_ns()]
     assert "cudaStreamWaitEvent" in during
     assert not [name for name in during if name.startswith("cuda") and name.endswith("Synchronize")]
