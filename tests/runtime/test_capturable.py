@@ -25,6 +25,14 @@ READS = PLAIN.replace(
     "    fwd %/sum.0: f32[] = aten.sum(%/mm.0)",
     "    fwd %/masked.0: f32[8] = aten.masked_select(%/mm.0, %/gt.0)\n    fwd %/sum.0: f32[] = aten.sum(%/masked.0)",
 ).replace("    fwd %/masked.0", "    fwd %/gt.0: b8[2,4] = aten.gt(%/mm.0, 0)\n    fwd %/masked.0")
+SELECTS = """
+    in  %w: f32[4,4] = parameter
+    in  %x: i64[3] = input
+    fwd %/index.0: f32[3,4] = aten.index.Tensor(%w, [%x])
+    fwd %/sum.0: f32[] = aten.sum(%/index.0)
+    return [%/sum.0]
+"""
+SELECTS_BY_MASK = SELECTS.replace("%x: i64[3] = input", "%x: b8[4] = input")
 OVERLAPS = PLAIN.replace("in  %x: f32[2,4] =", "in  %x: f32[2,4](0,1) =")
 MOVES = PLAIN.replace("aten.mm(%x, %w)", "aten.mm(%/to.0, %w)").replace(
     "    fwd %/mm.0", "    fwd %/to.0: f32[2,4] = aten._to_copy(%x, device=cuda)\n    fwd %/mm.0"
@@ -47,13 +55,26 @@ def on_cpu(given: Program, name: str) -> Program:
         (program(PLAIN), ""),
         (program(WRITES), "the model writes to its input x"),
         (program(READS), "the host waits for the result of /masked.0"),
+        (program(SELECTS), ""),
+        (program(SELECTS_BY_MASK), "the host waits for the result of /index.0"),
         (program(OVERLAPS), "elements of the input x share memory"),
         (on_cpu(program(PLAIN), "/mm.0"), "/mm.0 is on cpu, not on cuda"),
         (on_cpu(program(PLAIN), "x"), "x is on cpu, not on cuda"),
         (on_cpu(program(MOVES), "x"), ""),
         (parse_program(PLAIN), "w is on cpu, not on cuda"),
     ],
-    ids=["plain", "writes", "reads", "overlaps", "cpu value", "cpu input", "moved input", "cpu"],
+    ids=[
+        "plain",
+        "writes",
+        "reads",
+        "selects",
+        "selects by mask",
+        "overlaps",
+        "cpu value",
+        "cpu input",
+        "moved input",
+        "cpu",
+    ],
 )
 def test_obstacles(given: Program, why: str) -> None:
     assert obstacle(given, "cuda") == why

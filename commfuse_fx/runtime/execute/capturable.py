@@ -17,7 +17,10 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
 
+aten = torch.ops.aten
+
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MASKS = (torch.bool, torch.uint8)
 
 
 def obstacle(program: Program, on: str) -> str:
@@ -43,7 +46,7 @@ def _obstacle_at(node: fx.Node, on: str) -> str:
     if is_opaque(node):
         return f"{name}{where} calls a Python function, which a graph does not repeat"
     tags = getattr(node.target, "tags", ())
-    if any(tag in tags for tag in _READ_BY_HOST):
+    if any(tag in tags for tag in _READ_BY_HOST) and not _selects_by_number(node):
         return f"the host waits for the result of {name}{where}"
     if torch.Tag.cudagraph_unsafe in tags:
         return f"{name}{where} calls {node.target}, whose author says that graphs do not repeat it"
@@ -53,12 +56,20 @@ def _obstacle_at(node: fx.Node, on: str) -> str:
     return ""
 
 
+def _selects_by_number(node: fx.Node) -> bool:
+    """Whether a node selects by indices, whose count is known. The host has to count what a mask selects."""
+    if node.target is not aten.index.Tensor:
+        return False
+    indices: Any = node.args[1]
+    return all(getattr(info(each).spec, "dtype", None) not in _MASKS for each in indices if each is not None)
+
+
 def goes_to_device(node: fx.Node, on: str) -> bool:
     """Whether a node is an input of the step that the model moves to such a device, and uses in no other way.
 
     A captured step gets the moved tensor in its place.
     """
-    moves = [user.target is torch.ops.aten._to_copy.default and _moved_to(user) == on for user in node.users]
+    moves = [user.target is aten._to_copy.default and _moved_to(user) == on for user in node.users]
     return node.op == "placeholder" and bool(moves) and all(moves)
 
 
