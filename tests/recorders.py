@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commfuse_fx as cf
+from commfuse_fx.runtime.execute.step_graphs import FIRST
 
 
 class CpuRecorder:
@@ -132,8 +133,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
 
 
-def recorded(step: cf.CompiledStep) -> CpuRecorder:
-    """Let a step on CPU run as one on CUDA would: captured by the recorder that is returned."""
+def recorded(step: cf.CompiledStep, first: int = FIRST) -> CpuRecorder:
+    """Let a step on CPU run as one on CUDA would: captured by the recorder that is returned. first: as `FIRST`."""
     recorder = CpuRecorder()
     step.session.capture_with(recorder)
+    assert step.session.graphs is not None
+    step.session.graphs.first = first
     return recorder

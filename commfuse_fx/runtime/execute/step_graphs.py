@@ -46,8 +46,8 @@ IN_A_ROW = 3
 class _Shape:
     """What is known of one executor. steps: those without a capture since it had one; needed: as `FIRST`."""
 
+    needed: int
     steps: int = 0
-    needed: int = FIRST
     captured: CapturedStep | None = None
 
 
@@ -57,6 +57,7 @@ class StepGraphs:
     recorder: makes the recordings.
     always: whether the user asks for graphs (True), or leaves it to the compiler ("auto").
     watch: looks after repetitions that communicate. None: none of them does.
+    first: as `FIRST`.
     ended: why no step is captured any more; "" as long as steps are.
     votes, vote_seconds: how often the ranks have voted before a launch, and what that took this rank's host.
     """
@@ -65,6 +66,7 @@ class StepGraphs:
         self.recorder = recorder
         self.watch = watch
         self.ended = ""
+        self.first = FIRST
         self.votes = 0
         self.vote_seconds = 0.0
         self._always = always
@@ -106,7 +108,7 @@ class StepGraphs:
             return
         if executor.optimizer is not None:
             executor.rates = LearningRates(program, executor.optimizer.param_groups, device)
-        self._shapes[executor] = _Shape()
+        self._shapes[executor] = _Shape(self.first)
 
     def wish(self, executor: Executor) -> int:
         """What to do with a step of this executor: PLAIN, CAPTURE or REPLAY. Call it once before each step."""
@@ -205,7 +207,7 @@ class StepGraphs:
         assert captured is not None, "a captured step"
         log.info("a captured step goes: %s", why)
         del self._captured[shape]
-        shape.needed = FIRST if captured.replays >= PAYS else 2 * shape.needed
+        shape.needed = self.first if captured.replays >= PAYS else 2 * shape.needed
         shape.steps, shape.captured = 0, None
         self._finish()
         captured.close()
