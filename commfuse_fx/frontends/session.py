@@ -324,7 +324,8 @@ class Session:
         with suppress(CommFuseError):  # nobody is left to be told
             self.synchronize()
         if self.graphs is not None:
-            self.graphs.close()
+            with suppress(RuntimeError):  # a device that has failed
+                self.graphs.close()
         self.running = None
         self.runners.release()
         self.agreement = None

@@ -27,46 +27,43 @@ class GivenValues:
 
     def __init__(self, program: Program, values: Sequence[Any]) -> None:
         self._program = program
-        self._numbers, self._addresses = _seen(values)
+        self._tensors = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._lists = [place for place, value in enumerate(values) if isinstance(value, (list, tuple))]
+        others = dict.fromkeys((*self._tensors, *self._lists))
+        self._places = [place for place in range(len(values)) if place not in others]
+        """Where numbers are."""
+        self._numbers = [values[place] for place in self._places]
+        self._addresses = self._addresses_of(values)
 
     def change(self, values: Sequence[Any]) -> Change | None:
         """How other values of the same placeholders differ from these; None if they do not."""
-        numbers, addresses = _seen(values)
-        if numbers == self._numbers and addresses == self._addresses:
-            return None
-        at = 0
-        for place, (source, value) in enumerate(zip(self._program.sources.values(), values, strict=True)):
-            if place in numbers:
-                if numbers[place] != self._numbers.get(place):
-                    return Change(self._number_text(source, self._numbers.get(place), value), is_number=True)
-                continue
-            if place in self._numbers:
-                return Change(f"{self._named(source)} varies, and is read from memory from now on", is_number=False)
-            end = at + (1 if isinstance(value, torch.Tensor) else len(value))
-            if addresses[at:end] != self._addresses[at:end]:
-                return Change(_tensor_text(source), is_number=False)
-            at = end
-        raise AssertionError("some value differs")
+        numbers = [values[place] for place in self._places]
+        if torch.Tensor not in map(type, numbers) and numbers == self._numbers:
+            addresses = self._addresses_of(values)
+            return None if addresses == self._addresses else self._moved(values, addresses)
+        sources = list(self._program.sources.values())
+        for place in self._places:
+            if isinstance(values[place], torch.Tensor):
+                text = f"{self._named(sources[place])} varies, and is read from memory from now on"
+                return Change(text, is_number=False)
+        number = next(at for at, (now, before) in enumerate(zip(numbers, self._numbers, strict=True)) if now != before)
+        named = self._named(sources[self._places[number]])
+        return Change(f"{named} is {numbers[number]} in place of {self._numbers[number]}", is_number=True)
 
-    def _number_text(self, source: Source, before: Any, now: Any) -> str:
-        return f"{self._named(source)} is {now} in place of {before}"
+    def _addresses_of(self, values: Sequence[Any]) -> list[int]:
+        tensors = [values[place] for place in self._tensors]
+        for place in self._lists:
+            tensors += values[place]
+        return list(map(torch.Tensor.data_ptr, tensors))
+
+    def _moved(self, values: Sequence[Any], addresses: Sequence[int]) -> Change:
+        """The change for tensors that lie at other addresses than before."""
+        places = [*self._tensors, *(place for place in self._lists for _ in values[place])]
+        moved = next(place for place, now, old in zip(places, addresses, self._addresses, strict=True) if now != old)
+        return Change(_tensor_text(list(self._program.sources.values())[moved]), is_number=False)
 
     def _named(self, source: Source) -> str:
         return f"{source.name} of the optimizer's param group {self._program.updates[source.owner].group}"
-
-
-def _seen(values: Sequence[Any]) -> tuple[dict[int, Any], list[int]]:
-    """Numbers by their place, and the addresses of all tensors."""
-    numbers: dict[int, Any] = {}
-    tensors: list[torch.Tensor] = []
-    for place, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors.extend(value)
-        else:
-            numbers[place] = value
-    return numbers, list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _tensor_text(source: Source) -> str:
