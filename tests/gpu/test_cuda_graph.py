@@ -244,7 +244,7 @@ if how in ("close", "destroy"):
 
 @pytest.mark.parametrize("how", ["close", "destroy", "live", "error", "kill"])
 def test_how_programs_end(how: str, tmp_path: Path) -> None:
-    """With a step that is closed or live: without a crash. When rank 1 leaves between vote and launch, rank 0 ends, too.
+    """With a step that is closed or live: without a crash. If rank 1 leaves between vote and launch, rank 0 ends, too.
 
     No agent starts the ranks, since it would end rank 0.
     """
