@@ -65,8 +65,8 @@ class CudaRecorder:
             if self._pool is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                if generator.device.type == "cuda":
+            for generator in generators:  # torch's own take part in every graph
+                if generator.device.type == "cuda" and generator not in torch.cuda.default_generators:
                     graph.register_generator_state(generator)
             # Threads that pin memory, and NCCL's, may go on: only this one must not synchronise. And what the garbage
             # collector finds may be CUDA's, and not to be freed now.
