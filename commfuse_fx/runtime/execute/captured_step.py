@@ -28,7 +28,6 @@ class CapturedStep:
         self.replays = 0
         given = executor.gather(self.inputs)
         self._given = GivenValues(executor.program, given)
-        self._memory = executor.storage.pool.held()
         self._lost = executor.storage.pool.lost
         generators = executor.generators if executor.draws else []
         states = RandomStates(generators)
@@ -37,6 +36,7 @@ class CapturedStep:
                 self._recording = recorder.record(lambda: executor.compute(given), generators)
         finally:
             states.restore()  # a seed that was drawn for the recording is that of no step
+        self._memory = executor.storage.pool.held()
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {TensorSpec.of(tensor)}" for name, tensor in self.inputs.items()) or "none"
