@@ -57,6 +57,10 @@ def module(workload: Workload, model: nn.Module) -> Step:
     return _step(workload, cf.compile(model))
 
 
+def compiled_module(workload: Workload, model: nn.Module) -> Step:
+    return _step(workload, cf.compile(model, backend="inductor"))
+
+
 PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
     "unfused after backward": unfused,
     "DDP": ddp,

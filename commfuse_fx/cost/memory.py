@@ -13,6 +13,7 @@ from commfuse_fx.ir.collectives import is_wait, memory_on_wire
 from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.fixed_values import held_values
+from commfuse_fx.ir.fusible import fused_values
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
 
@@ -31,7 +32,7 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     two inputs share once; so is memory that is kept between steps, and what is computed once and needed by other nodes.
     All else lives from the node that makes it to its last use, what a collective sends or receives at least to its
     wait, and what a node of the following step uses to that node: such memory may be there twice, for this step and
-    for the one before.
+    for the one before. What a compiled region never writes to memory (`fused_values`) takes none.
     """
     return Memory(program, roots).profile()
 
@@ -61,6 +62,8 @@ class Memory:
         self._order = execution_order(program)
         self._position = {node: i for i, node in enumerate(self._order)}
         self._lifetimes = _lifetimes(self._order, self._position, roots)
+        for node in fused_values(program):
+            self._lifetimes.pop(node, None)
         self._always = sum(bytes_of(info(node).spec) for node in self._order if _is_given(node) and node not in aliases)
         self._always += sum(bytes_of(info(node).spec) for node in self._order if info(node).kept)
         held = dict.fromkeys(roots[node] for node in held_values(program))

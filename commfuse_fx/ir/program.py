@@ -156,6 +156,7 @@ class Program:
     layouts: layouts of parameters that an earlier graph of the same step has decided, or None.
     by_autograd: why autograd computes the gradients, op by op, and hands them to the second half one by one; "": the
         program computes them.
+    saved: of a module whose forward has been planned, the names of the values that it saves; None: this plan decides.
     torch_version: of the torch whose ops the graph calls.
     """
 
@@ -180,6 +181,7 @@ class Program:
     marks: Any = None
     layouts: Layouts | None = None
     by_autograd: str = ""
+    saved: tuple[str, ...] | None = None
     torch_version: str = torch.__version__.split("+")[0]
 
     def __post_init__(self) -> None:

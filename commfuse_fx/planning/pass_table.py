@@ -28,6 +28,7 @@ from commfuse_fx.passes.rewrite.compute_once import ComputeOnce
 from commfuse_fx.passes.rewrite.lower_average import LowerAverage
 from commfuse_fx.passes.rewrite.merge_equal import MergeEqual
 from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
+from commfuse_fx.passes.rewrite.recompute import Recompute
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows
 from commfuse_fx.passes.rewrite.simplify import Simplify
 from commfuse_fx.passes.rewrite.split_updates import SplitUpdates
@@ -57,7 +58,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
         UPDATE: (UpdateParameters,),
-        "prepare": (ComputeOnce, GradientsFirst, ResendRows, PostponeGradients),
+        "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),
         "memory": (KeepGradients, InductorRegions, Reinplace, GiveWay),

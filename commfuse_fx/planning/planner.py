@@ -19,7 +19,9 @@ from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import flatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
+from commfuse_fx.ir.halves import crossing
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
@@ -217,6 +219,7 @@ class Planner:
         some outputs, given by their numbers."""
         assert compiled.captured is not None, "a module keeps what was captured"
         captured = compiled.captured.copy()
+        captured.saved = tuple(info(node).name for node in crossing(compiled.program))
         if absent:
             assert compiled.outputs is not None
             leave_out(captured, absent, compiled.outputs.functions)

@@ -156,3 +156,16 @@ def test_parameters_in_flat_storage_count_once() -> None:
     assert peak_memory(program) < 1.2 * 4 * 4 * elements
     flat = [node for node in program.graph.nodes if node.op == "placeholder" and program.sources[node].kind == "flat"]
     assert flat and all(isinstance(info(node).spec, TensorSpec) for node in flat)
+
+
+def test_what_a_compiled_region_keeps_in_registers_takes_no_memory() -> None:
+    g = Graph()
+    x = g.input("x")
+    a = g.op("a", x)
+    b = g.op("b", a)
+    c = g.op("c", b, target=aten.sum.default, spec=f32())
+    program = g.program(c)
+    assert by_name(program) == {"x": 16, "a": 32, "b": 48, "c": 36, "output": 20}
+    for node in (a, b, c):
+        info(node).region = 0
+    assert by_name(program) == {"x": 16, "a": 16, "b": 16, "c": 20, "output": 20}
