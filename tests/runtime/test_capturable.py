@@ -39,13 +39,24 @@ MOVES = PLAIN.replace("aten.mm(%x, %w)", "aten.mm(%/to.0, %w)").replace(
 )
 
 
+LIFTS = """
+    in  %constant: f32[] = constant
+    in  %x: f32[2,4] = input
+    fwd %/lift_fresh_copy.0: f32[] = aten.lift_fresh_copy(%constant)  {computed once}
+    fwd %/add.0: f32[2,4] = aten.add(%x, %/lift_fresh_copy.0)
+    fwd %/sum.0: f32[] = aten.sum(%/add.0)
+    return [%/sum.0]
+"""
+
+
 def program(text: str) -> Program:
     return parse_program(text, device="cuda:0")
 
 
-def on_cpu(given: Program, name: str) -> Program:
-    node = next(node for node in given.graph.nodes if info(node).name == name)
-    info(node).spec = replace(tensor_spec(node), device="cpu")
+def on_cpu(given: Program, *names: str, device: str = "cpu") -> Program:
+    for node in given.graph.nodes:
+        if info(node).name in names:
+            info(node).spec = replace(tensor_spec(node), device=device)
     return given
 
 
@@ -58,23 +69,14 @@ def on_cpu(given: Program, name: str) -> Program:
         (program(SELECTS), ""),
         (program(SELECTS_BY_MASK), "the host waits for the result of /index.0"),
         (program(OVERLAPS), "elements of the input x share memory"),
+        (on_cpu(program(LIFTS), "constant", "/lift_fresh_copy.0"), ""),
+        (on_cpu(program(LIFTS).copy(), "/add.0", device="meta"), ""),
         (on_cpu(program(PLAIN), "/mm.0"), "/mm.0 is on cpu, not on cuda"),
         (on_cpu(program(PLAIN), "x"), "x is on cpu, not on cuda"),
         (on_cpu(program(MOVES), "x"), ""),
         (parse_program(PLAIN), "w is on cpu, not on cuda"),
     ],
-    ids=[
-        "plain",
-        "writes",
-        "reads",
-        "selects",
-        "selects by mask",
-        "overlaps",
-        "cpu value",
-        "cpu input",
-        "moved input",
-        "cpu",
-    ],
+    ids=["plain", "writes", "reads", "selects", "mask", "overlaps", "once", "meta", "value", "input", "moved", "cpu"],
 )
 def test_obstacles(given: Program, why: str) -> None:
     assert obstacle(given, "cuda") == why

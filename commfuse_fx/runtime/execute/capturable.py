@@ -38,7 +38,7 @@ def obstacle(program: Program, on: str) -> str:
 
 
 def _obstacle_at(node: fx.Node, on: str) -> str:
-    if info(node).once or node.op == "output":
+    if info(node).once or node.op == "output" or (node.op == "get_attr" and all(info(u).once for u in node.users)):
         return ""
     name, where = info(node).name, f" ({info(node).source})" if info(node).source else ""
     if node.target is optimizer_step:
@@ -95,8 +95,10 @@ def _of_inputs(program: Program) -> str:
 
 
 def _devices(spec: Spec) -> Iterator[str]:
+    """Where the tensors of a value are. Attention records "meta" for its random state, which follows the capture."""
     if isinstance(spec, TensorSpec):
-        yield spec.device
+        if spec.device != "meta":
+            yield spec.device
     elif isinstance(spec, tuple):
         for part in spec:
             yield from _devices(part)
