@@ -8,35 +8,39 @@ CHAIN = """
     in  %x: f32[4,4] = input
     fwd %/mm.0: f32[4,4] = aten.mm(%x, %w)
     fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/mm.0, %/mm.0)
-    fwd %/tanh.0: f32[4,4] = aten.tanh(%/mul.0)
-    fwd %/mul.1: f32[4,4] = aten.mul.Tensor(%/mm.0, %/tanh.0)
+    fwd %/neg.0: f32[4,4] = aten.neg(%/mul.0)
+    fwd %/mul.1: f32[4,4] = aten.mul.Tensor(%/mm.0, %/neg.0)
     fwd %/sum.0: f32[] = aten.sum(%/mul.1)
-    bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/tanh.0, 2)
+    bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0, 2)
     bwd %/grad.mul.1: f32[4,4] = aten.mul.Tensor(%/grad.mul.0, %/mul.0)
     bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
     bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.1)
-    return [%/sum.0, %/grad.mm.0]
+    bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+    bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+    return [%/sum.0, %/wait]
 """
 
 
 def test_values_of_elements_are_computed_again_from_the_one_that_is_kept() -> None:
     made = check(
         CHAIN,
-        Recompute(at_least=64),
+        Recompute(at_least=64, on_cpu=True),
         """
         in  %w: f32[4,4] = parameter
         in  %x: f32[4,4] = input
         fwd %/mm.0: f32[4,4] = aten.mm(%x, %w)
         fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/mm.0, %/mm.0)
-        fwd %/tanh.0: f32[4,4] = aten.tanh(%/mul.0)
-        fwd %/mul.1: f32[4,4] = aten.mul.Tensor(%/mm.0, %/tanh.0)
+        fwd %/neg.0: f32[4,4] = aten.neg(%/mul.0)
+        fwd %/mul.1: f32[4,4] = aten.mul.Tensor(%/mm.0, %/neg.0)
         fwd %/sum.0: f32[] = aten.sum(%/mul.1)
-        bwd %/tanh.0/again: f32[4,4] = aten.tanh(%/mul.0)
-        bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/tanh.0/again, 2)
+        bwd %/neg.0/again: f32[4,4] = aten.neg(%/mul.0)
+        bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0/again, 2)
         bwd %/grad.mul.1: f32[4,4] = aten.mul.Tensor(%/grad.mul.0, %/mul.0)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.1)
-        return [%/sum.0, %/grad.mm.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
     )
     [note] = made.notes
@@ -44,42 +48,46 @@ def test_values_of_elements_are_computed_again_from_the_one_that_is_kept() -> No
 
 
 def test_what_a_library_reads_is_kept() -> None:
-    """Of these, `tanh` is an operand of a product: it has to be in memory either way, and serves the other user, too."""
+    """Of these, `abs` is an operand of a product: it has to be in memory either way, and serves the other user, too."""
     before = """
         in  %w: f32[4,4] = parameter
         in  %x: f32[4,4] = input
         fwd %/mm.0: f32[4,4] = aten.mm(%x, %w)
         fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/mm.0, %/mm.0)
-        fwd %/tanh.0: f32[4,4] = aten.tanh(%/mul.0)
-        fwd %/neg.0: f32[4,4] = aten.neg(%/tanh.0)
-        fwd %/t.0: f32[4,4](1,4) = aten.t(%/tanh.0)
+        fwd %/abs.0: f32[4,4] = aten.abs(%/mul.0)
+        fwd %/neg.0: f32[4,4] = aten.neg(%/abs.0)
+        fwd %/t.0: f32[4,4](1,4) = aten.t(%/abs.0)
         fwd %/sum.0: f32[] = aten.sum(%/neg.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0, 2)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/t.0, %/grad.mul.0)
-        return [%/sum.0, %/grad.mm.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """
     check(
         before,
-        Recompute(at_least=64),
+        Recompute(at_least=64, on_cpu=True),
         """
         in  %w: f32[4,4] = parameter
         in  %x: f32[4,4] = input
         fwd %/mm.0: f32[4,4] = aten.mm(%x, %w)
         fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/mm.0, %/mm.0)
-        fwd %/tanh.0: f32[4,4] = aten.tanh(%/mul.0)
-        fwd %/neg.0: f32[4,4] = aten.neg(%/tanh.0)
+        fwd %/abs.0: f32[4,4] = aten.abs(%/mul.0)
+        fwd %/neg.0: f32[4,4] = aten.neg(%/abs.0)
         fwd %/sum.0: f32[] = aten.sum(%/neg.0)
-        bwd %/neg.0/again: f32[4,4] = aten.neg(%/tanh.0)
+        bwd %/neg.0/again: f32[4,4] = aten.neg(%/abs.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0/again, 2)
-        bwd %/t.0/again: f32[4,4](1,4) = aten.t(%/tanh.0)
+        bwd %/t.0/again: f32[4,4](1,4) = aten.t(%/abs.0)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/t.0/again, %/grad.mul.0)
-        return [%/sum.0, %/grad.mm.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
     )
 
 
 def test_sums_random_numbers_and_small_gains_stay() -> None:
-    check(CHAIN, Recompute(at_least=65), None)
+    check(CHAIN, Recompute(at_least=65, on_cpu=True), None)
     check(
         """
         in  %w: f32[4,4] = parameter
@@ -90,11 +98,22 @@ def test_sums_random_numbers_and_small_gains_stay() -> None:
         fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/cumsum.0, %/rand_like.0)
         fwd %/sum.0: f32[] = aten.sum(%/mul.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/cumsum.0, %/rand_like.0)
-        return [%/sum.0, %/grad.mul.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
-        Recompute(at_least=1),
+        Recompute(at_least=1, on_cpu=True),
         None,
     )
+
+
+def test_without_collectives_one_region_holds_all_and_its_compiler_decides() -> None:
+    alone = [line for line in CHAIN.splitlines() if "all_reduce" not in line and "return" not in line]
+    check("\n".join([*alone, "    return [%/sum.0, %/grad.mm.0]"]), Recompute(at_least=1, on_cpu=True), None)
+
+
+def test_on_a_cpu_everything_is_kept() -> None:
+    check(CHAIN, Recompute(at_least=1), None)
 
 
 def test_parameters_that_the_backward_does_not_read_stay_unread() -> None:
@@ -108,9 +127,11 @@ def test_parameters_that_the_backward_does_not_read_stay_unread() -> None:
         fwd %/cos.0: f32[4,4] = aten.cos(%/mul.0)
         fwd %/sum.0: f32[] = aten.sum(%/sin.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/cos.0, 2)
-        return [%/sum.0, %/grad.mul.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
-        Recompute(at_least=1),
+        Recompute(at_least=1, on_cpu=True),
         None,
     )
 
@@ -129,9 +150,11 @@ def test_of_what_dropout_draws_truth_values_are_kept() -> None:
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/div.0, 2)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.0)
-        return [%/sum.0, %/grad.mm.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
-        Recompute(at_least=48),
+        Recompute(at_least=48, on_cpu=True),
         """
         in  %w: f32[4,4] = parameter
         in  %x: f32[4,4] = input
@@ -147,6 +170,8 @@ def test_of_what_dropout_draws_truth_values_are_kept() -> None:
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/div.0/again, 2)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.0)
-        return [%/sum.0, %/grad.mm.0]
+        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
+        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+        return [%/sum.0, %/wait]
         """,
     )
