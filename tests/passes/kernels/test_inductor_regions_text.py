@@ -34,6 +34,20 @@ def test_regions_end_where_collectives_start_and_are_waited_for() -> None:
     check(STEP, InductorRegions(), marked(STEP, LONG, "grad.neg.0 grad.exp.0"))
 
 
+def test_on_a_cpu_the_kernels_of_batch_norm_are_left_as_they_are() -> None:
+    text = """
+        in  %x: f32[4,2,3,3] = input
+        fwd %/exp.0: f32[4,2,3,3] = aten.exp(%x)
+        fwd %/neg.0: f32[4,2,3,3] = aten.neg(%/exp.0)
+        fwd %/norm.0: (f32[4,2,3,3], f32[2], f32[2]) = aten.native_batch_norm(%/neg.0, None, None, None, None, True, 0.1, 1e-05)
+        fwd %/getitem.0: f32[4,2,3,3] = getitem(%/norm.0, 0)
+        fwd %/sin.0: f32[4,2,3,3] = aten.sin(%/getitem.0)
+        fwd %/sum.0: f32[] = aten.sum(%/sin.0)
+        return [%/sum.0]
+    """
+    check(text, InductorRegions(), marked(text, "exp.0 neg.0", "sin.0 sum.0"))
+
+
 def test_few_ops_are_no_region() -> None:
     check(STEP, InductorRegions(at_least=3), marked(STEP, LONG))
     check(STEP, InductorRegions(at_least=6), None)
