@@ -66,44 +66,44 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Step, dict[str, Any]]] = {
 }
 
 
-def uneven(name: str, batches: list[int], options: dict[str, Any]) -> None:
+def uneven(name: str, *epochs: tuple[list[int], dict[str, Any]]) -> None:
     make, iteration, given = STEPS[name]
     wrapped, model, other, twin = pair(make(), **given)
-    for call, each in ((wrapped, model), (other, twin)):
-        torch.manual_seed(dist.get_rank())
-        optimizer = sgd(each)
-        with call.join(**options):
-            for step in range(batches[dist.get_rank()]):
-                # DistributedDataParallel takes what a rank without batches has used last for used.
-                optimizer.zero_grad(set_to_none=False)
-                iteration(call, each, step)
-                optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-11, atol=1e-11)
-    assert_buffers_are_equal(model)
+    optimizers = sgd(model), sgd(twin)
+    for batches, options in epochs:
+        for call, each, optimizer in zip((wrapped, other), (model, twin), optimizers, strict=True):
+            torch.manual_seed(dist.get_rank())
+            with call.join(**options):
+                for step in range(batches[dist.get_rank()]):
+                    # DistributedDataParallel takes what a rank without batches has used last for used.
+                    optimizer.zero_grad(set_to_none=False)
+                    iteration(call, each, step)
+                    optimizer.step()
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-11, atol=1e-11)
+        assert_buffers_are_equal(model)
     iteration(wrapped, model, 1)  # and on with it
     with wrapped.join(enable=False):
         iteration(wrapped, model, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "batches", "options"),
+    ("name", "epochs"),
     [
-        ("breaks", [3, 1], {}),
-        ("breaks", [0, 2], OF_ACTIVE),
-        ("breaks", [2, 0, 3], {}),
-        ("reentrant", [1, 2], {}),
-        ("micro-batches", [1, 3], OF_ACTIVE),
-        ("whole", [0, 2], {}),
-        ("sizes", [4, 2], {}),
-        ("ways", [1, 3], {}),
-        ("ways by cost", [3, 1, 2], OF_ACTIVE),
+        ("breaks", [([0, 2], OF_ACTIVE), ([3, 1], {})]),
+        ("breaks", [([2, 0, 3], {})]),
+        ("reentrant", [([1, 2], {})]),
+        ("micro-batches", [([1, 3], OF_ACTIVE)]),
+        ("whole", [([0, 2], {})]),
+        ("sizes", [([4, 2], {})]),
+        ("ways", [([1, 3], {})]),
+        ("ways by cost", [([3, 1, 2], OF_ACTIVE)]),
     ],
     ids=str,
 )
 def test_ranks_with_different_numbers_of_batches(
-    ranks: Ranks, name: str, batches: list[int], options: dict[str, Any]
+    ranks: Ranks, name: str, epochs: list[tuple[list[int], dict[str, Any]]]
 ) -> None:
-    ranks.values(uneven, name, batches, options, size=len(batches))
+    ranks.values(uneven, name, *epochs, size=len(epochs[0][0]))
 
 
 def summed(capture: str, given: dict[str, Any]) -> list[Any]:
@@ -170,10 +170,14 @@ class Bad(nn.Module):
         raise KeyError("a bad target")
 
 
-def failing(where: str) -> str:
-    """Rank 0 has no more batches when rank 1 of three fails."""
+def failing(places: list[str]) -> list[str]:
+    """Rank 0 has no more batches when rank 1 of three fails. The ranks go on with the module after each error."""
     model = Fails()
     wrapped, *_ = pair(model)
+    return [failing_at(where, wrapped, model) for where in places]
+
+
+def failing_at(where: str, wrapped: Any, model: Fails) -> str:
     try:
         with wrapped.join():
             for step in range(3 if dist.get_rank() else 1):
@@ -192,16 +196,14 @@ def failing(where: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("where", ["before", "forward", "loss"])
-def test_a_rank_that_fails_is_named_on_all_ranks(ranks: Ranks, where: str) -> None:
-    without, failed, other = ranks.values(failing, where, size=3)
-    assert failed.startswith("KeyError")
-    for text in (without, other):
-        assert text.startswith("PeerFailedError") and "rank 1: KeyError: 'a bad" in text
-
-
-def test_a_second_backward_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    without, *others = ranks.values(failing, "twice", size=3)
+def test_what_fails_on_a_rank_is_named_on_all_ranks(ranks: Ranks) -> None:
+    """A sample, a forward, a loss, and a second backward."""
+    *errors, twice = zip(*ranks.values(failing, ["before", "forward", "loss", "twice"], size=3), strict=True)
+    for (without, failed, other), what in zip(errors, ("sample", "sample", "target"), strict=True):
+        assert failed == f"KeyError: 'a bad {what}'"
+        for text in (without, other):
+            assert text.startswith("PeerFailedError") and f"rank 1: KeyError: 'a bad {what}'" in text
+    without, *others = twice
     assert without.startswith("PeerFailedError") and "rank 1: CommFuseError: rank 1 runs a second backward" in without
     for text in others:
         assert "second backward after one forward" in text

@@ -35,7 +35,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
