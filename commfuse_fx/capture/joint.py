@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.build import check_parameters, describe, write_back
+from commfuse_fx.capture.depending_outputs import computed_from
 from commfuse_fx.capture.function_gradients import FunctionCall
 from commfuse_fx.capture.gradients_as_model import why_by_autograd
 from commfuse_fx.capture.provenance import OriginRecorder
@@ -37,6 +38,7 @@ class Outputs:
     read_late: parameters, buffers and inputs whose memory the backward reads. outputs_read_late: the numbers of such
         outputs. Nobody may change them in between.
     functions: what has to be known of functions if some outputs have no gradient.
+    computed_from: for each output the numbers of the others that are computed from it.
     """
 
     nest: Structure
@@ -44,6 +46,7 @@ class Outputs:
     read_late: tuple[Source, ...] = ()
     outputs_read_late: tuple[int, ...] = ()
     functions: tuple[FunctionCall, ...] = ()
+    computed_from: tuple[tuple[int, ...], ...] = ()
 
 
 def capture_joint(
@@ -62,16 +65,16 @@ def capture_joint(
     Raises CaptureError when the call cannot be one graph; errors of the model itself pass unchanged.
     """
     check_parameters(model)
-    found: list[tuple[list[str], Structure]] = []
+    found: list[tuple[list[str], Structure, tuple[tuple[int, ...], ...]]] = []
 
     def outputs_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> list[torch.Tensor]:
         call = unflatten(structure, iter(tensors))["input"]
         outputs, nest = flatten_output(model(*call["args"], **call["kwargs"]), "output")
-        found.append(([path for path, _ in outputs], nest))
+        found.append(([path for path, _ in outputs], nest, computed_from([tensor for _, tensor in outputs])))
         return [tensor for _, tensor in outputs]
 
     traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, True, reads=reads, seeded=True)
-    [(paths, nest)] = found
+    [(paths, nest, depending)] = found
     has_backward = any(seed is not None for seed in traced.seeds)
     program = describe(traced, model, leaves, mesh, config, has_backward, None)
     program.by_autograd = why_by_autograd(model)
@@ -94,6 +97,7 @@ def capture_joint(
         tuple(source for node, source in program.sources.items() if node in read),
         tuple(i for i, node in enumerate(traced.results) if roots[node] in read),
         traced.functions.calls(program.graph, traced.calls, lambda node: info(node).name),
+        depending,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class Forward:
     described: how the outputs nest, and which have a gradient.
     inputs: the call's tensors that require a gradient, by path.
     values: what was saved, under the names of `names`.
-    versions: names, tensors and their versions, of what the user can change and the backward reads.
+    versions: names, tensors, their versions and addresses, of what the user can change and the backward reads.
     """
 
     plan: Plan
@@ -30,7 +30,7 @@ class Forward:
     inputs: dict[str, torch.Tensor]
     names: tuple[str, ...]
     values: list[Any] | None
-    versions: list[tuple[str, torch.Tensor, int]]
+    versions: list[tuple[str, torch.Tensor, int, int]]
 
 
 def values_of(forward: Forward) -> list[Any]:
@@ -68,10 +68,27 @@ def read_late(
         yield f"output {number}", outputs[number].detach()  # not what leads back to here: that would be a cycle
 
 
+def versions_of(watched: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor, int, int]]:
+    """What `check_versions` compares with."""
+    return [(name, tensor, tensor._version, _address(tensor)) for name, tensor in watched]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
 def check_versions(forward: Forward) -> None:
-    for name, tensor, version in forward.versions:
+    """Raise RuntimeError, as autograd does, where something has been changed that the backward reads. Autograd itself
+    keeps the old memory of a parameter whose `.data` has been replaced."""
+    for name, tensor, version, address in forward.versions:
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{name} is at version {tensor._version}; expected version {version} instead"
+            )
+        if _address(tensor) != address:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been replaced: "
+                f"{name} got another .data between the forward and the backward of a compiled module; replace it "
+                "before the forward, or after the backward"
             )

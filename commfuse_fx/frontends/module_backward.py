@@ -15,6 +15,7 @@ from commfuse_fx.errors import CaptureError, NotAvailableError
 from commfuse_fx.frontends.gradient_parts import write_gradients
 from commfuse_fx.frontends.kept_forward import Forward
 from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.watched_outputs import WatchedOutput, refuse_partial_gradients, watched_outputs
 from commfuse_fx.support.tracebacks import user_frames_only
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -64,7 +65,9 @@ class ModuleCall:
     params: those that require a gradient, by name. edges: the names of those that autograd leads to.
 
     A hook of a parameter (`register_hook`) is part of the graph. Autograd would call it once more, with None, so it
-    does not lead to such a parameter.
+    does not lead to such a parameter. Nor does it to one with a post-accumulate-grad hook that a backward may not
+    reach: autograd would call the hook all the same. Such hooks are called here.
+    watched: what hooks of outputs have to be looked at, as some outputs are computed from others.
     """
 
     def __init__(
@@ -77,7 +80,15 @@ class ModuleCall:
         self.on_written = on_written
         self.done_in = -1
         self.params = {name: param for name, param in session.params.items() if param.requires_grad}
-        self.edges = [name for name, param in self.params.items() if not param._backward_hooks]
+        self.edges = [name for name in forward.plan.compiled.program.grads if not self._calls_hooks_of(name)]
+        self.watched: list[WatchedOutput] = []
+
+    def _calls_hooks_of(self, name: str) -> bool:
+        param = self.params[name]
+        if param._backward_hooks or not param._post_accumulate_grad_hooks:
+            return bool(param._backward_hooks)
+        is_always_reached = sum(self.forward.described.differentiable) == 1
+        return not is_always_reached or self.session.planner.config.find_unused_parameters
 
     def apply(self) -> Sequence[torch.Tensor]:
         """The outputs, which autograd knows to come from the parameters and inputs."""
@@ -86,6 +97,7 @@ class ModuleCall:
         leaves: list[torch.Tensor] = [self.params[name] for name in self.edges]
         leaves.append(self.calls.anchor)
         outputs: tuple[torch.Tensor, ...] = _Backward.apply(self, *leaves, *self.forward.inputs.values())  # type: ignore[no-untyped-call]
+        self.watched = watched_outputs(self.forward.described, outputs)
         self.forward.outputs = []  # they lead to this call, and it may not hold them
         self.calls.add(next(output.grad_fn for output in outputs if output.grad_fn is not None))
         return outputs
@@ -98,7 +110,7 @@ class ModuleCall:
                 "create_graph=True through a compiled module is not available yet: compute what needs gradients of "
                 "gradients inside of the model's forward, with torch.autograd.grad(..., create_graph=True) there"
             )
-        self._check_hooks()
+        self._check_hooks(gradients)
         asked: dict[str, bool | None] = {}
         if self.calls.are_for_all():
             written = list(self.params)
@@ -119,8 +131,8 @@ class ModuleCall:
             parts.was_reduced(reached)
         if self.on_written is not None:
             self.on_written(reached, [name for name in written if name not in grads], mode)
-        if len(self.edges) < len(self.params):  # of those that it leads to, autograd calls them
-            for name in [name for name in written if self.params[name]._backward_hooks]:
+        if len(self.edges) < len(self.params):  # of the others, autograd calls them
+            for name in [name for name in reached if name not in self.edges]:
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
         returned = [grads.get(name) if asked.get(name, True) is None else None for name in self.edges]
@@ -133,13 +145,20 @@ class ModuleCall:
         has_some = any(grad is not None for grad in self.session.parts.unreduced(self.params).values())
         return "accumulated" if has_some else "reduced"
 
-    def _check_hooks(self) -> None:
-        late = next((name for name in self.edges if self.params[name]._backward_hooks), None)
-        if late is not None:
-            raise CaptureError(
-                f"parameter {late} got a hook between the forward and the backward of a compiled module: call "
-                "register_hook before the forward"
-            )
+    def _check_hooks(self, gradients: Gradients) -> None:
+        """Raises CaptureError for hooks that would see other gradients than they do in eager execution."""
+        try:
+            refuse_partial_gradients(self.watched, gradients)
+            late = next((name for name in self.edges if self.params[name]._backward_hooks), None)
+            if late is not None:
+                raise CaptureError(
+                    f"parameter {late} got a hook between the forward and the backward of a compiled module: call "
+                    "register_hook before the forward"
+                )
+        except CaptureError as error:
+            if self.syncs:
+                self.session.tell(error)
+            raise
 
 
 class _Backward(torch.autograd.Function):

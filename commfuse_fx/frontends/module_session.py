@@ -12,7 +12,7 @@ from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
-from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of
+from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of, versions_of
 from commfuse_fx.frontends.prices_of_one_rank import PricesOfOneRank
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
@@ -112,8 +112,7 @@ class ModuleSession(Session):
             outputs, saved = executor.forward(dict(call.leaves))
             assert plan.compiled.outputs is not None
             outputs = guarded(outputs, plan.compiled.outputs.differentiable)
-        watched = read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs)
-        versions = [(name, tensor, tensor._version) for name, tensor in watched]
+        versions = versions_of(read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs))
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
 

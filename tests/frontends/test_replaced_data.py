@@ -92,3 +92,18 @@ def test_state_of_the_old_shape_is_refused(kind: str) -> None:
         step(x, x)
     optimizer.state.clear()
     step(x, x)
+
+
+def test_data_that_is_replaced_between_forward_and_backward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    call = cf.compile(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    for number in (0, 1):
+        loss = call(x).sum()
+        old = model[2].weight.data
+        model[2].weight.data = 2 * old
+        with pytest.raises(RuntimeError, match=r"2\.weight got another \.data between the forward and the backward"):
+            loss.backward()
+        model[2].weight.data = old
+        if number:
+            loss.backward()  # it is the old one again
