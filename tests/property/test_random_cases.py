@@ -13,7 +13,7 @@ from tests.property.compare_cases import Result
 from tests.property.random_cases import LOCAL, OF_RANKS, draw
 from tests.property.run_cases import run_on_ranks, run_seed
 
-LOCAL_CASES, CHUNKS = 300, 10
+LOCAL_CASES, CHUNKS = 210, 7
 RANKS_CASES, RUNS = 40, 2
 MODULE_CASES, MODULE_RANKS_CASES = 60, 20
 """Seeds from 0; those of real ranks are cases of their own kinds."""
