@@ -340,7 +340,7 @@ def longest(a: list[int], b: list[int]) -> int:
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_common_subsequences(a: list[int], b: list[int]) -> None:
     pairs = common(a, b)
     assert all(a[i] == b[j] for i, j in pairs)

@@ -233,7 +233,7 @@ SPECIAL = st.sampled_from(['{"schema": 1, "nodes": [', "# schema: 1\n", "return 
 
 @given(st.lists(st.one_of(SPECIAL, st.text(max_size=8)), max_size=12).map("".join))
 @example("# schema: 1\nreturn [%")
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_any_content_never_gives_another_error(content: str) -> None:
     read(content + "\n")
 
@@ -247,7 +247,7 @@ def anything() -> st.SearchStrategy[Any]:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_any_value_in_any_place_of_the_json_never_gives_another_error(data: st.DataObject) -> None:
     graph = json.loads(sound()[1])
     record = data.draw(st.sampled_from([graph, graph["header"], *graph["nodes"]]))

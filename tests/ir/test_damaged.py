@@ -259,7 +259,7 @@ def anything() -> st.SearchStrategy[Any]:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_any_value_in_any_place(data: st.DataObject) -> None:
     graph = json.loads(data.draw(st.sampled_from(sound())))
     place: Any = data.draw(st.sampled_from([graph, graph["program"], *graph["nodes"], graph["program"]["config"]]))

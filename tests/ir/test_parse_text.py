@@ -379,7 +379,7 @@ def test_gradients_that_could_be_of_several_parameters_are_asked_for() -> None:
         parse_program(TWO, gradients=["c"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_damaged_text_is_read_or_refused(data: st.DataObject) -> None:
     text = canonical_text(program_of(data.draw(st.sampled_from(["sgd", "across"])))) + SENT.replace("    ", "")

@@ -324,14 +324,14 @@ shared_clusters = st.builds(
 )
 
 
-@checked(50)
+@checked(35)
 @given(shared_clusters, gradient_lists, lengths)
 def test_no_fixed_plan_is_faster(world: cf.ClusterSpec, gradients: list[tuple[float, int]], tail: float) -> None:
     program = training_step(world, gradients, tail, update=True)
     assert compiled(program, OPTIMAL) <= fastest_fixed(program) * (1 + 1e-9)
 
 
-@checked(50)
+@checked(35)
 @given(shared_clusters, gradient_lists, lengths)
 def test_no_fixed_plan_is_faster_by_much_without_an_update(
     world: cf.ClusterSpec, gradients: list[tuple[float, int]], tail: float

@@ -15,7 +15,7 @@ from tests.property.run_cases import run_on_ranks, run_seed
 
 LOCAL_CASES, CHUNKS = 210, 7
 RANKS_CASES, RUNS = 40, 2
-MODULE_CASES, MODULE_RANKS_CASES = 60, 20
+MODULE_CASES, MODULE_RANKS_CASES = 40, 20
 """Seeds from 0; those of real ranks are cases of their own kinds."""
 
 
