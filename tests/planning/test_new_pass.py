@@ -47,7 +47,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"`{FILE}`" in PAGE and f"`{TABLE}`" in PAGE
     root = tmp_path_factory.mktemp("clone")
     for name in ("commfuse_fx", "passes"):
-        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, root / name, symlinks=True)  # with its bytecode, which stays valid
     (root / FILE).write_text(block("python"))
     table = (root / TABLE).read_text()
     added, old, new = (line[1:] for line in block("diff").splitlines())
