@@ -201,6 +201,7 @@ class Program:
         return replace(
             self,
             graph=graph,
+            constants=dict(self.constants),
             params=dict(self.params),
             sources={same[node]: source for node, source in self.sources.items()},
             loss=same[self.loss],

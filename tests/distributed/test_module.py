@@ -87,6 +87,39 @@ def test_what_was_reached_without_reducing_counts(ranks: Ranks) -> None:
     ranks.values(reached_before)
 
 
+class Heads(nn.Module):
+    """Three outputs, each with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [head(self.body(x)) for head in self.heads]
+
+
+def unused_outputs() -> None:
+    """Losses of other outputs in turn; the one of all outputs comes last, and others after it."""
+    model = Heads()
+    twin = copy.deepcopy(model)
+    wrapped = cf.compile(model, find_unused_parameters=True, cpu_kernels=False)
+    other = nn.parallel.DistributedDataParallel(twin, find_unused_parameters=True)
+    for step, used in enumerate(((0,), (0, 1), (2,), (0, 1, 2), (1,), (0, 1, 2))):
+        for call in (wrapped, other):
+            outputs = call(batch(step))
+            torch.stack([outputs[number] for number in used]).square().mean().backward()
+        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+        for each in (model, twin):
+            each.zero_grad()
+
+
+def test_losses_that_use_other_outputs_in_turn(ranks: Ranks) -> None:
+    ranks.values(unused_outputs)
+
+
 def sums() -> str:
     """Sums over the ranks, of several backwards and of micro-batches."""
     model = Branches()

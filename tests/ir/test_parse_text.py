@@ -392,3 +392,10 @@ def test_damaged_text_is_read_or_refused(data: st.DataObject) -> None:
         lines[at] = line[:cut] + piece + line[cut + data.draw(st.integers(0, 4)) :]
     with contextlib.suppress(cf.ConfigValueError):
         parse_program("\n".join(lines))
+
+
+def test_a_copy_of_a_program_shares_nothing_that_can_be_changed() -> None:
+    program = parse_program(SMALL)
+    copied = program.copy()
+    for name, value in vars(program).items():
+        assert not isinstance(value, (dict, list)) or vars(copied)[name] is not value, name
