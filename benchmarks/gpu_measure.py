@@ -97,7 +97,7 @@ def measure(
                         found[variant].again = _seconds_of(again[variant])
     for _ in range(rounds):
         for variant, step in steps.items():
-            took = timed(lambda step=step: _block(step, workload.block), device)  # type: ignore[misc]
+            took = timed(lambda step=step: _block(step, workload.block), device)
             found[variant].seconds.append(took / workload.block)
     return found
 

@@ -37,7 +37,7 @@ class GPUWorkload:
         with device:
             model = self.build().to(self.dtype)
         if self.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model.to(memory_format=torch.channels_last)
         return model
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:

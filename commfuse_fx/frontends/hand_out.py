@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +15,9 @@ from commfuse_fx.runtime.memory.own_storage import separated
 
 def hand_out(executor: Executor, grads: Sequence[torch.Tensor]) -> None:
     """After a step: what the user looks at besides the loss and the parameters."""
-    if executor.optimizer is not None and executor.program.training:
-        # What a learning-rate scheduler looks at to see that optimizer steps came first.
-        executor.optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer: Any = executor.optimizer
+    if optimizer is not None and executor.program.training:
+        optimizer._opt_called = True  # a learning-rate scheduler looks at it to see that optimizer steps came first
     if grads:
         with interrupts_deferred():
             for name, grad in zip(executor.program.grads, grads, strict=True):

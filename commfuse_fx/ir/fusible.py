@@ -28,9 +28,14 @@ _OF_ROWS = (
 """Ops besides those of single elements into whose kernels a compiler takes what makes their inputs."""
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether PyTorch says of the op that it works element by element."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def is_of_elements(node: fx.Node) -> bool:
-    """Whether the op computes each element from elements of its inputs."""
-    return node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    """Whether the op computes each element from elements of its inputs, or copies them."""
+    return node.target in _COPIES or is_pointwise(node)
 
 
 def takes_in(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.edit import erase_upwards
+from commfuse_fx.ir.fusible import is_pointwise
 from commfuse_fx.ir.known_shapes import known_shapes
 from commfuse_fx.ir.memory_format import is_channels_last, laid_out, unless_equal
 from commfuse_fx.ir.meta import Spec, TensorSpec, empty_of, info, spec_of, tensor_spec
@@ -200,7 +201,7 @@ class _Plan:
             return False
         if node.target in _CONVOLUTIONS:
             return not self._has_large_weight(node)
-        return node.target in _FOLLOWING or (_is_pointwise(node) and node.target not in _NOT_FOLLOWING)
+        return node.target in _FOLLOWING or (is_pointwise(node) and node.target not in _NOT_FOLLOWING)
 
     def _has_large_weight(self, node: fx.Node) -> bool:
         weight = tensor_spec(_weight_of(node))
@@ -214,7 +215,7 @@ class _Plan:
         for operand in operands:
             spec = self._spec(operand)
             if isinstance(spec, TensorSpec) and len(spec.shape) == 4 and not is_channels_last(spec):
-                if _is_pointwise(node) and (expansion := _expansion(operand)) is not None:
+                if is_pointwise(node) and (expansion := _expansion(operand)) is not None:
                     self._broadcast.setdefault(node, {})[operand] = expansion
                 else:
                     self._take(node, operand, torch.channels_last)
@@ -278,10 +279,6 @@ class _Plan:
         return build.call(
             aten.expand.default, args, spec=info(expansion).spec, like=info(value), name=f"{name}/broadcast"
         )
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _expansion(value: fx.Node) -> fx.Node | None:

@@ -85,7 +85,7 @@ def one_rank_wishes_otherwise() -> tuple[list[int], list[bool]]:
     for number in range(FIRST + 2):
         rank.run(number)
     if dist.get_rank() == 1:
-        first: Any = rank.model[0]  # type: ignore[index]
+        first: Any = rank.model[0]
         first.weight.data = first.weight.data.clone()
     for number in range(2 * FIRST + 1):
         rank.run(number)
@@ -169,7 +169,7 @@ class Hanging(CpuRecorder):
                 self.device_runs = threading.Thread(target=_quietly(run), daemon=True)
                 self.device_runs.start()
 
-        made.replay = replay  # type: ignore[method-assign]
+        made.replay = replay
         return made
 
     def mark(self) -> Callable[[], bool]:

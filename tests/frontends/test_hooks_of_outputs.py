@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -70,14 +72,17 @@ def test_a_tensor_that_is_two_outputs_has_no_hook_for_both() -> None:
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 def test_a_post_accumulate_grad_hook_runs_for_what_the_backward_reaches(find_unused_parameters: bool) -> None:
-    found: list[list[str]] = []
+    found: list[list[tuple[str, float]]] = []
+
+    def note(seen: list[tuple[str, float]], name: str, param: torch.Tensor) -> None:
+        seen.append((name, param.grad.sum().item()))
+
     for compiled in (True, False):
         model = TwoHeads()
         model.unused = nn.Linear(2, 2)
-        seen: list[str] = []
+        seen: list[tuple[str, float]] = []
         for name, param in model.named_parameters():
-            hooked = lambda param, name=name, seen=seen: seen.append((name, param.grad.sum().item()))  # noqa: E731
-            param.register_post_accumulate_grad_hook(hooked)
+            param.register_post_accumulate_grad_hook(partial(note, seen, name))
         call = cf.compile(model, find_unused_parameters=find_unused_parameters) if compiled else model
         call(torch.ones(5, 4))[1].square().sum().backward()
         call(torch.ones(5, 4))[2].square().sum().backward()

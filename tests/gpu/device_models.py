@@ -42,7 +42,7 @@ class DeviceModel:
         torch.manual_seed(0)
         model = self.build().to(device, dtype)
         if channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model.to(memory_format=torch.channels_last)
         return model
 
     def batches(self, device: torch.device, dtype: torch.dtype, count: int, seed: int = 0) -> list[Batch]:

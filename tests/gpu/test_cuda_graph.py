@@ -181,7 +181,7 @@ class Peeks(torch.autograd.Function):
         return torch.ops.commfuse_test.peek(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 

@@ -161,7 +161,7 @@ def check_streams(device: torch.device) -> None:
             torch.cuda.synchronize()
     if device.type != "cuda":
         return
-    events: list[Any] = list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
+    events: list[Any] = list(profiler.profiler.kineto_results.events())
     on_cuda = torch.autograd.DeviceType.CUDA
     kernels = [
         each

@@ -71,7 +71,7 @@ def test_captures_share_memory_and_run_on_one_stream_of_their_own(device: Device
     recorder = CudaRecorder(CUDA)
     seen = []
     for number in range(2):
-        recording = recorder.record(lambda number=number: (seen.append(device.stream), number), ())  # type: ignore[misc]
+        recording = recorder.record(lambda number=number: (seen.append(device.stream), number), ())
         assert recording.outputs[1] == number
         recording.replay()
     one, other = device.captures
@@ -86,7 +86,7 @@ def test_generators_of_the_user_take_part(device: Device, monkeypatch: pytest.Mo
     own, default = SimpleNamespace(device=CUDA), SimpleNamespace(device=CUDA, is_default=True)
     on_host = SimpleNamespace(device=torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "default_generators", (default,))
-    CudaRecorder(CUDA).record(tuple, (on_host, default, own))  # type: ignore[arg-type]
+    CudaRecorder(CUDA).record(tuple, (on_host, default, own))
     assert device.graphs[0].registered == [own]
 
 

@@ -3,6 +3,17 @@
 from commfuse_fx.passes.rewrite.recompute import Recompute
 from tests.passes.cases import check
 
+
+def reduced(gradient: str) -> str:
+    """The lines that reduce a gradient over two ranks, and return it."""
+    group = "{group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}"
+    return f"""
+    bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/{gradient}, sum, dp)  {group}
+    bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
+    return [%/sum.0, %/wait]
+    """
+
+
 CHAIN = """
     in  %w: f32[4,4] = parameter
     in  %x: f32[4,4] = input
@@ -15,10 +26,7 @@ CHAIN = """
     bwd %/grad.mul.1: f32[4,4] = aten.mul.Tensor(%/grad.mul.0, %/mul.0)
     bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
     bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.1)
-    bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-    bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-    return [%/sum.0, %/wait]
-"""
+""" + reduced("grad.mm.0")
 
 
 def test_values_of_elements_are_computed_again_from_the_one_that_is_kept() -> None:
@@ -38,10 +46,8 @@ def test_values_of_elements_are_computed_again_from_the_one_that_is_kept() -> No
         bwd %/grad.mul.1: f32[4,4] = aten.mul.Tensor(%/grad.mul.0, %/mul.0)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.1)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mm.0"),
     )
     [note] = made.notes
     assert note.reason == "64 bytes are not kept from the forward"
@@ -60,10 +66,7 @@ def test_what_a_library_reads_is_kept() -> None:
         fwd %/sum.0: f32[] = aten.sum(%/neg.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0, 2)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/t.0, %/grad.mul.0)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """
+        """ + reduced("grad.mm.0")
     check(
         before,
         Recompute(at_least=64, on_cpu=True),
@@ -79,10 +82,8 @@ def test_what_a_library_reads_is_kept() -> None:
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/neg.0/again, 2)
         bwd %/t.0/again: f32[4,4](1,4) = aten.t(%/abs.0)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/t.0/again, %/grad.mul.0)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mm.0"),
     )
 
 
@@ -98,10 +99,8 @@ def test_sums_random_numbers_and_small_gains_stay() -> None:
         fwd %/mul.0: f32[4,4] = aten.mul.Tensor(%/cumsum.0, %/rand_like.0)
         fwd %/sum.0: f32[] = aten.sum(%/mul.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/cumsum.0, %/rand_like.0)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mul.0"),
         Recompute(at_least=1, on_cpu=True),
         None,
     )
@@ -127,10 +126,8 @@ def test_parameters_that_the_backward_does_not_read_stay_unread() -> None:
         fwd %/cos.0: f32[4,4] = aten.cos(%/mul.0)
         fwd %/sum.0: f32[] = aten.sum(%/sin.0)
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/cos.0, 2)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mul.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mul.0"),
         Recompute(at_least=1, on_cpu=True),
         None,
     )
@@ -150,10 +147,8 @@ def test_of_what_dropout_draws_truth_values_are_kept() -> None:
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/div.0, 2)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.0)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mm.0"),
         Recompute(at_least=48, on_cpu=True),
         """
         in  %w: f32[4,4] = parameter
@@ -170,8 +165,6 @@ def test_of_what_dropout_draws_truth_values_are_kept() -> None:
         bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%/div.0/again, 2)
         bwd %/grad.t.0: f32[4,4](1,4) = aten.t(%x)
         bwd %/grad.mm.0: f32[4,4] = aten.mm(%/grad.t.0, %/grad.mul.0)
-        bwd %/all_reduce: f32[4,4] = _c10d_functional.all_reduce_(%/grad.mm.0, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=64 members=[w]}
-        bwd %/wait: f32[4,4] = _c10d_functional.wait_tensor(%/all_reduce)
-        return [%/sum.0, %/wait]
-        """,
+        """
+        + reduced("grad.mm.0"),
     )
