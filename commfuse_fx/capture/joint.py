@@ -91,6 +91,8 @@ def capture_joint(
     program.set_output()
     roots = Roots(program.graph, program.aliases())
     read = dict.fromkeys(roots[node] for node in crossing(program))
+    for node in traced.early:  # the backward reads what they hold when it runs
+        read.pop(node, None)
     return program, Outputs(
         nest,
         tuple(seed is not None for seed in traced.seeds),
@@ -110,7 +112,7 @@ def _hand_over(program: Program, traced: Traced, paths: Sequence[str]) -> None:
     early = [node for node in nodes if node not in late and node not in seeds]
     with graph.inserting_before(program.output):
         _keep_old_values(program, traced, late)
-        write_back(program, traced.mutations, before=program.output)
+        write_back(program, _written_early(traced), before=program.output)
         traced_nodes = dict.fromkeys(nodes)
         early += [node for node in graph.nodes if node.op == "call_function" and node not in traced_nodes]
         leave = graph.call_function(hand_over, (list(traced.results),))
@@ -126,6 +128,22 @@ def _hand_over(program: Program, traced: Traced, paths: Sequence[str]) -> None:
     program.loss = leave
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     reorder(graph, [*inputs, *early, leave, *gradients, *late, program.output])
+    _write_late(program, traced, late)
+
+
+def _written_early(traced: Traced) -> list[tuple[fx.Node, fx.Node]]:
+    """What the forward writes, and with which values."""
+    pairs = [(target, traced.early.get(target, value)) for target, value in traced.mutations]
+    return [(target, value) for target, value in pairs if value is not target]
+
+
+def _write_late(program: Program, traced: Traced, late: dict[fx.Node, None]) -> None:
+    """Let the backward write what it changes. It begins with what such a tensor holds then: other forwards and
+    backwards may have come in between."""
+    for target, value in traced.early.items():
+        for user in [user for user in value.users if user in late]:
+            user.replace_input_with(value, target)
+    write_back(program, [pair for pair in traced.mutations if pair[0] in traced.early], before=program.output)
 
 
 def _gradient(program: Program, leave: fx.Node, place: int, path: str, seed: fx.Node) -> fx.Node:
@@ -147,7 +165,7 @@ def _keep_old_values(program: Program, traced: Traced, late: dict[fx.Node, None]
     roots = Roots(program.graph, program.aliases())
     read = dict.fromkeys(value for node in late for value in node.all_input_nodes if value not in late)
     for value in read:
-        if roots[value] not in written:
+        if roots[value] not in written or traced.early.get(value) is value:
             continue
         kept = program.graph.call_function(aten.clone.default, (value,))
         spec = dense_like(tensor_spec(value))

@@ -37,6 +37,7 @@ from commfuse_fx.capture.function_gradients import FunctionGradients, functions_
 from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.functional_trace import make_functional
 from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
+from commfuse_fx.capture.late_writes import return_early_values, take_early_values
 from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, origin_of
@@ -94,6 +95,7 @@ class Traced:
     grads: the gradients of the parameters; None for a parameter that takes no part.
     input_grads: the gradients of the inputs of a seeded trace; None for an input that requires none.
     mutations: pairs of an input and its new value.
+    early: for each input that the backward of a seeded trace writes, its value where that backward begins.
     functions: of a seeded trace, the functions whose gradients follow from different results.
     """
 
@@ -105,6 +107,7 @@ class Traced:
     grads: list[fx.Node | None]
     input_grads: list[fx.Node | None]
     mutations: list[tuple[fx.Node, fx.Node]]
+    early: dict[fx.Node, fx.Node]
     calls: CallPaths
     functions: FunctionGradients
 
@@ -230,10 +233,11 @@ def trace_step(
         _check_constants(traced, recorder.attributes, replaced)
         refuse_changes(traced.graph)
         refuse_turned(recorder.turned)
+        numbers = return_early_values(traced.graph) if seeded else []
         decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)
-    return _read(functional, count, len(params), recorder.calls, functions)
+    return _read(functional, count, len(params), numbers, recorder.calls, functions)
 
 
 def _recorded_as(mesh: Mesh, marked: bool) -> dict[Any, Callable[..., Any]]:
@@ -314,7 +318,12 @@ def _locate(error: CaptureError, recorder: OriginRecorder) -> CaptureError:
 
 
 def _read(
-    module: fx.GraphModule, num_results: int, num_params: int, calls: CallPaths, functions: FunctionGradients
+    module: fx.GraphModule,
+    num_results: int,
+    num_params: int,
+    written_late: Sequence[int],
+    calls: CallPaths,
+    functions: FunctionGradients,
 ) -> Traced:
     graph = module.graph
     _drop_aliases(graph)
@@ -334,6 +343,7 @@ def _read(
         assert isinstance(value, fx.Node)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+    early = take_early_values(graph, written_late)
     found: Any = graph.output_node().args[0]
     returned = iter(found)
     results, seeds = (list(islice(returned, num_results)) for _ in range(2))
@@ -344,7 +354,7 @@ def _read(
             graph.erase_node(copied)
     constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     changes = list(mutations.items())
-    return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, changes, calls, functions)
+    return Traced(graph, constants, placeholders, results, seeds, grads, input_grads, changes, early, calls, functions)
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

@@ -73,6 +73,19 @@ def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:
                 f"parameter {name} of a compiled module is a {type(param.data).__name__} of FSDP, which divides and "
                 "reduces it itself: use the compiled module without FSDP"
             )
+    refuse_parts_of_flat_parameters(model)
+
+
+def refuse_parts_of_flat_parameters(model: nn.Module) -> None:
+    """Raise ConfigValueError where FullyShardedDataParallel has put parts of a flat parameter of its own in place of
+    the parameters of a compiled module, as it does around one."""
+    for path, module in model.named_modules():
+        for name, value in (*vars(module).items(), *module._parameters.items()):
+            if isinstance(value, torch.Tensor) and getattr(value._base, "_is_flat_param", False):
+                raise ConfigValueError(
+                    "a compiled module runs inside of FullyShardedDataParallel, which divides and reduces its "
+                    f"{f'{path}.' if path else ''}{name} itself: use the compiled module without FSDP"
+                )
 
 
 def refuse_fsdp(model: nn.Module, params: Sequence[nn.Parameter]) -> None:

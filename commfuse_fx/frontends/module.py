@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
-from commfuse_fx.frontends.arguments_of_ddp import refuse_wrappers
+from commfuse_fx.frontends.arguments_of_ddp import refuse_parts_of_flat_parameters, refuse_wrappers
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
@@ -81,6 +81,8 @@ class CompiledModule(nn.Module, Joinable):
                 "has no devices to run on: leave device_num out and start the program under torchrun; lower() works"
             )
         if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
+            if not self._ran:
+                refuse_parts_of_flat_parameters(self.module)
             return self.module(*args, **kwargs)
         refuse_other_tracers()
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:

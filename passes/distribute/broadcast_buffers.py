@@ -13,6 +13,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.halves import split
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -67,11 +68,14 @@ class BroadcastBuffers(Pass):
 
     def _send_behind(self, program: Program, buffers: list[fx.Node]) -> bool:
         """All buffers leave ahead of all gradients, and are written at the end of the backward. So ranks send in one
-        order although their gradients may become ready in several, as in graphs for one size and for any."""
+        order although their gradients may become ready in several, as in graphs for one size and for any. A buffer that
+        the backward itself changes leaves after that."""
         begin, end = program.loss.next, program.output
+        behind = split(program)[1]
+        changed = dict.fromkeys(buffer for buffer in buffers if any(_writes_back(node, buffer) for node in behind))
         build = Builder(program)
         sent = [_Sent(build, buffer, str(self.group), number) for number, buffer in enumerate(buffers)]
-        starts = [each.start(begin) for each in sent]
+        starts = [each.start(end if each.buffer in changed else begin) for each in sent]
         for each, start in zip(sent, starts, strict=True):
             each.write(each.arrive(start, end), end)
         return bool(buffers)
