@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
-from tests.distributed.loops_of_modules import Net, assert_buffers_are_equal, batch, grads, sgd
+from tests.distributed.loops_of_modules import Net, assert_as_ddp, assert_buffers_are_equal, batch, grads, sgd
 from tests.oracle import OPTIMAL, SLOW
 
 pytestmark = pytest.mark.dist
@@ -52,7 +52,7 @@ def unused_parameters(accumulates: bool) -> None:
                 with call.no_sync():
                     call(batch(step + 10)).square().mean().backward()
             call(batch(step)).square().mean().backward()
-        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+        assert_as_ddp(grads(model), grads(twin))
         if not accumulates:
             for each in (model, twin):
                 for layer in (*each.layers[:2], each.layers[3]):
@@ -60,9 +60,10 @@ def unused_parameters(accumulates: bool) -> None:
     assert torch.equal(model.layers[2].weight.grad, kept) and model.layers[2].bias.grad is None
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_unused_parameters(ranks: Ranks, accumulates: bool) -> None:
-    ranks.values(unused_parameters, accumulates)
+def test_unused_parameters(ranks: Ranks, accumulates: bool, size: int) -> None:
+    ranks.values(unused_parameters, accumulates, size=size)
 
 
 def reached_before() -> None:
@@ -78,13 +79,14 @@ def reached_before() -> None:
                 call(batch(step + 10)).square().mean().backward()
             each.branch = dist.get_rank()
             call(batch(step)).square().mean().backward()
-        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+        assert_as_ddp(grads(model), grads(twin))
         for each in (model, twin):
             each.zero_grad(set_to_none=step == 0)
 
 
-def test_what_was_reached_without_reducing_counts(ranks: Ranks) -> None:
-    ranks.values(reached_before)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_was_reached_without_reducing_counts(ranks: Ranks, size: int) -> None:
+    ranks.values(reached_before, size=size)
 
 
 class Heads(nn.Module):
@@ -111,13 +113,14 @@ def unused_outputs() -> None:
         for call in (wrapped, other):
             outputs = call(batch(step))
             torch.stack([outputs[number] for number in used]).square().mean().backward()
-        torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+        assert_as_ddp(grads(model), grads(twin))
         for each in (model, twin):
             each.zero_grad()
 
 
-def test_losses_that_use_other_outputs_in_turn(ranks: Ranks) -> None:
-    ranks.values(unused_outputs)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_losses_that_use_other_outputs_in_turn(ranks: Ranks, size: int) -> None:
+    ranks.values(unused_outputs, size=size)
 
 
 def sums() -> str:
@@ -167,8 +170,9 @@ def other_branches() -> str:
     return str(error.value)
 
 
-def test_ranks_that_use_other_parameters_are_told(ranks: Ranks) -> None:
-    for text in ranks.values(other_branches):
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_use_other_parameters_are_told(ranks: Ranks, size: int) -> None:
+    for text in ranks.values(other_branches, size=size):
         assert "rank 1 has no gradient of layers.0.weight" in text and "find_unused_parameters=True" in text
 
 
@@ -201,7 +205,7 @@ def other_order(finds_unused: bool) -> str:
     loss.backward()
     other = nn.parallel.DistributedDataParallel(twin)
     other(batch(0)).square().mean().backward()
-    torch.testing.assert_close(grads(model), grads(twin), rtol=0, atol=0)
+    assert_as_ddp(grads(model), grads(twin))
     return ""
 
 
@@ -224,8 +228,9 @@ def same_parameters() -> None:
     assert all(torch.equal(each, checks[0]) for each in checks)
 
 
-def test_ranks_may_take_different_branches(ranks: Ranks) -> None:
-    ranks.values(same_parameters)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_may_take_different_branches(ranks: Ranks, size: int) -> None:
+    ranks.values(same_parameters, size=size)
 
 
 def uneven(batches: list[int], options: dict[str, Any]) -> None:
@@ -315,8 +320,8 @@ def start_values(options: dict[str, Any]) -> list[float]:
 
 
 def test_ranks_begin_with_rank_0s_values(ranks: Ranks) -> None:
-    first, second = ranks.values(start_values, {})
-    assert first == second
+    first, second, third = ranks.values(start_values, {}, size=3)
+    assert first == second == third
     first, second = ranks.values(start_values, {"parameter_broadcast": False})
     assert first != second
 

@@ -13,7 +13,19 @@ from torch import nn
 import commfuse_fx as cf
 from tests import captures
 from tests.distributed.harness import Ranks
-from tests.distributed.loops_of_modules import LOOPS, Net, accumulation, siamese, through_one_forward
+from tests.distributed.loops_of_modules import (
+    LOOPS,
+    Net,
+    accumulation,
+    assert_as_ddp,
+    batch,
+    clipping,
+    grads,
+    local_gradients,
+    siamese,
+    through_one_forward,
+    two_losses,
+)
 from tests.distributed.models_of_modules import MODELS
 
 pytestmark = pytest.mark.dist
@@ -51,10 +63,24 @@ def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, size: int) -> No
     assert min(ranks.values(compare, number, {"cpu_kernels": False}, size=size))
 
 
-SOME = [LOOPS.index(loop) for loop in (accumulation, siamese)]
+OF_ALL = [accumulation, siamese, two_losses, local_gradients, clipping]
+
+
+def all_of(name: str) -> None:
+    """These loops one after the other, and what a float32 model gets."""
+    for loop in OF_ALL:
+        assert compare(LOOPS.index(loop), {"cpu_kernels": False}, name)
+    found = []
+    for wrap in (lambda net: cf.compile(net, cpu_kernels=False), nn.parallel.DistributedDataParallel):
+        model = made(name).float()
+        call = wrap(model)
+        torch.manual_seed(3 + dist.get_rank())
+        for step in range(2):
+            call(batch(step, dtype=torch.float32)).square().mean().backward()
+        found.append(grads(model))
+    assert_as_ddp(*found)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("number", SOME, ids=[LOOPS[number].__name__ for number in SOME])
-def test_models_of_other_kinds(ranks: Ranks, number: int, name: str) -> None:
-    assert min(ranks.values(compare, number, {"cpu_kernels": False}, name))
+def test_models_of_other_kinds(ranks: Ranks, name: str) -> None:
+    ranks.values(all_of, name)

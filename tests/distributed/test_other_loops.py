@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
+from tests.distributed.loops_of_modules import assert_as_ddp
 
 pytestmark = pytest.mark.dist
 
@@ -180,8 +181,7 @@ def compare(number: int) -> None:
     for wrap in (lambda net: cf.compile(net, cpu_kernels=False), nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)
         found.append([each.detach().clone() for each in LOOPS[number](wrap)])
-    tolerance = 0 if dist.get_world_size() <= 2 else 1e-10
-    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+    assert_as_ddp(*found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
