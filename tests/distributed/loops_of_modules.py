@@ -17,7 +17,7 @@ Loop = Callable[[Any, nn.Module], Iterator[Any]]
 
 
 class Net(nn.Module):
-    """Dropout, BatchNorm, a tied weight, a parameter without use and a frozen one."""
+    """Dropout, BatchNorm, a tied weight and frozen parameters."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.second = nn.Linear(8, 8)
         self.head = nn.Linear(8, 6, bias=False)
-        self.head.weight = nn.Parameter(self.first.weight.detach().t().clone())
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.second.weight
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
         self.dropout = nn.Dropout(0.25)
@@ -35,7 +36,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.norm(self.first(x)))
-        out: torch.Tensor = self.head(self.dropout(torch.tanh(self.second(h)) + self.frozen(h)))
+        out: torch.Tensor = self.head(self.dropout(torch.tanh(self.second(h)) + self.tied(self.frozen(h))))
         return out
 
 
