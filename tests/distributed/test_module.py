@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import commfuse_fx as cf
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.loops_of_modules import Net, assert_as_ddp, assert_buffers_are_equal, batch, grads, sgd
 from tests.oracle import OPTIMAL, SLOW
 
@@ -287,6 +287,20 @@ def early_end() -> str:
 
 def test_all_ranks_raise_when_one_has_no_more_batches(ranks: Ranks) -> None:
     assert all("exhausted" in text for text in ranks.values(early_end))
+
+
+def fewer_batches() -> None:
+    wrapped = cf.compile(Net())
+    for step in range(2 if dist.get_rank() == 0 else 3):
+        wrapped(batch(step)).square().mean().backward()
+
+
+def test_a_rank_with_fewer_batches_is_named_on_the_others(ranks: Ranks) -> None:
+    stopped, *others = run_soon(ranks, fewer_batches, size=3)
+    assert stopped.ok, stopped.details
+    for other in others:
+        assert other.error.startswith("CollectiveError: "), other.details
+        assert "no vote has come from rank 0" in other.error and "in the join() of a compiled module" in other.error
 
 
 def different_models() -> str:

@@ -60,3 +60,10 @@ def test_every_method_has_a_row() -> None:
             assert hasattr(compiled, name), name
         if text.startswith("not there"):
             assert not hasattr(compiled, name), name
+
+
+def test_a_hook_of_communication_is_refused_with_what_to_do() -> None:
+    row = rows("Its methods and attributes")["register_comm_hook"].replace("`", "")
+    with pytest.raises(cf.NotAvailableError) as error:
+        cf.compile(nn.Linear(2, 2)).register_comm_hook(None, lambda state, bucket: None)
+    assert row.startswith("an error. For ") and row.removeprefix("an error. ").lower() in str(error.value).lower()
