@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def flat_gradients() -> None:
     for _ in range(2):
         compiled(torch.full((2, 16), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
         places = sorted((param.grad.data_ptr(), param.grad.nbytes) for param in model.parameters())
-        assert all(place + size == after for (place, size), (after, _) in zip(places, places[1:], strict=False))
+        assert all(place + size == after for (place, size), (after, _) in pairwise(places))
         compiled.zero_grad()
 
 
