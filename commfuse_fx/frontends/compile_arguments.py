@@ -60,15 +60,10 @@ def check_cuda_graph(config: CompileConfig, model: nn.Module, form: str) -> None
             'cuda_graph=True, and no parameter of the model is on a CUDA device: leave it out (the default "auto" '
             'captures nothing there), or move the model first, as by model.to("cuda")'
         )
-    other = ""
-    if config.across_steps:
-        other = "schedule=ScheduleConfig(across_steps=True), which leaves communication on the wire when a step ends"
-    elif config.divides_graphs:
-        other = f'parallel_mode="{config.parallel_mode}", which divides the graph among ranks'
-    if other:
+    if config.divides_graphs:
         raise NotAvailableError(
-            f"cuda_graph=True is not available yet with {other}: leave one of them out (the default "
-            'cuda_graph="auto" runs such a step without a graph)'
+            f'cuda_graph=True is not available yet with parallel_mode="{config.parallel_mode}", which divides the '
+            'graph among ranks: leave one of them out (the default cuda_graph="auto" runs such a step without a graph)'
         )
 
 

@@ -169,7 +169,7 @@ class Session:
         """Let the runner's executor vote before its first collective. It holds the session as long as it lives: a step
         that is dropped while an update is pending still releases its process groups when the program ends."""
         config, executor = self.planner.config, runner.executor
-        if self.graphs is None and config.cuda_graph is not False and not config.across_steps and executor.devices:
+        if self.graphs is None and config.cuda_graph is not False and executor.devices:
             self.capture_with(CudaRecorder(torch.device("cuda", executor.devices[0])))
         if self.graphs is not None:
             self.graphs.admit(executor)

@@ -79,6 +79,32 @@ def test_masks_and_gradients_of_ranks(ranks: Ranks) -> None:
     assert model == same
 
 
+def captured_across_steps(always: bool) -> tuple[list[int], int]:
+    """Steps that leave updates to the next one; some of them run between captured ones, without a capture."""
+    rank = Rank(always, schedule=cf.ScheduleConfig(across_steps=True), comm_fusion={"openstate": False})
+    for number in range(FIRST + 1):
+        rank.run(number)
+    with rank.graphs.paused():
+        rank.run(FIRST + 1)
+        state = torch.get_rng_state()
+        rank.plain(*xy(FIRST + 2))
+        torch.set_rng_state(state)
+        rank.step(*xy(FIRST + 2))
+        running = rank.step.session.running
+        assert running is not None and running.tail.is_pending
+    rank.run(FIRST + 3)
+    rank.run(FIRST + 4)
+    assert not running.tail.is_pending or not always
+    return rank.replays, len(running.tail.parts)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_updates_across_steps(ranks: Ranks, always: bool) -> None:
+    """A captured step completes them before it ends. Without being asked for, no such step is captured."""
+    for replays, parts in ranks.values(captured_across_steps, always):
+        assert parts > 2 and replays == ([FIRST + 2] if always else [])
+
+
 def one_rank_wishes_otherwise() -> tuple[list[int], list[bool]]:
     """Rank 1 gets another parameter tensor after the capture, so it cannot run from it; rank 0 could."""
     rank = Rank()

@@ -185,20 +185,13 @@ class OnCuda(Net):
         (OnCuda(), {}, "module", cf.NotAvailableError, "not available yet for the module form.*or pass loss_fn"),
         (
             OnCuda(),
-            {"schedule": cf.ScheduleConfig(across_steps=True)},
-            "step",
-            cf.NotAvailableError,
-            "across_steps=True.*leave one of them out",
-        ),
-        (
-            OnCuda(),
             {"parallel_mode": "semi_auto"},
             "step",
             cf.NotAvailableError,
             'parallel_mode="semi_auto".*leave one',
         ),
     ],
-    ids=["cpu", "module", "across steps", "divided"],
+    ids=["cpu", "module", "divided"],
 )
 def test_where_no_step_can_be_captured(
     model: nn.Module, options: dict[str, Any], form: str, error: type[Exception], says: str

@@ -30,8 +30,6 @@ def obstacle(program: Program, on: str) -> str:
     """
     if program.config.divides_graphs:
         return f'parallel_mode="{program.config.parallel_mode}" divides the graph among ranks'
-    if any(info(node).next_step is not None for node in program.graph.nodes):
-        return "across_steps=True leaves communication on the wire when a step ends"
     if any(source.kind == "seed" for source in program.sources.values()):
         return "the step draws random numbers from a seed that is a number of each step"
     return next((found for node in program.graph.nodes if (found := _obstacle_at(node, on))), "") or _of_inputs(program)

@@ -219,14 +219,17 @@ class Executor:
         return self.generated is not None and self._check is None
 
     def compute(self, given: list[Any]) -> tuple[Any, ...]:
-        """Run the code on the values of the placeholders, and return the outputs. For programs without a tail.
+        """Run the code on the values of the placeholders, tail included, and return the outputs.
 
-        Call it inside of `in_step`. If it raises, the step may be half done.
+        Call it inside of `in_step`, when no tail is pending. If it raises, the step may be half done.
         """
         assert self.generated is not None
         try:
-            live, _ = self.generated.produce(given)
-            return self.generated.commit(live)
+            live, left = self.generated.produce(given)
+            outputs = self.generated.commit(live)
+            for part in self.tail.parts:
+                part.run(left)
+            return outputs
         except BaseException as error:
             self._locate(error)
             self.wire.forget()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.errors import NotAvailableError
+from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.runtime.execute.capturable import obstacle
 from commfuse_fx.runtime.execute.captured_step import CapturedStep
 from commfuse_fx.runtime.execute.cuda_graph import Recorder
@@ -99,6 +100,8 @@ class StepGraphs:
             return
         elsewhere = next((param.device for param in executor.params.values() if param.device != device), None)
         why = obstacle(program, device.type) if elsewhere is None else f"a parameter is on {elsewhere}, not on {device}"
+        if not why and not self._always and any(map(is_deferred, program.graph.nodes)):
+            why = "with across_steps=True communication goes on while the next step runs, and in a graph it would not"
         if why and self._always:
             raise NotAvailableError(
                 f'cuda_graph=True: {why}; pass cuda_graph="auto", which runs such a step without a graph'
@@ -138,11 +141,12 @@ class StepGraphs:
         return CAPTURE
 
     def capture(self, executor: Executor) -> bool:
-        """Capture a step, and run nothing. Returns whether `replay` can run it.
+        """Capture a step, and run nothing but what the step before has left to do. Returns whether `replay` can run it.
 
         If that fails, "auto" captures no step any more. Raises NotAvailableError if the user asks for graphs.
         """
         shape = self._shapes[executor]
+        executor.synchronize()
         if shape.captured is not None:
             self._drop(shape, "another rank captures it")
         if len(self._captured) == MOST:
@@ -166,6 +170,7 @@ class StepGraphs:
         shape = self._shapes[executor]
         assert shape.captured is not None, "a captured step"
         self._captured[shape] = self._captured.pop(shape)
+        executor.synchronize()  # a step without a graph may have come between
         outputs = shape.captured.run(executor, inputs)
         if self.watch is not None and executor.has_collectives:
             self.watch.launched(self.recorder.mark())
