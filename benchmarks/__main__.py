@@ -17,6 +17,7 @@ NAMES = (
     "cpu_kernels",
     "gpu",
     "inductor",
+    "inductor_values",
     "step_time",
     "plan_quality",
 )

@@ -6,6 +6,7 @@ which it has a vectorised one. Dropout is 5 to 10% of a small transformer's step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -16,6 +17,9 @@ _DRAWS = (torch.Tag.nondeterministic_seeded,)
 _library = torch.library.Library("commfuse", "FRAGMENT")
 _library.define("bernoulli(Tensor self, float p) -> Tensor", tags=_DRAWS)
 _library.define("bernoulli_(Tensor(a!) self, float p) -> Tensor(a!)", tags=_DRAWS)
+_library.define(
+    "mask(int[] size, int[] stride, float p, bool quick, *, ScalarType dtype, Device device) -> Tensor", tags=_DRAWS
+)
 
 _VALUES = 1 << 16  # that a number's random bits can have: those of an int16, from -_HALF on
 _HALF = _VALUES >> 1
@@ -56,6 +60,19 @@ def _bernoulli(self: torch.Tensor, p: float) -> torch.Tensor:
     return _bernoulli_(torch.empty_like(self), p)
 
 
+def _mask(
+    size: Sequence[int], stride: Sequence[int], p: float, quick: bool, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    drawn = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return _bernoulli_(drawn, p) if quick else drawn.bernoulli_(p)
+
+
+def _fake_mask(
+    size: Sequence[int], stride: Sequence[int], p: float, quick: bool, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
 @cache
 def _draws_one_by_one() -> bool:
     """Whether torch's kernel draws a double per number here. Its vectorised one, elsewhere, draws other numbers."""
@@ -70,8 +87,17 @@ torch.library.impl("commfuse::bernoulli_", "CPU", lib=_library)(_bernoulli_)
 torch.library.register_fake("commfuse::bernoulli", lambda self, p: torch.empty_like(self), lib=_library)
 torch.library.register_fake("commfuse::bernoulli_", lambda self, p: self, lib=_library)
 
+torch.library.impl("commfuse::mask", "CompositeExplicitAutograd", lib=_library)(_mask)
+torch.library.register_fake("commfuse::mask", _fake_mask, lib=_library)
+
 bernoulli = torch.ops.commfuse.bernoulli.default
 """(Tensor, p) -> Tensor of its shape, type and strides; each number is 1 with probability p, independently, else 0."""
 
 bernoulli_ = torch.ops.commfuse.bernoulli_.default
 """The same into the given tensor, which it returns."""
+
+mask = torch.ops.commfuse.mask.default
+"""(size, stride, p, quick, *, dtype, device) -> Tensor that `bernoulli` fills if `quick`, else PyTorch's own kernel.
+
+For compilers: it reads no tensor and writes to none.
+"""

@@ -32,9 +32,7 @@ class DrawMasks(Pass):
     def when(cls, situation: Situation) -> DrawMasks | None:
         # A rank that is alone draws what eager execution draws.
         is_alone = situation.config.parallel_mode == "stand_alone" or situation.mesh.world == 1
-        # Inductor draws them in the kernel that uses them.
-        by_inductor = situation.config.backend == "inductor"
-        return cls() if situation.rewrites_kernels and not (is_alone or by_inductor) else None
+        return cls() if situation.rewrites_kernels and not is_alone else None
 
     def __call__(self, program: Program) -> bool:
         found = [node for node in program.graph.nodes if self._is_mask(node)]

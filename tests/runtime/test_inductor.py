@@ -106,6 +106,48 @@ def test_masks_are_other_ones_each_time_and_those_of_eager_pytorch_where_inducto
     assert_equal(other.module, twin, gradients=True)
 
 
+class DropsRows(nn.Module):
+    """Dropout right after layer norm, of which Inductor makes one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm, self.last = nn.Embedding(32, 64), nn.LayerNorm(64), nn.Linear(64, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(F.dropout(self.norm(self.rows(numbers)), 0.3, self.training)).tanh()
+        return out
+
+
+@pytest.mark.parametrize("form", ["module", "step"])
+def test_masks_are_drawn_before_they_are_read(form: str) -> None:
+    """Inductor writes masks into filled memory, and has let kernels read it before. That gave NaN in BERT."""
+    torch.manual_seed(0)
+    model = DropsRows().double()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {} if form == "module" else {"loss_fn": lambda out, target: (out * target).sum()}
+    call = cf.compile(model, backend="inductor", **options)
+    numbers, target = torch.randint(0, 32, (40,)), torch.randn(40, 3).double()
+    with torch._inductor.config.patch(fallback_random=True):
+        torch.manual_seed(1)
+        (call(numbers) * target).sum().backward() if form == "module" else call(numbers, target)
+    torch.manual_seed(1)
+    (twin(numbers) * target).sum().backward()
+    assert_equal(model, twin, gradients=True)
+
+
+def test_an_op_that_has_no_name_in_python_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
+    """`torch.ops.aten.random.from` cannot be written in Python, as Inductor has to."""
+    model = nn.Linear(6, 6)
+    step = cf.compile(
+        model,
+        loss_fn=lambda out, target: (out * torch.empty_like(out).random_(1, 2) - target).tanh().sum(),
+        backend="inductor",
+    )
+    x, target = torch.randn(5, 6), torch.randn(5, 6)
+    torch.testing.assert_close(step(x, target), (model(x) - target).tanh().sum().detach())
+    assert "run op by op, as Inductor does not compile them" in caplog.text
+
+
 def test_regions_that_are_alike_are_compiled_once() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(6)])

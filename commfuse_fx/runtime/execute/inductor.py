@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
@@ -15,6 +16,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
+from commfuse_fx.kernels import masks
 from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
@@ -102,9 +104,9 @@ def _compiled(region: Region) -> RegionCode | str:
     # Inductor keeps code on disk only where there is a ShapeEnv, though all sizes are fixed.
     with FakeTensorMode(shape_env=ShapeEnv()):
         examples = [tensor_spec(value).empty() for value in region.inputs]
-    # With this wrapper the code takes a list, which it empties: tensors go as soon as the region needs them no more.
-    module: Any = GmWrapper(_graph_module(region), lambda given: given)
     try:
+        # With this wrapper the code takes a list, which it empties: tensors go when the region needs them no more.
+        module: Any = GmWrapper(_graph_module(region), lambda given: given)
         code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
         lines = str(error).strip().splitlines() or [""]
@@ -118,8 +120,24 @@ def _graph_module(region: Region) -> fx.GraphModule:
     graph = fx.Graph()
     same = {value: graph.placeholder(f"input_{number}") for number, value in enumerate(region.inputs)}
     for node in (*region.constants, *region.nodes):
-        args, kwargs = map_arg((node.args, node.kwargs), same.__getitem__)
-        target: Any = node.target
+        call: Any = _drawn_by_torch(node) or (node.target, node.args, node.kwargs)
+        target, args, kwargs = map_arg(call, same.__getitem__)
         same[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(same[value] for value in region.outputs))
     return fx.GraphModule({}, graph)
+
+
+def _drawn_by_torch(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """A call that draws the same mask; None if Inductor may have the node.
+
+    Where it does not draw by itself, Inductor writes the mask into memory that it has filled, and may let what reads
+    the mask run before.
+    """
+    quick = node.target is masks.bernoulli
+    if not quick and (node.target is not torch.ops.aten.bernoulli.p or node.kwargs):
+        return None
+    spec = tensor_spec(node)
+    if spec.device != "cpu" and not torch._inductor.config.fallback_random:
+        return None
+    options = {"dtype": spec.dtype, "device": torch.device(spec.device)}
+    return masks.mask, (list(spec.shape), list(spec.stride), node.args[1], quick), options
