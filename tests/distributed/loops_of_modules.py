@@ -54,8 +54,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain(wrapped: Any, model: nn.Module) -> Iterator[Any]:
-    optimizer = sgd(model)
+    """One parameter is added to the optimizer later."""
+    late, *params = model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [late]})
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         wrapped(batch(step)).square().mean().backward()
         yield grads(model)
