@@ -88,6 +88,24 @@ def refuse_parts_of_flat_parameters(model: nn.Module) -> None:
                 )
 
 
+def refuse_running_ddp() -> None:
+    """Raise ConfigValueError where a graph of the backend runs in the forward of DistributedDataParallel."""
+    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+        raise ConfigValueError(
+            'torch.compile(backend="commfuse") runs inside of DistributedDataParallel, which would reduce gradients a '
+            "second time: compile the model itself, without DistributedDataParallel"
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """Raise ConfigValueError where code that the backend compiles holds a DistributedDataParallel."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ConfigValueError(
+            'torch.compile(backend="commfuse") compiles code that has a DistributedDataParallel, and both would reduce '
+            "its gradients: call the model itself there, without DistributedDataParallel"
+        )
+
+
 def refuse_fsdp(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
     """Raise ConfigValueError where FSDP divides a part of the model that holds one of these parameters."""
     wanted = set(map(id, params))

@@ -19,8 +19,8 @@ from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_caller, path_i
 from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
-from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
-from commfuse_fx.frontends.arguments_of_ddp import refuse_fsdp
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, NotAvailableError
+from commfuse_fx.frontends.arguments_of_ddp import refuse_ddp, refuse_fsdp, refuse_running_ddp
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
@@ -45,11 +45,7 @@ def commfuse(graph: fx.GraphModule, examples: Sequence[Any], **given: Any) -> Ca
 
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError for bad options, and inside of DistributedDataParallel.
     """
-    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
-        raise ConfigValueError(
-            'torch.compile(backend="commfuse") runs inside of DistributedDataParallel, which would reduce gradients a '
-            "second time: compile the model itself, without DistributedDataParallel"
-        )
+    refuse_running_ddp()
     options = given.pop("options", None)
     given.pop("mode", None)
     return _engine({} if options is None else options).backend(graph, examples)
@@ -82,12 +78,15 @@ class _Engine:
         made = SharedGraph(graph, examples)
 
         def run(*values: Any) -> Any:
+            refuse_running_ddp()  # a graph may be older than the wrapper
             graphs = self._of(values)
             if self._gone:
                 self._let_go(graphs)
             if torch.is_grad_enabled():
                 new = [value for value in values if isinstance(value, nn.Parameter) and id(value) not in self._names]
                 for module in modules_of_caller(new):
+                    if id(module) not in self._owned:
+                        refuse_ddp(module)
                     if new:
                         refuse_fsdp(module, new)
                     owned = self._owned_by(module)

@@ -277,7 +277,8 @@ def of_any_size() -> list[Any]:
     for rows in (3, 5, 6, 7):
         wrapped(batch(rows, rows)).square().mean().backward()
         counts.append(len(wrapped.graphs))
-        assert ("for any size" in wrapped.explain().text()) == (rows > 3)
+        skips = "the graph is for any size; skipped passes: merge_equal, " in wrapped.explain().text()
+        assert skips == (rows > 3)
         for buffer in wrapped.buffers():
             held = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
             dist.all_gather(held, buffer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,25 @@ def beside_ddp(name: str, folder: str) -> tuple[int, int]:
 def test_a_recipe_reduces_once_per_step(ranks: Ranks, name: str, tmp_path: Path) -> None:
     wanted = RECIPES[name][1]
     assert ranks.values(beside_ddp, name, str(tmp_path)) == [(wanted, wanted)] * 2
+
+
+def lines_of_its_own(name: str) -> list[str]:
+    """The lines of code of a recipe that a script with the library alone does not have, or has in another form: the
+    classes that compile, and what names them or this package."""
+    tree = ast.parse((EXAMPLES / name).read_text())
+    found, names = [], ["cf", "contextlib", "DDPStrategy", r"\.prepare"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            del node.body[0]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and "Dataset" not in "".join(map(ast.unparse, node.bases)):
+            found += ast.unparse(node).splitlines()
+            names.append(node.name)
+        else:
+            found += [line for line in ast.unparse(node).splitlines() if re.search(rf"({'|'.join(names)})\b", line)]
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short(name: str) -> None:
+    assert 3 <= len(lines_of_its_own(name)) <= 15

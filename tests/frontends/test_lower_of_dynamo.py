@@ -190,5 +190,7 @@ def test_a_graph_for_any_size_sends_buffers_where_one_for_a_size_does(cuts: list
     compiled = cf.compile(Normed(), fusion, capture="dynamo", device_num=2)
     one, anything = compiled.lower(torch.randn(5, 4)), compiled.lower(torch.randn(6, 4))
     assert "computed by autograd" not in one.text() and "computed by autograd" in anything.text()
+    listed = "skipped passes\n  merge_equal: it works on what is computed, and the graph is for any size\n"
+    assert listed in anything.explain().text() and "skipped passes" not in one.explain().text()
     sent, sent_anyhow = ([(each.kind, each.members) for each in lowered.collectives] for lowered in (one, anything))
     assert sent == sent_anyhow and sent[0][0] == "broadcast"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
+import json
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
+from commfuse_fx import testing
 
 
 class Net(nn.Module):
@@ -410,19 +413,38 @@ def test_a_loss_scale_that_overflows_is_skipped() -> None:
     assert torch.equal(model.weight, before) and scaler.get_scale() < 2.0**120
 
 
-def test_it_is_lowered_and_described(tmp_path: Any) -> None:
+def test_it_is_lowered_and_described(tmp_path: Path) -> None:
     lowered = cf.compile(Net(), device_num=4).lower(torch.randn(6, 4))
     text = lowered.text()
     forward, backward = text.split("hand_over(")
     assert "# form: module" in forward and "bwd " not in forward and "fwd " not in backward
     assert [collective.phase for collective in lowered.collectives] == ["backward"] * len(lowered.collectives)
     assert {collective.kind for collective in lowered.collectives} == {"all_reduce", "broadcast"}
-    assert "all_reduce" in lowered.explain().text() and lowered.simulate("gloo-1gbit").step_seconds > 0
     assert cf.diff(lowered, lowered.dump(tmp_path)).kind == "identical"
-    assert io.StringIO(lowered.report("gloo-1gbit")).read().startswith("<!")
+    testing.assert_collectives(lowered, all_reduce=1, broadcast=2)
+    explained, simulated = lowered.explain("gloo-1gbit"), lowered.simulate("gloo-1gbit")
+    names = [each.name for each in explained.collectives]
+    assert [each.name for each in simulated.collectives] == names and len(names) == len(lowered.collectives)
+    assert all(name in explained.text() for name in names) and simulated.step_seconds > 0
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', lowered.report("gloo-1gbit"))
+    data = json.loads(found)
+    assert [each["name"] for each in data["collectives"]] == names
+    phases = [node["phase"] for node in data["nodes"]]
+    assert phases.index("backward") > max(number for number, phase in enumerate(phases) if phase == "forward")
 
 
-def test_buckets_are_those_of_the_step() -> None:
+def test_every_compile_of_a_module_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMFUSE_DUMP", str(tmp_path))
+    compiled, *_ = pair()
+    for rows in (6, 6, 4):
+        compiled(batch()[:rows]).sum().backward()
+    folders = sorted(tmp_path.iterdir())
+    assert [cf.load(folder).fingerprint for folder in folders] == [
+        compiled.lower(batch()[:rows]).fingerprint for rows in (6, 4)
+    ]
+
+
+def test_buckets_are_those_of_the_step(tmp_path: Path) -> None:
     """In every mode of fusion, with ids of their own, and priced by a cluster: the diff shows no other collective."""
 
     def marked() -> Net:
@@ -431,8 +453,14 @@ def test_buckets_are_those_of_the_step() -> None:
         first.comm_fusion, second.comm_fusion, last.comm_fusion = 0, 3, 3  # type: ignore[attr-defined]
         return net
 
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 600), *(nn.Linear(600, 600) for _ in range(3)), nn.Linear(600, 2))
+
+    file = tmp_path / "cluster.json"
+    cf.resolve_cluster("gloo-1gbit").save(file)
     x, y = torch.randn(6, 4), torch.randn(6, 2)
     optimal = {"allreduce": {"mode": "optimal", "config": None}}
+    counts = []
     for make, options in (
         (Net, {}),
         (Net, {"comm_fusion": {"openstate": False}}),
@@ -440,11 +468,15 @@ def test_buckets_are_those_of_the_step() -> None:
         (Net, {"comm_fusion": optimal, "cluster": "gloo-1gbit"}),
         (marked, {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}, "cluster": "gloo-1gbit"}),
         (marked, {"comm_fusion": optimal, "cluster": "gloo-10gbit"}),
+        (wide, {"comm_fusion": {"allreduce": {"mode": "size", "config": 2}}}),
+        (wide, {"comm_fusion": optimal, "cluster": file}),
     ):
         step = cf.compile(make(), loss_fn=F.mse_loss, device_num=4, **options).lower(x, y)  # type: ignore[call-overload]
         module = cf.compile(make(), device_num=4, broadcast_buffers=False, **options).lower(x)  # type: ignore[call-overload]
         assert step.collectives and cf.diff(step, module).collectives == ()
         assert [each.members for each in module.collectives] == [each.members for each in step.collectives]
+        counts.append(len(module.collectives))
+    assert counts == [1, 6, 3, 1, 3, 3, 3, 3]
 
 
 def test_lockstep_is_for_steps() -> None:

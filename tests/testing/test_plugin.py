@@ -11,7 +11,7 @@ import pytest
 
 import commfuse_fx as cf
 from commfuse_fx.testing.goldens import compare, golden_path, read_golden, write_golden
-from tests.testing.graphs import lowered
+from tests.testing.graphs import lowered, lowered_module
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -56,6 +56,7 @@ def _imported() -> None:
     """pytester forgets what is imported while it is there, and parts of torch cannot be imported twice."""
     for features in (4, 5):
         lowered(features).text()
+        lowered_module(features).text()
 
 
 @pytest.fixture
@@ -132,6 +133,17 @@ def test_a_difference_fails_with_the_graphs_first_and_then_the_lines(
     assert project.golden.read_text() == golden
     project.outcome(*UPDATE_ONE, passed=1)
     assert "f32[2,5] = parameter" in project.golden.read_text()
+
+
+def test_a_module_has_goldens_as_a_step_has(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.pytester.makepyfile(test_graph=ONE.replace("lowered", "lowered_module"))
+    golden = project.made()
+    assert "# form: module\n" in golden and " = hand_over([" in golden
+    project.outcome(passed=1)
+    monkeypatch.setenv("FEATURES", "5")
+    text = project.outcome(failed=1)
+    (line, *_) = cf.diff(golden, lowered_module(5).text()).text().splitlines()
+    assert f"the graph differs from its golden {GOLDEN}\n{line}\n" in text
 
 
 def test_update_writes_only_what_is_named(project: Project) -> None:
