@@ -118,6 +118,18 @@ def test_another_torch_gets_an_environment_with_a_setuptools_of_its_own(tmp_path
     assert named["2.12.0"] == ["torch==2.12.0" if line.startswith("torch==") else line for line in kept]
 
 
+def test_the_readme_names_the_pytorch_that_pip_takes() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        (pin,) = [each for each in tomllib.load(file)["project"]["dependencies"] if each.startswith("torch")]
+    readme = (ROOT / "README.md").read_text()
+    found = re.search(r"PyTorch 2\.(\d+) to 2\.(\d+)", readme)
+    assert found is not None
+    first, last = map(int, found.groups())
+    assert pin == f"torch>=2.{first},<2.{last + 1}"
+    tried = {int(minor) for minor in re.findall(r"^\| 2\.(\d+)\.\d+ \|", readme, re.MULTILINE)}
+    assert tried | {13} == set(range(first, last + 1)), "each is tried, and listed in the section Status"
+
+
 def test_package_list_matches_the_tree() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
