@@ -204,6 +204,12 @@ def test_gradients_of_gradients_are_refused() -> None:
         compiled(batch()).sum().backward(create_graph=True)
 
 
+def test_sparse_gradients_are_refused_with_what_to_do() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(cf.CaptureError, match="makes a sparse gradient.*: use sparse=False"):
+        cf.compile(model)(torch.tensor([1, 2]))
+
+
 def test_torch_compile_leaves_a_compiled_module_as_it_is() -> None:
     compiled, model, twin = pair()
     around = torch.compile(lambda x: compiled(x).square().sum(), backend="eager")
