@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import commfuse_fx as cf
 from tests.distributed.harness import Ranks
 from tests.distributed.loops_of_modules import assert_as_ddp
+from tests.distributed.models_of_modules import gpt2
 
 pytestmark = pytest.mark.dist
 
@@ -173,7 +174,29 @@ def checkpointed_norm(wrap: Wrap) -> list[torch.Tensor]:
         return [*model.parameters(), wrapped(batch(9, 5, 6)), *model.buffers()]
 
 
-LOOPS = [gan, truncated_recurrence, penalty_in_forward, lbfgs_and_average, momentum_encoder, checkpointed_norm]
+def returned_loss(wrap: Wrap) -> list[torch.Tensor]:
+    """A Hugging Face model computes its loss itself, and its logits are looked at."""
+    model = gpt2().inner.double()
+    wrapped, optimizer, seen = wrap(model), torch.optim.AdamW(model.parameters(), 1e-2), []
+    for step in range(2):
+        ids = batch(step, 3, 8).mul(100).long().abs() % 32
+        optimizer.zero_grad()
+        out = wrapped(input_ids=ids, labels=ids)
+        out.loss.backward()
+        optimizer.step()
+        seen += [out.loss, out.logits]
+    return [*model.parameters(), *seen]
+
+
+LOOPS = [
+    gan,
+    truncated_recurrence,
+    penalty_in_forward,
+    lbfgs_and_average,
+    momentum_encoder,
+    checkpointed_norm,
+    returned_loss,
+]
 
 
 def compare(number: int) -> None:
