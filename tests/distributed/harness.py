@@ -197,12 +197,15 @@ def serve_rank(pipe: connection.Connection, log: str) -> None:
     # Whoever starts the tests in the background of a shell leaves them one that is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    import torch
     import torch.distributed as dist
 
     import commfuse_fx as cf
     from commfuse_fx.planning import compile_call
     from tests import plans
 
+    # A fork makes PyTorch's pool of threads anew at its first use. Two threads that come at once abort the process.
+    torch.set_num_threads(torch.get_num_threads())
     plans.share()
     captures = compile_call.capture, compile_call.capture_joint
     gc.set_threshold(100_000, 10, 10)
