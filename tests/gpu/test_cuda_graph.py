@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,53 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from tests.gpu.device_models import MODELS, DeviceModel
-from tests.gpu.step_checks import OPTIMIZERS, MakeOptimizer
+from tests.gpu.device_models import MODELS
+from tests.gpu.graph_pairs import ADAMW, CAPTURED, CUDA, Pair
+from tests.gpu.step_checks import OPTIMIZERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("logged")]
 
-CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[2]
-ADAMW = OPTIMIZERS["AdamW fused"]
-CAPTURED = "captured a step"
-
-
-@pytest.fixture(autouse=True)
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    caplog.set_level(logging.INFO, "commfuse_fx.cuda_graphs")
-    yield caplog
-    torch.cuda.synchronize()
-
-
-class Pair:
-    """The same step twice: with a graph and without."""
-
-    def __init__(self, case: DeviceModel, optimizer: MakeOptimizer = ADAMW, **options: Any) -> None:
-        self.case = case
-        self.model = case.on(CUDA, torch.float32)
-        self.twin = copy.deepcopy(self.model)
-        self.optimizers = (
-            [optimizer(net.parameters()) for net in (self.model, self.twin)] if optimizer else [None, None]
-        )
-        options = {"cuda_graph": True, "form": "step", **options}
-        self.step = cf.compile(self.model, optimizer=self.optimizers[0], **options)
-        self.plain = cf.compile(self.twin, optimizer=self.optimizers[1], **(options | {"cuda_graph": False}))
-
-    def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One step of both with the same random numbers: the same bits."""
-        state = torch.cuda.get_rng_state(CUDA)
-        want = self.plain(**batch)
-        after = torch.cuda.get_rng_state(CUDA)
-        torch.cuda.set_rng_state(state, CUDA)
-        got: torch.Tensor = self.step(**batch)
-        assert torch.equal(torch.cuda.get_rng_state(CUDA), after)
-        assert torch.equal(got, want)
-        for name, value in self.model.state_dict().items():
-            assert torch.equal(value, self.twin.state_dict()[name]), name
-        return got
-
-    def run_all(self, count: int = 5, seed: int = 0) -> list[torch.Tensor]:
-        return [self.run(batch) for batch in self.case.batches(CUDA, torch.float32, count, seed)]
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -171,44 +128,6 @@ def test_a_loader_that_pins_memory(on_host: bool, logged: pytest.LogCaptureFixtu
         batch = (x, labels) if on_host else (x.to(CUDA, non_blocking=True), labels.to(CUDA, non_blocking=True))
         assert torch.equal(step(*batch), plain(*batch))
     assert logged.text.count(CAPTURED) == 1
-
-
-class Peeks(torch.autograd.Function):
-    """Looks at a value on the host, in a way that a trace does not see."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.commfuse_test.peek(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-@torch.library.custom_op("commfuse_test::peek", mutates_args=())
-def peek(x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if float(x.sum()) > 1e9 else 1.0)
-
-
-@peek.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-class Peeking(FromHost):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(Peeks.apply(self.inner(x)), labels)
-
-
-def test_a_step_that_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) -> None:
-    model = Peeking().to(CUDA)
-    twin = copy.deepcopy(model)
-    step = cf.compile(model, optimizer=ADAMW(model.parameters()))
-    plain = cf.compile(twin, optimizer=ADAMW(twin.parameters()), cuda_graph=False)
-    for batch in MODELS["mlp"].batches(CUDA, torch.float32, 6):
-        assert torch.equal(step(**batch), plain(**batch))
-    assert logged.text.count("steps run without CUDA graphs from here on: capturing one failed") == 1
-    torch.ones(2, device=CUDA).sum().item()  # the device is as good as before
 
 
 ENDS = """
