@@ -89,12 +89,17 @@ def compared(device: torch.device, fusions: dict[str, dict[str, Any]]) -> list[d
 def compare_two_ranks(device: str, timeout: float = 120) -> list[dict[str, Any]]:
     """Start two ranks on the device and return what rank 0 has found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, "-m", "benchmarks.two_ranks", device], capture_output=True, text=True, timeout=timeout
-    )
-    if ended.returncode:
-        print(ended.stderr[-4000:], file=sys.stderr)
-        return [{"case": "all", "equal": False, "worst": f"exit code {ended.returncode}", "why": None}]
+    try:
+        ended = subprocess.run(
+            [*command, "-m", "benchmarks.two_ranks", device], capture_output=True, text=True, timeout=timeout
+        )
+        why = "" if ended.returncode == 0 else f"exit code {ended.returncode}"
+        said = ended.stderr
+    except subprocess.TimeoutExpired as error:
+        why, said = f"not done after {timeout:.0f} s", str(error)
+    if why:
+        print(said[-4000:], file=sys.stderr)
+        return [{"case": "all", "equal": False, "worst": why, "why": None}]
     rows: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
     return rows
 

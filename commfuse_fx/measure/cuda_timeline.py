@@ -73,7 +73,10 @@ class CudaTimeline(Timeline):
 
     def _recorded(self) -> Any:
         event = self._event()
-        event.record()
+        if self._device.type == "cuda":
+            event.record(torch.cuda.current_stream(self._device))
+        else:
+            event.record()
         return event
 
     def _at(self, event: Any) -> float:

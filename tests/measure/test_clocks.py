@@ -67,6 +67,20 @@ def test_events_on_the_streams_of_a_model_on_cuda() -> None:
     assert b.done is None and b.exposed == pytest.approx(1) and [first.waits, second.waits, vote.waits] == [1, 1, 1]
 
 
+def test_events_of_a_timeline_are_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may be the current device, and PyTorch makes other streams of it the current ones."""
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    device = torch.device("cuda", 1)
+    timeline = CudaTimeline(device, lambda: SimpleNamespace(record=lambda stream=None: streams.append(stream)))
+    work = Work(True)
+    timeline.begin_step()
+    timeline.issued("a", "a", "all_reduce", 0.0, work, True)
+    timeline.wait("a", work)
+    assert streams == [device] * 5
+
+
 def test_marks_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, did = count(), []
     cuda = SimpleNamespace(

@@ -442,3 +442,54 @@ def test_a_closed_step(captures: bool) -> None:
     pair.step.synchronize()
     again = cf.compile(pair.model, loss_fn=F.cross_entropy, optimizer=pair.optimizer)
     assert torch.isfinite(again(*batch(1)))
+
+
+def test_a_capture_goes_when_its_last_launch_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stream is the current one by then: marks are made at launches only."""
+    looks: list[int] = []
+
+    def mark(launch: int) -> Callable[[], bool]:
+        return lambda: looks.append(launch) or len(looks) > 2
+
+    pair = Pair()
+    launches = iter(range(100))
+    monkeypatch.setattr(pair.recorder, "mark", lambda: mark(next(launches)))
+    pair.captured().run(FIRST + 1)
+    assert not looks
+    pair.step.close()
+    assert looks == [1, 1, 1] and pair.recorder.recordings[0].is_closed
+
+
+class Moving(nn.Module):
+    """Moves its batch, with and without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        moved = x.to("cpu", torch.float64, non_blocking=True)
+        return F.cross_entropy(self.inner(moved), labels.to("cpu", torch.int64))
+
+
+def test_a_batch_is_copied_as_the_model_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it might be overwritten before it has been read."""
+    torch.manual_seed(0)
+    model = Moving()
+    step = cf.compile(model, optimizer=adamw(model), form="step")
+    recorder = recorded(step, first=1)
+    copied: list[tuple[torch.dtype, bool]] = []
+    copy_into = torch.Tensor.copy_
+
+    def spy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((source.dtype, non_blocking))
+        return copy_into(self, source, non_blocking)
+
+    for number in range(3):
+        x, labels = batch(number)
+        with monkeypatch.context() as patched:
+            if number == 2:
+                patched.setattr(torch.Tensor, "copy_", spy)
+            step(x, labels.int())
+    assert recorder.replays == [2]
+    assert (torch.float32, True) in copied and (torch.int32, False) in copied

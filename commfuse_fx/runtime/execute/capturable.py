@@ -71,6 +71,13 @@ def goes_to_device(node: fx.Node, on: str) -> bool:
     return node.op == "placeholder" and bool(moves) and all(moves)
 
 
+def is_moved_without_waiting(node: fx.Node) -> bool:
+    """Whether the model moves an input with `non_blocking=True` wherever it does. Else who has called the step may
+    overwrite memory of the host that he has passed."""
+    moves = [user for user in node.users if user.target is aten._to_copy.default]
+    return bool(moves) and all(user.kwargs.get("non_blocking") for user in moves)
+
+
 def _moved_to(node: fx.Node) -> str:
     device: Any = node.kwargs.get("device")
     return "" if device is None else torch.device(device).type

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.meta import TensorSpec, tensor_spec
+from commfuse_fx.runtime.execute.capturable import is_moved_without_waiting
 from commfuse_fx.runtime.execute.cuda_graph import Recorder
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.given_values import Change, GivenValues
@@ -27,6 +28,7 @@ class CapturedStep:
         self.inputs = {name: tensor_spec(node).empty(recorder.device).zero_() for node, name in sources}
         self.replays = 0
         given = executor.gather(self.inputs)
+        self._unwaited = {name for node, name in sources if is_moved_without_waiting(node)}
         self._given = GivenValues(executor.program, given)
         self._lost = executor.storage.pool.lost
         generators = executor.generators if executor.draws else []
@@ -54,8 +56,7 @@ class CapturedStep:
         """What `Executor.run` returns for these inputs: tensors that the caller may keep."""
         with executor.in_step():
             for name, fixed in self.inputs.items():
-                given = inputs[name]
-                fixed.copy_(given, non_blocking=given.device == fixed.device or given.is_pinned())
+                fixed.copy_(inputs[name], non_blocking=name in self._unwaited)
             with interrupts_deferred():
                 self._recording.replay()
                 self.replays += 1

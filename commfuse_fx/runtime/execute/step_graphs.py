@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
@@ -73,6 +73,7 @@ class StepGraphs:
         self._always = always
         self._paused = False
         self._in_a_row = 0
+        self._is_done: Callable[[], bool] = lambda: True  # of the last launch, on whatever stream that was
         self._shapes: weakref.WeakKeyDictionary[Executor, _Shape] = weakref.WeakKeyDictionary()
         self._captured: dict[_Shape, weakref.ref[Executor]] = {}  # that of the last step is the last one
 
@@ -172,8 +173,9 @@ class StepGraphs:
         self._captured[shape] = self._captured.pop(shape)
         executor.synchronize()  # a step without a graph may have come between
         outputs = shape.captured.run(executor, inputs)
+        self._is_done = self.recorder.mark()
         if self.watch is not None and executor.has_collectives:
-            self.watch.launched(self.recorder.mark())
+            self.watch.launched(self._is_done)
         return outputs
 
     def end(self, why: str) -> None:
@@ -218,9 +220,8 @@ class StepGraphs:
         captured.close()
 
     def _finish(self) -> None:
-        """Wait until the device has finished, or the watch has given it up."""
-        is_done = self.recorder.mark()
-        while not is_done() and not self.is_lost:
+        """Wait until the device has finished the last launch, or the watch has given it up."""
+        while not self._is_done() and not self.is_lost:
             sleep(PAUSE)
 
 
