@@ -35,6 +35,9 @@ _QUICKER_ON_CPU = (
 _SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
 """Ops with results whose size only the machine knows, or that take such."""
 
+_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+"""Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""
+
 _BY_LIBRARY = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
 
 
@@ -132,6 +135,8 @@ class _Cutter:
     def regions(self) -> Iterator[list[fx.Node]]:
         for node in self.nodes:
             if node in self.anchors or self._is_of_another_layer(node) or self._is_computed_again(node):
+                yield from self._cut()
+            if node.target in _BY_STRIDES and self.roots[node.all_input_nodes[0]] in self.region:
                 yield from self._cut()
             if info(node).once:
                 pass  # its value is there when the step begins

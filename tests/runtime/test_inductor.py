@@ -289,6 +289,29 @@ def test_ops_whose_results_may_be_laid_out_otherwise_are_in_no_region(custom: bo
     assert any("lstm" in str(n.target) or str(n.target).startswith("tests.") for n in program.graph.nodes)
 
 
+class JoinsNothing(nn.Module):
+    """`torch.cat` of an empty tensor and a transposed one: contiguous, but Inductor leaves it transposed."""
+
+    def __init__(self, by_strides: bool) -> None:
+        super().__init__()
+        self.linear, self.by_strides = nn.Linear(6, 6), by_strides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([torch.tensor([], dtype=x.dtype), self.linear(x).t() * 2])
+        return (joined.as_strided((5, 6), (6, 1)) if self.by_strides else joined.view(5, 6)).tanh().exp()
+
+
+@pytest.mark.parametrize("by_strides", [False, True])
+def test_views_are_of_results_as_the_graph_has_them(by_strides: bool) -> None:
+    model, twin, (x, target) = made(lambda: JoinsNothing(by_strides), 5, 6)
+    module = cf.compile(model, backend="inductor")
+    with logged() as messages:
+        F.mse_loss(module(x), target).backward()
+    F.mse_loss(twin(x), target).backward()
+    assert_equal(model, twin, gradients=True)
+    assert not [message for message in messages if "op by op" in message]
+
+
 @torch.library.custom_op("tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x

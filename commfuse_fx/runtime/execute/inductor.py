@@ -120,11 +120,17 @@ def _graph_module(region: Region) -> fx.GraphModule:
     graph = fx.Graph()
     same = {value: graph.placeholder(f"input_{number}") for number, value in enumerate(region.inputs)}
     for node in (*region.constants, *region.nodes):
-        call: Any = _drawn_by_torch(node) or (node.target, node.args, node.kwargs)
+        call: Any = _drawn_by_torch(node) or (_RESHAPED.get(node.target, node.target), node.args, node.kwargs)
         target, args, kwargs = map_arg(call, same.__getitem__)
         same[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(same[value] for value in region.outputs))
     return fx.GraphModule({}, graph)
+
+
+_RESHAPED: dict[Any, Any] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
+"""What stands for ops that refuse a tensor with other strides than recorded, such as Inductor gives some results."""
 
 
 def _drawn_by_torch(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
