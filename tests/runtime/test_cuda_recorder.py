@@ -197,14 +197,28 @@ def test_a_capture_keeps_its_own_workspace_and_no_other_one(device: Device) -> N
     assert seen == [device.captures[1]["pool"]] and not device.workspaces
 
 
-@pytest.mark.parametrize(("free", "has_room"), [(1000, True), (100, False)])
-def test_room_for_a_capture(monkeypatch: pytest.MonkeyPatch, free: int, has_room: bool) -> None:
-    """A step needs 500 bytes at its peak; 300 that the process has are unused."""
+@pytest.mark.parametrize(
+    ("free", "backend", "has_room"), [(700, "native", True), (699, "native", False), (700, "cudaMallocAsync", True)]
+)
+def test_room_for_a_capture(
+    device: Device, monkeypatch: pytest.MonkeyPatch, free: int, backend: str, has_room: bool
+) -> None:
+    """A step needs 500 bytes at its peak. 300 that the process has are unused, and 5,000 more by graphs of others."""
+    recorder = CudaRecorder(CUDA)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    recorder.record(tuple, ())
+    sizes = [(0, (0, 0), 200), (0, (0, 7), 100), (0, (0, 8), 5000), (1, (0, 0), 5000)]
+    segments = [
+        {"device": number, "segment_pool_id": pool, "total_size": size + 10, "allocated_size": 10}
+        for number, pool, size in sizes
+    ]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
     for name, value in {
-        "mem_get_info": (free, 5000),
+        "mem_get_info": (free, 9000),
         "memory_allocated": 1000,
         "memory_reserved": 1300,
         "max_memory_allocated": 1500,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert CudaRecorder(CUDA).has_room() is has_room
+    assert recorder.has_room() is has_room

@@ -125,9 +125,18 @@ class CudaRecorder:
     def has_room(self) -> bool:
         # A recording keeps what a step needs for the time of a step. Another shape may need as much besides.
         free, _ = torch.cuda.mem_get_info(self.device)
-        allocated = torch.cuda.memory_allocated(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - allocated
-        return free + unused >= 2 * (torch.cuda.max_memory_allocated(self.device) - allocated)
+        needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + self._unused() >= 2 * needed
+
+    def _unused(self) -> int:
+        """Bytes that PyTorch has for the device and nobody uses, without those that graphs of others keep."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        unused, pools = 0, ((0, 0), self._pool)
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["device"] == self.device.index and segment["segment_pool_id"] in pools:
+                unused += segment["total_size"] - segment["allocated_size"]
+        return unused
 
     def mark(self) -> Callable[[], bool]:
         event = torch.cuda.Event()
