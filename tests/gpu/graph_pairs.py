@@ -9,7 +9,7 @@ import torch
 
 import commfuse_fx as cf
 from tests.gpu.device_models import DeviceModel
-from tests.gpu.step_checks import OPTIMIZERS, MakeOptimizer
+from tests.gpu.step_checks import CLOSE, OPTIMIZERS, MakeOptimizer, assert_near
 
 CUDA = torch.device("cuda", 0)
 ADAMW = OPTIMIZERS["AdamW fused"]
@@ -21,6 +21,8 @@ class Pair:
 
     def __init__(self, case: DeviceModel, optimizer: MakeOptimizer = ADAMW, **options: Any) -> None:
         self.case = case
+        # Inductor adds up the gradients of an embedding in whatever order its threads come.
+        self.is_exact = options.get("backend") != "inductor"
         self.model = case.on(CUDA, torch.float32)
         self.twin = copy.deepcopy(self.model)
         self.optimizers = (
@@ -35,16 +37,19 @@ class Pair:
         return self.step.session.graphs
 
     def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One step of both with the same random numbers: the same bits."""
+        """One step of both with the same random numbers: the same bits, where that can be."""
         state = torch.cuda.get_rng_state(CUDA)
         want = self.plain(**batch)
         after = torch.cuda.get_rng_state(CUDA)
         torch.cuda.set_rng_state(state, CUDA)
         got: torch.Tensor = self.step(**batch)
         assert torch.equal(torch.cuda.get_rng_state(CUDA), after)
-        assert torch.equal(got, want)
-        for name, value in self.model.state_dict().items():
-            assert torch.equal(value, self.twin.state_dict()[name]), name
+        mine, theirs = self.model.state_dict(), self.twin.state_dict()
+        if self.is_exact:
+            assert torch.equal(got, want)
+            assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == []
+        else:
+            assert_near([got, *mine.values()], [want, *theirs.values()], CLOSE[torch.float32])
         return got
 
     def run_all(self, count: int = 5, seed: int = 0) -> list[torch.Tensor]:

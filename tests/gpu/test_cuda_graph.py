@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_graph_and_no_graph_are_the_same_bits(name: str, backend: str, logged: pytest.LogCaptureFixture) -> None:
+def test_a_graph_computes_what_a_step_without_one_does(
+    name: str, backend: str, logged: pytest.LogCaptureFixture
+) -> None:
     losses = Pair(MODELS[name], backend=backend).run_all()
     assert len({float(loss) for loss in losses}) == 5, "each loss is the caller's to keep"
     assert logged.text.count(CAPTURED) == 1
