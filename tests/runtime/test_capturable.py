@@ -33,6 +33,19 @@ SELECTS = """
     return [%/sum.0]
 """
 SELECTS_BY_MASK = SELECTS.replace("%x: i64[3] = input", "%x: b8[4] = input")
+WRITES_SELECTED = """
+    in  %w: f32[4,4] = parameter
+    in  %x: i64[3] = input
+    in  %value: f32[] = input
+    fwd %/index_put.0: f32[4,4] = aten.index_put(%w, [%x], %value)
+    fwd %/sum.0: f32[] = aten.sum(%/index_put.0)
+    return [%/sum.0]
+"""
+WRITES_BY_MASK = WRITES_SELECTED.replace("%x: i64[3] = input", "%x: b8[4] = input")
+WRITES_A_NUMBER = WRITES_BY_MASK.replace("in  %value: f32[] = input", "in  %constant: f32[] = constant").replace(
+    "    fwd %/index", "    fwd %/lift.0: f32[] = aten.lift_fresh_copy(%constant)  {computed once}\n    fwd %/index"
+)
+WRITES_A_NUMBER = WRITES_A_NUMBER.replace("%value", "%/lift.0")
 OVERLAPS = PLAIN.replace("in  %x: f32[2,4] =", "in  %x: f32[2,4](0,1) =")
 MOVES = PLAIN.replace("aten.mm(%x, %w)", "aten.mm(%/to.0, %w)").replace(
     "    fwd %/mm.0", "    fwd %/to.0: f32[2,4] = aten._to_copy(%x, device=cuda)\n    fwd %/mm.0"
@@ -68,6 +81,9 @@ def on_cpu(given: Program, *names: str, device: str = "cpu") -> Program:
         (program(READS), "the host waits for the result of /masked.0"),
         (program(SELECTS), ""),
         (program(SELECTS_BY_MASK), "the host waits for the result of /index.0"),
+        (program(WRITES_SELECTED), ""),
+        (program(WRITES_BY_MASK), "the host waits for the result of /index_put.0"),
+        (on_cpu(program(WRITES_A_NUMBER), "constant", "/lift.0"), ""),
         (program(OVERLAPS), "elements of the input x share memory"),
         (on_cpu(program(LIFTS), "constant", "/lift_fresh_copy.0"), ""),
         (on_cpu(program(LIFTS).copy(), "/add.0", device="meta"), ""),
@@ -76,7 +92,23 @@ def on_cpu(given: Program, *names: str, device: str = "cpu") -> Program:
         (on_cpu(program(MOVES), "x"), ""),
         (parse_program(PLAIN), "w is on cpu, not on cuda"),
     ],
-    ids=["plain", "writes", "reads", "selects", "mask", "overlaps", "once", "meta", "value", "input", "moved", "cpu"],
+    ids=[
+        "plain",
+        "writes",
+        "reads",
+        "selects",
+        "mask",
+        "writes",
+        "writes by mask",
+        "a number",
+        "overlaps",
+        "once",
+        "meta",
+        "value",
+        "input",
+        "moved",
+        "cpu",
+    ],
 )
 def test_obstacles(given: Program, why: str) -> None:
     assert obstacle(given, "cuda") == why

@@ -7,7 +7,7 @@ graph was captured.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _MASKS = (torch.bool, torch.uint8)
+_WRITES_SELECTED = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 
 
 def obstacle(program: Program, on: str) -> str:
@@ -44,7 +45,8 @@ def _obstacle_at(node: fx.Node, on: str) -> str:
     if is_opaque(node):
         return f"{name}{where} calls a Python function, which a graph does not repeat"
     tags = getattr(node.target, "tags", ())
-    if any(tag in tags for tag in _READ_BY_HOST) and not _selects_by_number(node):
+    is_read = any(tag in tags for tag in _READ_BY_HOST) and node.target is not aten.index.Tensor
+    if is_read or _has_to_count(node):
         return f"the host waits for the result of {name}{where}"
     if torch.Tag.cudagraph_unsafe in tags:
         return f"{name}{where} calls {node.target}, whose author says that graphs do not repeat it"
@@ -54,12 +56,15 @@ def _obstacle_at(node: fx.Node, on: str) -> str:
     return ""
 
 
-def _selects_by_number(node: fx.Node) -> bool:
-    """Whether a node selects by indices, whose count is known. The host has to count what a mask selects."""
-    if node.target is not aten.index.Tensor:
+def _has_to_count(node: fx.Node) -> bool:
+    """Whether a node selects by a mask, of which the host has to count what it selects. The count of indices is known.
+    PyTorch writes a number of the CPU without counting."""
+    if node.target not in (aten.index.Tensor, *_WRITES_SELECTED):
         return False
     indices: Any = node.args[1]
-    return all(getattr(info(each).spec, "dtype", None) not in _MASKS for each in indices if each is not None)
+    if node.target in _WRITES_SELECTED and getattr(info(cast(fx.Node, node.args[2])).spec, "device", None) == "cpu":
+        return False
+    return any(getattr(info(each).spec, "dtype", None) in _MASKS for each in indices if each is not None)
 
 
 def goes_to_device(node: fx.Node, on: str) -> bool:
