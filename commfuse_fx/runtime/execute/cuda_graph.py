@@ -60,6 +60,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: Any = None
+        self._small: Any = None
         self._pool: Any = None
         self._recordings: WeakSet[_CudaRecording] = WeakSet()
 
@@ -71,7 +72,7 @@ class CudaRecorder:
         # If a capture fails, torch.cuda.graph may leave its stream the current one.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
             if self._stream is None:
-                self._stream = torch.cuda.Stream()
+                self._stream, self._small = torch.cuda.Stream(), torch.zeros(1, device=self.device)
             # PyTorch takes no pool into use again whose graphs have all gone.
             if self._pool is None or not any(each.is_open for each in self._recordings):
                 self._pool = torch.cuda.graph_pool_handle()
@@ -115,8 +116,8 @@ class CudaRecorder:
         with suppress(RuntimeError):  # the allocator knows already that the capture is over
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
             torch._C._cuda_releasePool(self.device.index, pool)
-        small = torch.cuda.CUDAGraph()
-        self._captured(small, None, lambda: (torch.zeros(1, device=self.device),), generators)
+        small = torch.cuda.CUDAGraph()  # it needs no memory, of which there may be none
+        self._captured(small, None, lambda: (self._small.zero_(),), generators)
         small.reset()
 
     def is_recording(self) -> bool:
