@@ -27,7 +27,7 @@ class Rule:
     name: str
     states: Callable[[Flags], tuple[str, ...]]
     flags: Callable[[Mapping[str, Any]], dict[str, Any]]
-    hyper: Callable[[Mapping[str, Any]], dict[str, float]]
+    hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
     has_step: bool = True
 
 
@@ -39,10 +39,15 @@ def _adam_flags(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adam_hyper(group: Mapping[str, Any]) -> dict[str, float]:
+def _number(value: Any) -> Any:
+    """A hyper-parameter: a float, or a tensor on a device, which is read when a number is needed."""
+    return value if isinstance(value, torch.Tensor) else float(value)
+
+
+def _adam_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {
-        "lr": float(group["lr"]),
+        "lr": _number(group["lr"]),
         "beta1": float(beta1),
         "beta2": float(beta2),
         "weight_decay": float(group["weight_decay"]),
@@ -50,8 +55,8 @@ def _adam_hyper(group: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _floats(*names: str) -> Callable[[Mapping[str, Any]], dict[str, float]]:
-    return lambda group: {name: float(group[name]) for name in names}
+def _floats(*names: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    return lambda group: {name: _number(group[name]) if name == "lr" else float(group[name]) for name in names}
 
 
 ADAM = Rule(

@@ -83,6 +83,14 @@ def test_no_update_waits_for_the_host(optimizer: str) -> None:
     step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, OPTIMIZERS[optimizer], cuda_graph=False)
 
 
+def test_no_step_waits_for_a_rate_on_the_device() -> None:
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(1e-3, device=CUDA), fused=True)
+
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, adamw)
+    step_checks.check_step(MODELS["mlp"], CUDA, torch.float32, adamw)
+
+
 @pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
 def test_no_compiled_step_waits_for_the_host(graph: Any) -> None:
     options = {"backend": "inductor", "cuda_graph": graph}

@@ -133,6 +133,31 @@ def test_a_rate_that_the_user_writes_leads_to_one_more_capture(logged: pytest.Lo
     assert "lr of the optimizer's param group 0 varies, and is read from memory from now on" in logged.text
 
 
+def test_a_rate_in_a_tensor_of_the_users_is_read_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE)))
+    assert pair.optimizer is not None and pair.other is not None
+    reads = 0
+
+    def read(self: torch.Tensor) -> float:
+        nonlocal reads
+        reads += 1
+        return float(self.item())
+
+    for number in range(8):
+        given = batch(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "__float__", read)
+            state = torch.get_rng_state()
+            pair.step(*given)
+        torch.set_rng_state(state)
+        assert not reads
+        pair.plain(*given)
+        for optimizer in (pair.optimizer, pair.other):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert all(torch.equal(mine, pair.twin.state_dict()[name]) for name, mine in pair.model.state_dict().items())
+    assert pair.recorder.replays == [8 - FIRST]
+
+
 def test_a_rate_that_stays_is_not_rounded() -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
     for number in range(FIRST + 3):

@@ -307,7 +307,10 @@ class Executor:
             elif source.kind == "seed":
                 values.append(self.seed)
             elif source.kind == "hyper":
-                values.append(numbers[source.owner][source.name])
+                number = numbers[source.owner][source.name]
+                if isinstance(number, torch.Tensor) and not (self.rates and self.rates.takes(len(values), number)):
+                    number = float(number)
+                values.append(number)
             else:
                 values.append(self.storage.value(source))
         if self._relaid is None:  # once is enough: calls with other strides get another plan

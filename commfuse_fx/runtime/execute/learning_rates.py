@@ -27,17 +27,23 @@ class LearningRates:
 
     The kernels of CUDA read a rate as float32, which rounds it. So a rate that stays what it is remains a number, and
     the parameters equal those of eager PyTorch to the last bit. A rate varies if a scheduler of torch.optim is there,
-    or as soon as it has another value. For float64 parameters it is always a number.
+    or as soon as it has another value, or if the user has it in a tensor on the device. For float64 parameters it is
+    always a number.
 
     groups: the `param_groups` of the optimizer.
     """
 
     def __init__(self, program: Program, groups: list[dict[str, Any]], device: torch.device) -> None:
+        self._device = device
         self._rates: dict[int, _Rate] = {}
         for place, (node, source) in enumerate(program.sources.items()):
             is_rate = source.kind == "hyper" and source.name == "lr"
             if is_rate and all(_takes_tensor(user, device) for user in node.users):
                 self._rates[place] = _Rate(groups[program.updates[source.owner].group], device)
+
+    def takes(self, place: int, rate: torch.Tensor) -> bool:
+        """Whether the updates read this rate of the user's from memory, so that no host has to."""
+        return place in self._rates and rate.device == self._device
 
     def put_into(self, values: list[Any]) -> None:
         """Replace the numbers that vary, among the values of a program's placeholders, by tensors that hold them.
@@ -57,8 +63,13 @@ class _Rate:
         self._number: float | None = None
         self._tensor: torch.Tensor | None = None
 
-    def of(self, number: float) -> float | torch.Tensor:
-        """What the update gets for this number."""
+    def of(self, number: float | torch.Tensor) -> float | torch.Tensor:
+        """What the update gets for this number, or for a tensor of the user's that holds it."""
+        if isinstance(number, torch.Tensor):
+            self._number = None
+            if self._tensor is None:
+                self._tensor = torch.zeros((), dtype=torch.float32, device=self._device)
+            return self._tensor.copy_(number.detach().view(()))
         if self._tensor is None:
             # Schedulers of torch leave this entry, which goes into checkpoints too.
             if self._number in (None, number) and "initial_lr" not in self._group:
