@@ -15,6 +15,7 @@ from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.joint import capture_joint
 from commfuse_fx.passes.declaration import Variants
 from commfuse_fx.planning import compile_call
+from tests import absent_devices
 from tests.distributed.harness import Ranks
 
 
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest listens to every logger that does not propagate, and torch's structured trace, once somebody listens,
     # takes a stack for every tensor that is described: a third of the time of tracing.
     logging.getLogger("torch.__trace").propagate = True
+    absent_devices.leave_unseeded()
     # Hypothesis asks the collector who holds a generator of random numbers, which does not see what is frozen.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
 

@@ -202,11 +202,12 @@ def serve_rank(pipe: connection.Connection, log: str) -> None:
 
     import commfuse_fx as cf
     from commfuse_fx.planning import compile_call
-    from tests import plans
+    from tests import absent_devices, plans
 
     # A fork makes PyTorch's pool of threads anew at its first use. Two threads that come at once abort the process.
     torch.set_num_threads(torch.get_num_threads())
     plans.share()
+    absent_devices.leave_unseeded()
     captures = compile_call.capture, compile_call.capture_joint
     gc.set_threshold(100_000, 10, 10)
     gc.enable()
