@@ -35,6 +35,9 @@ _QUICKER_ON_CPU = (
 _SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
 """Ops with results whose size only the machine knows, or that take such."""
 
+_DECOMPOSED_WRONGLY = (aten.multilabel_margin_loss_forward.default,)
+"""Ops of which Inductor computes something else (torch 2.13): with two labels in place of eight, it takes all eight."""
+
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 """Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""
 
@@ -245,7 +248,7 @@ def _is_plain_call(node: fx.Node) -> bool:
         return False
     if info(node).next_step is not None or node.target is aten.empty.memory_format:
         return False
-    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in _SIZED_BY_MACHINE:
+    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in (*_SIZED_BY_MACHINE, *_DECOMPOSED_WRONGLY):
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _KNOWN:
         return False

@@ -312,6 +312,14 @@ def test_views_are_of_results_as_the_graph_has_them(by_strides: bool) -> None:
     assert not [message for message in messages if "op by op" in message]
 
 
+def test_a_loss_with_fewer_labels_than_classes_is_that_of_eager_pytorch() -> None:
+    """Inductor takes all places of the target as labels, those after the first -1 as class 0."""
+    model, target = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Softmax(-1)), torch.tensor([[1, 2, -1, 0, 0, 0]] * 5)
+    step = cf.compile(model, loss_fn=F.multilabel_margin_loss, backend="inductor")
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(step(x, target), F.multilabel_margin_loss(model(x), target).detach())
+
+
 @torch.library.custom_op("tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
