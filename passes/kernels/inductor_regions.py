@@ -16,7 +16,7 @@ from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.kernels.recurrent import lstm_layer, lstm_layer_backward
+from commfuse_fx.kernels.inductor_ops import BY_STRIDES, LEFT_OUT, LEFT_OUT_ON_CPU
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
@@ -24,22 +24,6 @@ aten = torch.ops.aten
 _KNOWN = ("aten", "prims", "commfuse")
 """Namespaces of ops that Inductor has kernels for, and of those of this package. It would only call other ones, and
 fail where their results have other strides than was said."""
-
-_QUICKER_ON_CPU = (
-    aten._native_batch_norm_legit_functional.default,
-    aten.native_batch_norm.default,
-    aten.native_batch_norm_backward.default,
-)
-"""Ops whose own kernels take less time than those that Inductor makes of them: a convnet took 0.93."""
-
-_SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
-"""Ops with results whose size only the machine knows, or that take such."""
-
-_DECOMPOSED_WRONGLY = (aten.multilabel_margin_loss_forward.default,)
-"""Ops of which Inductor computes something else (torch 2.13): with two labels in place of eight, it takes all eight."""
-
-_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
-"""Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""
 
 _BY_LIBRARY = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
 
@@ -139,7 +123,7 @@ class _Cutter:
         for node in self.nodes:
             if node in self.anchors or self._is_of_another_layer(node) or self._is_computed_again(node):
                 yield from self._cut()
-            if node.target in _BY_STRIDES and self.roots[node.all_input_nodes[0]] in self.region:
+            if node.target in BY_STRIDES and self.roots[node.all_input_nodes[0]] in self.region:
                 yield from self._cut()
             if info(node).once:
                 pass  # its value is there when the step begins
@@ -248,10 +232,10 @@ def _is_plain_call(node: fx.Node) -> bool:
         return False
     if info(node).next_step is not None or node.target is aten.empty.memory_format:
         return False
-    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in (*_SIZED_BY_MACHINE, *_DECOMPOSED_WRONGLY):
+    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in LEFT_OUT:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _KNOWN:
         return False
-    if node.target in _QUICKER_ON_CPU and _is_on_cpu(node):
+    if node.target in LEFT_OUT_ON_CPU and _is_on_cpu(node):
         return False
     return all(isinstance(info(value).spec, TensorSpec) for value in node.all_input_nodes)

@@ -312,6 +312,26 @@ def test_views_are_of_results_as_the_graph_has_them(by_strides: bool) -> None:
     assert not [message for message in messages if "op by op" in message]
 
 
+class Counts(nn.Module):
+    """Rows counted in one precision and read in another, beside layer norm of as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm = nn.Embedding(32, 64), nn.LayerNorm(64)
+
+    def forward(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ones = torch.ones(64, dtype=torch.float32)
+        counts = torch.zeros(40, 64, dtype=torch.float32).index_put((numbers,), ones, accumulate=True).double()
+        return self.norm(self.rows(numbers)) * counts, counts
+
+
+def test_what_is_scattered_is_complete_before_it_is_read() -> None:
+    torch.manual_seed(0)
+    model = Counts().double()
+    numbers = torch.randint(0, 32, (40,))
+    torch.testing.assert_close(cf.compile(model, backend="inductor")(numbers), model(numbers), rtol=1e-10, atol=1e-10)
+
+
 def test_a_loss_with_fewer_labels_than_classes_is_that_of_eager_pytorch() -> None:
     """Inductor takes all places of the target as labels, those after the first -1 as class 0."""
     model, target = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Softmax(-1)), torch.tensor([[1, 2, -1, 0, 0, 0]] * 5)
