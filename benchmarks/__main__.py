@@ -15,6 +15,7 @@ NAMES = (
     "compile_cost",
     "guards",
     "cpu_kernels",
+    "repeated_work",
     "gpu",
     "inductor",
     "inductor_values",
