@@ -10,10 +10,10 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,28 +76,69 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
         )
     began = perf_counter()
     with torch.no_grad():
-        plan = _levels_of(_hosts())
         device_share = 0.3 * budget
-        level_share = (budget - device_share) / len(plan)
-        levels = [_measure_level(planned, where, level_share) for planned in plan]
+        network = measure_network(where, budget - device_share)
         with shown("measuring the device"):
             _gather(None)  # start together
             figures = slowest_figures(_gather(probe(where, device_share)))
-        figures["collective_overhead"] = max(level.overhead for level in levels)
-    backend = dist.group.WORLD._get_backend(where).name()  # type: ignore[union-attr]
-    world = dist.get_world_size()
-    source = f"measured by commfuse calibrate: {world} ranks, {backend}, torch {torch.__version__}"
-    measured = Device(source=source, **figures)
-    report = CalibrationReport(world, backend, torch.__version__, perf_counter() - began, measured, tuple(levels))
-    cluster = ClusterSpec(
-        name=f"{backend}-{world}",
-        device=measured,
-        levels=tuple(_spec_of(*pair, source) for pair in zip(plan, levels, strict=True)),
-        ranks=world,
-    )
-    found: list[Any] = [Calibration(cluster, report)]
+    source = _source(where, "commfuse calibrate")
+    measured = Device(source=source, **figures, collective_overhead=network.overhead)
+    world, levels = dist.get_world_size(), tuple(level for _, level in network.levels)
+    report = CalibrationReport(world, _backend(where), torch.__version__, perf_counter() - began, measured, levels)
+    return _of_rank_0(Calibration(network.cluster(measured, where, source), report))
+
+
+def measured_cluster(device: torch.device, seconds: float, figures: Device) -> ClusterSpec:
+    """The network of the running world as measured in about so many seconds, with these figures of a device.
+
+    All ranks call it. The result is the same on every rank.
+    """
+    with torch.no_grad():
+        network = measure_network(device, seconds)
+    source = _source(device, "a compiled step")
+    return _of_rank_0(network.cluster(replace(figures, collective_overhead=network.overhead), device, source))
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was measured of each level of the network, the innermost first."""
+
+    levels: tuple[tuple[_Planned, LevelReport], ...]
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of compute that a collective takes away besides its bytes."""
+        return max(level.overhead for _, level in self.levels)
+
+    def cluster(self, device: Device, where: torch.device, source: str) -> ClusterSpec:
+        world = dist.get_world_size()
+        levels = tuple(_spec_of(*pair, source) for pair in self.levels)
+        return ClusterSpec(name=f"{_backend(where)}-{world}", device=device, levels=levels, ranks=world)
+
+
+def measure_network(device: torch.device, seconds: float) -> Network:
+    """Measure each level of the network, all in about so many seconds. All ranks call it."""
+    plan = _levels_of(_hosts())
+    return Network(tuple((planned, _measure_level(planned, device, seconds / len(plan))) for planned in plan))
+
+
+def _backend(device: torch.device) -> str:
+    name: str = dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
+    return name
+
+
+def _source(device: torch.device, measurer: str) -> str:
+    return f"measured by {measurer}: {dist.get_world_size()} ranks, {_backend(device)}, torch {torch.__version__}"
+
+
+Found = TypeVar("Found")
+
+
+def _of_rank_0(mine: Found) -> Found:
+    """What rank 0 has, on all ranks."""
+    found: list[Any] = [mine]
     dist.broadcast_object_list(found, src=0)
-    result: Calibration = found[0]
+    result: Found = found[0]
     return result
 
 

@@ -13,21 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
-from commfuse_fx.cost.model import OVERHEAD, PER_ELEMENT, PER_VIEW, CostModel, profile_key, update_elements
-from commfuse_fx.cost.roofline import is_free
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_label
+from commfuse_fx.cost.model import OVERHEAD, CostModel
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.clocks import HostClock, clock_of
+from commfuse_fx.measure.stopwatch import Stopwatch
 from commfuse_fx.measure.undo import step_undone, undone
-from commfuse_fx.runtime.execute.bindings import bound
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.recorded import as_recorded, computed
 from commfuse_fx.simulate.rounds import play
 from commfuse_fx.support.checks import check_int
 from commfuse_fx.support.ranks import is_distributed
@@ -132,95 +125,10 @@ def measure_step(executor: Executor, inputs: Mapping[str, torch.Tensor], rounds:
     """
     check_int(rounds, "rounds", 1)
     executor.synchronize()
-    stopwatch = _Stopwatch(executor)
+    stopwatch = Stopwatch(executor)
     measured: list[dict[str, float]] = []
     with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
         for _ in range(rounds + 1):
             with undone(executor, inputs):
-                measured.append(stopwatch.round(executor.gather(inputs)))
+                measured.append(stopwatch.run(executor.gather(inputs))[1])
     return {key: median(found[key] for found in measured[1:]) for key in measured[0]}
-
-
-class _Stopwatch:
-    """Runs a program node by node, in graph order, with a clock around every compute node."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.clock = clock_of(executor.devices)
-        self.nodes = list(executor.program.graph.nodes)
-        self.sends = executor.wire.sends()
-        self.callables = {node: bound(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
-        self.computed = computed(executor.program)
-        self.made_once = executor.made_once
-        self.dead_after = self._lifetimes()
-
-    def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node, the values that nobody needs once it has run."""
-        last_use = {value: node for node in self.nodes for value in node.all_input_nodes}
-        dead: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.nodes:
-            if node in last_use:
-                dead.setdefault(last_use[node], []).append(node)
-            elif node.op == "placeholder" or not written_nodes(node):
-                dead.setdefault(node, []).append(node)
-        return dead
-
-    def round(self, given: Sequence[Any]) -> dict[str, float]:
-        """One step. Its updates are applied; what the collectives left is forgotten if it fails."""
-        try:
-            seconds = self._run(given)
-        except BaseException:
-            self.executor.wire.abandon()
-            self.executor.storage.pool.forget_memory()
-            raise
-        return self._by_key(seconds)
-
-    def _run(self, given: Sequence[Any]) -> dict[fx.Node, float]:
-        values: dict[fx.Node, Any] = {}
-        taken: dict[fx.Node, tuple[Any, Any] | None] = {}
-        inputs = iter(given)
-        for node in self.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "get_attr":
-                values[node] = self.executor.program.constants[str(node.target)]
-            elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                begin = self.clock.begin()
-                value = self.callables[node](*args, **kwargs)
-                end = self.clock.mark()
-                values[node] = as_recorded(value, info(node).spec) if node in self.computed else value
-                del value
-                if is_start(node):
-                    self._complete()
-                elif not (is_wait(node) or info(node).once):
-                    taken[node] = None if node in self.made_once else (begin, end)
-                for send, storage in self.sends.get(node, ()):
-                    send(values[storage])
-                    self._complete()
-                del args, kwargs
-            for value in self.dead_after.get(node, ()):
-                values.pop(value, None)
-        self.clock.settle()
-        return {node: 0.0 if marks is None else self.clock.seconds(*marks) for node, marks in taken.items()}
-
-    def _complete(self) -> None:
-        """Wait for whatever is on the wire. The graph's own wait comes later, and finds it done."""
-        for flights in self.executor.wire._pending.values():
-            for flight in flights:
-                flight.work.wait()
-        self.clock.settle()
-
-    @staticmethod
-    def _by_key(seconds: Mapping[fx.Node, float]) -> dict[str, float]:
-        found: dict[str, list[float]] = {}
-        updates: dict[str, list[tuple[float, int]]] = {}
-        views: dict[str, list[float]] = {}
-        for node, took in seconds.items():
-            found.setdefault(profile_key(node), []).append(took / info(node).share)
-            if is_free(node):
-                views.setdefault(PER_VIEW + op_label(node.target), []).append(took)
-            if info(node).phase == "update" and update_elements(node):
-                updates.setdefault(PER_ELEMENT + op_label(node.target), []).append((took, update_elements(node)))
-        rates = {key: sum(took for took, _ in each) / sum(count for _, count in each) for key, each in updates.items()}
-        return {key: mean(each) for key, each in (*found.items(), *views.items())} | rates

@@ -152,25 +152,32 @@ class Wire:
     def _bind_wait(self, node: fx.Node) -> Callable[..., Any]:
         start = node.args[0]
         assert isinstance(start, fx.Node)
-        pending = self._pending
 
         def wait(value: torch.Tensor) -> torch.Tensor:
             # If Ctrl-C comes just after this wait, the wait runs again and finds nothing pending.
-            for number, flight in enumerate(pending.get(start, ())):
-                work = flight.work
-                if self.distress is not None and value.is_cpu:
-                    work = self.distress.heed(work)
-                try:
-                    if self.timeline is None:
-                        work.wait()
-                    else:
-                        self.timeline.wait((start, number), work)
-                except RuntimeError as error:
-                    raise self._failure(start, error) from error
-            pending.pop(start, None)
+            self._wait(start)
+            self._pending.pop(start, None)
             return value
 
         return wait
+
+    def _wait(self, start: fx.Node) -> None:
+        for number, flight in enumerate(self._pending.get(start, ())):
+            work = flight.work
+            if self.distress is not None and flight.out.is_cpu:
+                work = self.distress.heed(work)
+            try:
+                if self.timeline is None:
+                    work.wait()
+                else:
+                    self.timeline.wait((start, number), work)
+            except RuntimeError as error:
+                raise self._failure(start, error) from error
+
+    def complete(self) -> None:
+        """Wait for whatever is on the wire. The graph's own waits come later, and find it done."""
+        for start in self._pending:
+            self._wait(start)
 
     def _describe(self, node: fx.Node) -> str:
         details = collective_of(node)
