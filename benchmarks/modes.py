@@ -21,11 +21,15 @@ class Mode:
     """options: of `commfuse_fx.compile`, given a cluster. by_rate: they depend on it, so each rate has a plan.
 
     is_priced: whether predictions are of what runs, rather than of single ops that are compiled together.
+    tries_plans: steps run at the rate, before any is timed, until the plan stays. by_default: whether it is measured
+    where no variants are named.
     """
 
     options: Callable[[Any], Mapping[str, Any]]
     by_rate: bool = True
     is_priced: bool = True
+    tries_plans: bool = False
+    by_default: bool = True
 
 
 MODES = {
@@ -39,6 +43,15 @@ MODES = {
             "schedule": cf.ScheduleConfig(across_steps=True),
         }
     ),
+    "auto": Mode(lambda cluster: {"schedule": "auto"}, tries_plans=True),
+    **{
+        f"size {mib}": Mode(
+            lambda cluster, mib=mib: {"comm_fusion": {"allreduce": {"mode": "size", "config": mib}}},
+            by_rate=False,
+            by_default=False,
+        )
+        for mib in (1, 4, 25)
+    },
 }
 """A mode whose options compile refuses is left out of the table with the reason, like a peer that is not installed."""
 

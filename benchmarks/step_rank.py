@@ -105,6 +105,8 @@ class _Rank:
         for name in self.task.variants:
             by_rate = name in MODES and MODES[name].by_rate
             for rates in [(rate,) for rate in self.task.rates] if by_rate else [self.task.rates]:
+                if by_rate:
+                    self._set_rate(rates[0])
                 variant = self._built(name, copy.deepcopy(model), self.calibrated[rates[0]])
                 if variant is None:
                     break
@@ -116,6 +118,8 @@ class _Rank:
         try:
             variant = _build(name, self.workload, model, cluster)
             variant.step()
+            if name in MODES and MODES[name].tries_plans:
+                self._settle(variant)
             variant.finish()
         except Exception as error:
             reason = f"{type(error).__name__}: {_first_line(error)}"
@@ -129,6 +133,22 @@ class _Rank:
         for built in self.variants.values():
             built.pop(name, None)
         return None
+
+    def _settle(self, variant: Variant) -> None:
+        """Train until the plan stays."""
+        assert variant.compiled is not None
+        replan, start, steps = variant.compiled.session.replan, perf_counter(), 0
+        while replan is not None and not replan.is_settled:
+            variant.step()
+            steps += 1
+            if steps % 20 == 0:
+                self._note_progress()
+        args, kwargs = self.workload.batch(self.rank)
+        notes = [
+            each for each in variant.compiled.lower(*args, **kwargs).explain().notes if each.topic == "plans tried"
+        ]
+        text = ", ".join(f"{each.subject} {each.reason}" for each in notes)
+        print(f"settled after {steps} steps and {perf_counter() - start:.1f} s: {text}", file=sys.stderr, flush=True)
 
     def _warm_up(self) -> None:
         """Lazily made state, buckets rebuilt after a first step, a slow start of TCP."""

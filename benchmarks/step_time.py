@@ -39,6 +39,7 @@ from benchmarks.step_task import UNLIMITED, Result, Task, label
 from benchmarks.workloads import WORKLOADS
 
 VARIANTS = (*PEERS, *MODES)
+BY_DEFAULT = (*PEERS, *(name for name, mode in MODES.items() if mode.by_default))
 _TIMED = ["mlp", "gpt2", "bert", "convnet", "many_small"]
 HEADER = (
     f"{'workload':10} {'Gbit/s':>9} {'variant':24} {'ms/step':>9} {'(quartiles)':>17} "
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=at_least(2), default=2)
     made.add_argument("--rates", type=rate, nargs="+", default=[None, 4.0, 3.0, 2.0, 1.0], metavar="GBIT")
     made.add_argument("--workloads", nargs="+", default=_TIMED, choices=list(WORKLOADS), metavar="NAME")
-    made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    made.add_argument("--variants", nargs="+", default=list(BY_DEFAULT), choices=VARIANTS, metavar="NAME")
     made.add_argument("--rounds", type=at_least(1), default=6, help="timed blocks of each variant (default 6)")
     made.add_argument("--block", type=at_least(1), default=10, help="consecutive steps of a block (default 10)")
     made.add_argument(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         capture: Any
         pipeline_stages: Any
         schedule: Any
+        replan: Any
         backend: Any
         inductor_regions: Any
         cuda_graph: Any
@@ -145,6 +146,7 @@ def compile(
     capture: Any = Default("trace"),
     pipeline_stages: Any = Default(1),
     schedule: Any = Default("overlap"),
+    replan: Any = Default(True),
     backend: Any = Default("eager"),
     inductor_regions: Any = Default("stretches"),
     cuda_graph: Any = Default("auto"),
@@ -193,7 +195,10 @@ def compile(
         parameters end the backward with an error that names them.
     capture: "trace", or for a module "dynamo": PyTorch's Dynamo cuts a model whose Python code looks at values of
         tensors into several graphs. Each reduces its gradients in buckets of its own.
-    schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps.
+    schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps. "auto": a
+        step of several ranks measures itself while it trains, tries other buckets, other orders and communication
+        across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given.
+    replan: whether a plan may change while a step trains. False, as torch.use_deterministic_algorithms(True): never.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
         waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
     inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -73,7 +73,9 @@ class CompileConfig:
     capture: str
     pipeline_stages: int
     schedule: str | ScheduleConfig
-    """One of "overlap" and "none", or a ScheduleConfig."""
+    """One of "overlap", "none" and "auto", or a ScheduleConfig."""
+    replan: bool
+    """Whether another plan may take the place of the one that runs."""
     backend: str
     """How compute between collectives is generated: "eager" or "inductor"."""
     inductor_regions: str
@@ -127,6 +129,16 @@ class CompileConfig:
     def divides_graphs(self) -> bool:
         """Whether one device's graph is divided among the ranks, rather than run by each on its own batch."""
         return self.parallel_mode == "semi_auto"
+
+    @property
+    def tries_plans(self) -> bool:
+        """Whether plans are tried while a step trains."""
+        return self.schedule == "auto" and self.replan
+
+    @property
+    def first(self) -> CompileConfig:
+        """The configuration of the plan that runs before others are tried, and where none are."""
+        return replace(self, schedule="overlap") if self.schedule == "auto" else self
 
     @property
     def across_steps(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +59,8 @@ class FusionConfig:
     allreduce: KindFusion = KindFusion()
     allgather: KindFusion = KindFusion()
     reducescatter: KindFusion = KindFusion()
+    is_given: bool = field(default=False, compare=False)
+    """Whether the user has said anything, so that plans keep to it."""
 
     @classmethod
     def parse(cls, value: object) -> FusionConfig:
@@ -81,7 +83,7 @@ class FusionConfig:
             for kind in kinds:
                 check(kind, given[kind])
         changes: dict[str, Any] = {kind: _kind_fusion(**given[kind]) for kind in kinds}
-        return replace(self, openstate=given.get("openstate", self.openstate), **changes)
+        return replace(self, openstate=given.get("openstate", self.openstate), is_given=True, **changes)
 
     def as_dict(self) -> dict[str, Any]:
         """The full dict in the form that `parse` reads; a fresh copy."""

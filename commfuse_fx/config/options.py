@@ -22,7 +22,7 @@ PARALLEL_MODE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"semi_auto_parallel": "semi_auto", "auto_parallel": "auto"}
 )
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
-SCHEDULES = ("overlap", "none")
+SCHEDULES = ("overlap", "none", "auto")
 CAPTURES = ("trace", "dynamo")
 BACKENDS = ("eager", "inductor")
 REGIONS = ("stretches", "layers")
@@ -51,6 +51,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "capture": "trace",
         "pipeline_stages": 1,
         "schedule": "overlap",
+        "replan": True,
         "backend": "eager",
         "inductor_regions": "stretches",
         "cuda_graph": "auto",
@@ -212,6 +213,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "capture": partial(check_choice, choices=CAPTURES),
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
+        "replan": check_bool,
         "backend": partial(check_choice, choices=BACKENDS),
         "inductor_regions": partial(check_choice, choices=REGIONS),
         "cuda_graph": _check_cuda_graph,

@@ -19,7 +19,14 @@ from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.documents import document_data, document_of_data
 
-_OF_THE_SESSION = ("mesh", "device_num", "global_rank", "strategy_ckpt_load_file", "strategy_ckpt_save_file")
+_OF_THE_SESSION = (
+    "mesh",
+    "device_num",
+    "global_rank",
+    "strategy_ckpt_load_file",
+    "strategy_ckpt_save_file",
+    "replan",
+)
 _SAVED = tuple(name for name in DEFAULTS if name not in _OF_THE_SESSION)
 _OBJECTS = ("comm_fusion", "schedule", "cluster")
 

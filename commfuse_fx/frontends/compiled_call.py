@@ -47,9 +47,12 @@ class CompiledCall:
         self.virtual = config.device_num is not None
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         self.mesh = _mesh_of(config)
-        self.config = _priced(config, model, self.mesh)
+        self.config = _priced(config.first, model, self.mesh)
         self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank), self.form)
         self.session = self._make_session()
+        several = self.session.agreement is not None
+        if config.tries_plans and several and not torch.are_deterministic_algorithms_enabled():
+            self.session.try_plans()
 
     def _make_session(self) -> Session:
         return Session(self.planner, self.rank)
@@ -67,7 +70,7 @@ class CompiledCall:
         """
         self.synchronize()
         with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
-            compiled = self.planner.read(self.planner.take_apart(args, kwargs))
+            compiled = self.session.shown(self.planner.read(self.planner.take_apart(args, kwargs)))
         call = LoweredCall(self, args, kwargs)
         return Lowered(
             compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline

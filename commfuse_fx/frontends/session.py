@@ -17,10 +17,12 @@ from commfuse_fx.errors import CommFuseError, PlanMismatchError
 from commfuse_fx.frontends import graph_runs
 from commfuse_fx.frontends.finished_loss import finished
 from commfuse_fx.frontends.hand_out import hand_out
+from commfuse_fx.frontends.replan import Replan
 from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.machine.timeline import Timeline
+from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
@@ -55,6 +57,8 @@ class Session:
         self.agreement: Agreement | None = None
         self.graphs: StepGraphs | None = None
         """The captured steps; None if none is ever captured."""
+        self.replan: Replan | None = None
+        """What tries other plans; None if the plan of a call stays."""
         self.is_closed = False
         self._process = process()
         self._calls = 0
@@ -191,7 +195,10 @@ class Session:
         whole = [] if shards is None or shards.is_divided else list(executor.params.values())
         kept = [param.detach().clone() for param in whole]
         try:
-            with nullcontext() if self.graphs is None else self.graphs.paused():
+            with ExitStack() as paused:
+                for each in (self.graphs, self.replan):
+                    if each is not None:
+                        paused.enter_context(each.paused())
                 yield
         finally:
             self._undone_calls += self._calls - calls
@@ -202,6 +209,14 @@ class Session:
             with torch.no_grad():
                 for param, before in zip(whole, kept, strict=True):
                     param.copy_(before)
+
+    def try_plans(self) -> None:
+        """Measure steps while they train, and let the fastest plan stay. For a world of several ranks."""
+        self.replan = Replan(self.planner, self._voting)
+
+    def shown(self, compiled: Compiled) -> Compiled:
+        """What runs in place of the default plan of a call."""
+        return compiled if self.replan is None else self.replan.shown(compiled)
 
     def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         agreement.begin_step()
@@ -256,10 +271,12 @@ class Session:
     def _run_call(self, call: Call) -> Any:
         if self.running is not None:
             self.running.tail.check()
+        if self.replan is not None and self.planner.watch.trains:
+            self.replan.before_step()
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()
-            plan = self.plan(call)
+            plan = self._chosen(self.plan(call))
             self.running = self.executor(plan, call)
         executor = self.running
         assert executor is not None
@@ -270,10 +287,13 @@ class Session:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
         if self._may_plan_again:
             self._random = RandomStates(executor.generators)
-        inputs = dict(call.leaves)
-        loss, *others = executor.run(inputs) if self.graphs is None else self._run_with_graphs(plan, inputs)
+        runner = self.runners.of(plan)
+        assert runner is not None, "the plan's executor"
+        loss, *others = self._launch(plan, runner, dict(call.leaves))
         if self.agreement is not None:
             self.agreement.end_step()
+        if self.replan is not None:
+            self.replan.after_step(plan, runner)
         count = len(executor.program.grads)
         hand_out(executor, others[:count])
         described = plan.compiled.outputs
@@ -281,12 +301,21 @@ class Session:
             loss = finished(loss) if self.planner.config.return_loss else None
         return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
 
-    def _run_with_graphs(self, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        runner = self.runners.of(plan)
-        assert self.graphs is not None and runner is not None, "the plan's executor"
-        # A timeline hears of each collective, which a graph repeats without telling anybody.
-        with nullcontext() if self.timeline is None else self.graphs.paused():
+    def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        replan = self.replan
+        if replan is not None and self.timeline is None and replan.measures(plan, runner):
+            return replan.run_measured(runner, inputs)
+        if self.graphs is None:
+            return runner.executor.run(inputs)
+        # A timeline hears of each collective, which a graph repeats without telling anybody. And a plan that is tried
+        # may go soon.
+        is_tried = replan is not None and not replan.is_settled
+        with self.graphs.paused() if is_tried or self.timeline is not None else nullcontext():
             return graph_runs.run(self.graphs, self._voting, runner, inputs)
+
+    def _chosen(self, plan: Plan) -> Plan:
+        """The plan that runs in place of the default plan of a call."""
+        return plan if self.replan is None else self.replan.chosen(plan)
 
     def _plan_that_runs(self, call: Call) -> Plan | None:
         """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""
@@ -295,6 +324,7 @@ class Session:
             plan, running = self.planner.known_plan(call), self.running
             if plan is None or running is None:
                 return None
+            plan = self._chosen(plan)
             runner = self.runners.of(plan)
             return plan if runner is not None and runner.executor is running and running.is_bound() else None
 

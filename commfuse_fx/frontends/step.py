@@ -95,6 +95,8 @@ class CompiledStep(CompiledCall):
         """
         self.synchronize()
         self.planner.retrace()
+        if self.session.replan is not None:
+            self.session.replan.restart()
 
     @user_frames_only
     def profile(self, *args: Any, rounds: int = 5, cluster: Any = None, **kwargs: Any) -> StepProfile:
@@ -115,6 +117,14 @@ class CompiledStep(CompiledCall):
         self.session.check_process()
         with self.session.turn():
             return self._profile(args, kwargs, rounds, cluster)
+
+    def profile_used(self) -> StepProfile | None:
+        """What a step with `schedule="auto"` has measured of its network and its nodes; None until it has.
+
+        It is the same on every rank. `compile` takes it as `cluster=`, and `save` writes a file that `commfuse explain`
+        reads.
+        """
+        return None if self.session.replan is None else self.session.replan.profile
 
     def _profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounds: int, cluster: Any) -> StepProfile:
         self.synchronize()

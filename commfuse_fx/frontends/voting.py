@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.planning.planner import Planner
@@ -82,6 +83,18 @@ class Voting:
         self.cast(runner, wish)
         self.settle(runner)
         return self._agreement.wish
+
+    def meet(self, runner: Runner, mine: Any) -> list[Any]:
+        """What each rank has, by rank. All ranks come here before the same step, and learn if one of them has failed.
+
+        runner: of a step that all of them have run before.
+        """
+        assert self._agreement is not None
+        self.cast(runner)
+        self.settle(runner)
+        found = self._agreement.from_all(mine)
+        self._agreement.begin_step()
+        return found
 
     def settle(self, runner: Runner) -> None:
         """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""

@@ -78,6 +78,8 @@ class Planner:
         self._on_compile = on_compile
         self.watch = Watch(model, optimizer, trains_in_eval_mode=form == "module")
         self.plans = PlanCache()
+        self.keeps_captured = False
+        """Whether plans keep what was captured, so that they can be made anew with other options."""
         self._traces = Traces(type(model).__qualname__)
         self._findings = Findings()
         self._reads: Reads | None = None  # of a trace whose guards have not been made yet
@@ -131,6 +133,18 @@ class Planner:
         compiled = self._compile(call, keep_captured=True)
         self._keep(signature, compiled)
         return compiled
+
+    def planned_as(self, compiled: Compiled, config: CompileConfig) -> Compiled:
+        """The same call planned with other options. `compiled` keeps what was captured."""
+        assert compiled.captured is not None
+        captured = compiled.captured.copy()
+        captured.config = config
+        planned = plan_step(captured.copy(), config, self._asked())
+        return replace(compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2])
+
+    def publish(self, compiled: Compiled) -> None:
+        """Tell who wants to know that this graph is the one that runs from now on."""
+        self._on_compile(compiled)
 
     def replan(self, plan: Plan, call: Call, conflict: LayoutConflict) -> None:
         """Compile the plan again so that it suits the present state of parameters and optimizer."""
@@ -202,7 +216,7 @@ class Planner:
             training,
             self._describe_optimizer(opaque) if training else None,
             self._asked(flat_updates=flat_updates),
-            keep_captured or self.form == "module" or self._on_compile.keeps_captured(),
+            keep_captured or self.keeps_captured or self.form == "module" or self._on_compile.keeps_captured(),
             self.form,
         )
         what = "module" if self.form == "module" else f"{'training' if training else 'evaluation'} step"
@@ -210,7 +224,7 @@ class Planner:
             divides = self.config.divides_graphs
             compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
-        if not keep_captured and self.form == "step":
+        if not (keep_captured or self.keeps_captured) and self.form == "step":
             compiled.captured = None
         return compiled
 

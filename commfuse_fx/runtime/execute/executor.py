@@ -213,6 +213,23 @@ class Executor:
                             self.guard.close(self.storage.tensors())
         return outputs
 
+    def run_by(
+        self, run: Callable[[Sequence[Any]], tuple[Any, ...]], inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """As `run`, by another function than the generated code. For programs without a tail.
+
+        run: gets the values of the placeholders, and returns the outputs.
+        """
+        given = self.gather(inputs)
+        with self.in_step():
+            try:
+                outputs = run(given)
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self.publish()
+        return outputs
+
     @property
     def has_run(self) -> bool:
         """Whether a first run is over, which finds out what later runs need not do."""

@@ -1,0 +1,109 @@
+"""Other plans of a step that has been measured: which ones there are, and which are worth a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from commfuse_fx.config.compile_config import CompileConfig, FusionConfig, KindFusion, ScheduleConfig
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import in_ms
+from commfuse_fx.errors import CommFuseError
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.trials import Trials
+from commfuse_fx.simulate.rounds import play
+from commfuse_fx.support.logs import logger
+
+log = logger("plan")
+
+DEFAULT = "default"
+
+SIZES = (1, 4, 25)
+"""Buckets in MiB that are offered besides those that prices decide. The default has 64."""
+
+MOST = 4
+"""Plans that are tried, the default among them."""
+
+PROMISING = 1.05
+"""A plan is tried if its predicted step takes at most so much of the fastest one's."""
+
+
+def alternatives(config: CompileConfig, profile: StepProfile) -> Mapping[str, CompileConfig]:
+    """What there is besides the default, by name. Where the user has given `comm_fusion`, all of them keep it."""
+    planned = replace(config, cluster=profile)
+    found: dict[str, CompileConfig] = {}
+    if not config.comm_fusion.is_given:
+        planned = replace(planned, comm_fusion=_allreduce(KindFusion("optimal")))
+        for size in SIZES:
+            found[f"size {size}"] = replace(config, comm_fusion=_allreduce(KindFusion("size", size)))
+    by_cost = {"optimal" if planned.comm_fusion.is_optimal else "planned": planned}
+    by_cost["across steps"] = replace(planned, schedule=ScheduleConfig(across_steps=True))
+    return by_cost | found
+
+
+def _allreduce(fusion: KindFusion) -> FusionConfig:
+    return FusionConfig(allreduce=fusion)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan to try. predicted: seconds of its step."""
+
+    name: str
+    config: CompileConfig
+    compiled: Compiled
+    predicted: float
+
+    def times(self, measured: float | None) -> str:
+        """What its step takes, in words."""
+        text = "" if measured is None else f", measured {in_ms(measured)}"
+        return f"predicted {in_ms(self.predicted)}{text}"
+
+
+def candidates(planner: Planner, base: Compiled, profile: StepProfile) -> list[Candidate]:
+    """The default plan of a call, and all others that there are, with what their steps take by a profile."""
+    costs = CostModel(profile.cluster, profile.node_seconds)
+    found = [Candidate(DEFAULT, planner.config, base, _seconds(base, costs))]
+    for name, config in alternatives(planner.config, profile).items():
+        try:
+            compiled = planner.planned_as(base, config)
+        except CommFuseError as error:
+            log.info("plan %s is not tried: %s", name, error)
+            continue
+        found.append(Candidate(name, config, compiled, _seconds(compiled, costs)))
+    return found
+
+
+def worth_a_trial(found: Sequence[Candidate]) -> list[Candidate]:
+    """The default, which stands first, and those of the others that may be faster: a few, the most promising first.
+
+    Plans that are the same but for their names count once.
+    """
+    first, *others = found
+    distinct: dict[str, Candidate] = {}
+    for each in [first, *sorted(others, key=lambda each: each.predicted)]:
+        distinct.setdefault(_lines(each.compiled), each)
+    best = min(each.predicted for each in distinct.values())
+    rivals = [each for each in distinct.values() if each is not first and each.predicted <= PROMISING * best]
+    return [first, *rivals[: MOST - 1]]
+
+
+def table(title: str, tried: Sequence[Candidate], trials: Trials) -> str:
+    """A line for each plan that is or was tried."""
+    lines = [f"  {each.name}: {each.times(trials.seconds(number))}" for number, each in enumerate(tried)]
+    return "\n".join([f"{title}:", *lines])
+
+
+def _lines(compiled: Compiled) -> str:
+    """The text of the program, without the options that led to it."""
+    text = canonical_text(compiled.program)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def _seconds(compiled: Compiled, costs: CostModel) -> float:
+    """Of a step in the long run."""
+    played = play(compiled.program, costs)
+    return played.ended - played.began

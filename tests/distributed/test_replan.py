@@ -1,0 +1,208 @@
+"""Steps that try plans while they train: the same training, one plan on all ranks, and no rank left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.frontends import measured_steps, replan
+from commfuse_fx.planning import alternatives
+from commfuse_fx.planning.trials import Trials
+from tests.distributed.harness import Ranks, run_soon
+from tests.distributed.models_of_ranks import adamw, assert_same, snapshot, wide_mlp, xy
+
+pytestmark = pytest.mark.dist
+
+MOST_STEPS = 400
+
+
+@contextmanager
+def quickly(winner: str = "") -> Iterator[None]:
+    """Measure for a moment, and let this plan stay if one is named."""
+
+    def named(trials: Trials) -> int:
+        return next(number for number, each in enumerate(trials.names) if each == winner)
+
+    with (
+        patch.multiple(replan, NETWORK_SECONDS=0.05, TURN_SECONDS=0.001, ROUNDS=2),
+        patch.object(measured_steps, "ROUNDS", 2),
+        patch.multiple(alternatives, PROMISING=1e6, MOST=6),
+        patch.object(Trials, "winner", property(named)) if winner else patch.object(replan, "WARM", 2),
+    ):
+        yield
+
+
+class Twins:
+    """A step that tries plans, and one that does not, of the same model."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model, self.twin = wide_mlp(), wide_mlp()
+        self.optimizer, self.other = adamw(self.model), adamw(self.twin)
+        self.step = cf.compile(
+            self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, schedule="auto", **options
+        )
+        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other, **options)
+        self.number = 0
+
+    @property
+    def is_settled(self) -> bool:
+        assert self.step.session.replan is not None
+        return self.step.session.replan.is_settled
+
+    def run(self, rows: int = 4) -> None:
+        x, y = xy(self.number, rows=rows)
+        self.number += 1
+        assert torch.equal(self.step(x, y), self.plain(x, y))
+
+    def settle(self, between: Callable[[Twins], None] = lambda twins: None) -> None:
+        while not self.is_settled:
+            assert self.number < MOST_STEPS
+            self.run()
+            between(self)
+
+    def check(self) -> None:
+        """Parameters and states are the same bits, also after more steps."""
+        for _ in range(3):
+            self.run()
+        self.step.synchronize()
+        assert_same(snapshot(self.model, self.optimizer), snapshot(self.twin, self.other))
+
+    def tried(self) -> list[str]:
+        """What explain() says of the plans, without times."""
+        notes = [each for each in self.step.lower(*xy(0)).explain().notes if each.topic == "plans tried"]
+        return [f"{each.subject} stays" if each.reason == "stays" else each.subject for each in notes]
+
+
+def settles(winner: str) -> tuple[list[str], int, str]:
+    with quickly(winner):
+        twins = Twins()
+        twins.settle()
+        twins.check()
+    lowered = twins.step.lower(*xy(0))
+    return twins.tried(), twins.number, lowered.fingerprint
+
+
+@pytest.mark.parametrize("winner", ["", "size 1", "across steps"])
+def test_training_is_the_same_whatever_is_tried_and_stays(ranks: Ranks, winner: str) -> None:
+    one, other = ranks.values(settles, winner)
+    assert one == other
+    tried, _, _ = one
+    assert tried[0] == "default" and len(tried) > 2
+    assert tried[-1].endswith(" stays") and (not winner or tried[-1] == f"{winner} stays")
+
+
+def is_due(twins: Twins, tries: bool) -> bool:
+    """Whether the ranks meet before the next step: because plans are tried, or to make them."""
+    found = twins.step.session.replan
+    assert found is not None
+    return found._steps == found._due and (found._trials is not None) == tries
+
+
+def one_rank_fails(tries: bool, early: bool) -> tuple[list[str], bool]:
+    """Rank 1 has no batch, or one of a wrong size, in a step before which the ranks meet. Then all go on."""
+    errors: list[str] = []
+
+    def fail(twins: Twins) -> None:
+        if errors or not is_due(twins, tries):
+            return
+        x, y = xy(twins.number)
+        if dist.get_rank() == 1:
+            x = object() if early else x[:, :3]  # type: ignore[assignment]
+        try:
+            twins.step(x, y)
+        except (cf.CommFuseError, RuntimeError) as error:
+            errors.append(type(error).__name__)
+
+    with quickly():
+        twins = Twins()
+        twins.settle(fail)
+        twins.check()
+    return errors, twins.is_settled
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_rank_that_fails_where_ranks_meet(ranks: Ranks, tries: bool, early: bool) -> None:
+    one, other = run_soon(ranks, one_rank_fails, tries, early)
+    assert one.value == (["PeerFailedError"], True)
+    assert other.value == (["ConfigTypeError" if early else "RuntimeError"], True)
+
+
+def is_killed_where_ranks_meet(tries: bool) -> str:
+    def leave(twins: Twins) -> None:
+        if is_due(twins, tries) and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with quickly():
+        try:
+            Twins().settle(leave)
+        except cf.CollectiveError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_rank_that_is_killed_where_ranks_meet(ranks: Ranks, tries: bool) -> None:
+    one, other = run_soon(ranks, is_killed_where_ranks_meet, tries)
+    assert other.died is not None and one.value.startswith("rank 0: the agreement before the first collective")
+
+
+def with_other_things_between(what: str) -> list[str]:
+    def between(twins: Twins) -> None:
+        if what == "evaluation":
+            for model, step in ((twins.model, twins.step), (twins.twin, twins.plain)):
+                model.eval()
+                step(*xy(0))
+                model.train()
+        elif what == "other sizes" and twins.number % 5 == 4:
+            twins.run(rows=6)
+        elif what == "other sizes on one rank" and dist.get_rank() == 1:
+            twins.run(rows=4 + 2 * (twins.number % 2))
+        elif what == "profile" and twins.number % 8 == 3:
+            twins.step.profile(*xy(0), rounds=1)
+        elif what == "new traces" and twins.number in (4, 9):
+            twins.step.retrace()
+
+    with quickly():
+        twins = Twins()
+        if what == "other sizes on one rank":
+            while not twins.is_settled:
+                assert twins.number < MOST_STEPS
+                twins.run(rows=4 + 2 * (dist.get_rank() * (twins.number % 2)))
+        else:
+            twins.settle(between)
+        twins.check()
+    return twins.tried()
+
+
+@pytest.mark.parametrize("what", ["evaluation", "other sizes", "other sizes on one rank", "profile", "new traces"])
+def test_other_things_between_steps(ranks: Ranks, what: str) -> None:
+    one, other = run_soon(ranks, with_other_things_between, what)
+    assert one.value == other.value
+
+
+def keeps_its_plan(how: str) -> bool:
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        step = cf.compile(
+            wide_mlp(), loss_fn=F.cross_entropy, schedule="auto", **({"replan": False} if how == "replan" else {})
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    step(*xy(0))
+    return step.session.replan is None
+
+
+@pytest.mark.parametrize("how", ["replan", "deterministic"])
+def test_a_plan_may_be_kept(ranks: Ranks, how: str) -> None:
+    assert ranks.values(keeps_its_plan, how) == [True, True]

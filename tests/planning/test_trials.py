@@ -1,0 +1,83 @@
+"""Which plan has the next turn, and which one stays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from commfuse_fx.planning.trials import FEWEST, MOST, Trials
+
+
+def run(seconds: Callable[[int, int], float], plans: int = 3) -> Trials:
+    """seconds: what a plan takes in a round."""
+    trials = Trials([str(plan) for plan in range(plans)])
+    turns = 0
+    while not trials.is_over:
+        trials.add(seconds(trials.next, len(trials.rounds)))
+        turns += 1
+        assert turns <= MOST * plans
+    return trials
+
+
+def test_turns_go_there_and_back() -> None:
+    trials = Trials(["default", "one", "two"])
+    turns = []
+    for _ in range(6):
+        turns.append(trials.next)
+        trials.add(1.0)
+    assert turns == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_plan_that_is_clearly_faster_stays() -> None:
+    trials = run(lambda plan, _: [1.0, 0.9, 0.97][plan])
+    assert trials.next == trials.winner == 1
+    assert len(trials.rounds) == FEWEST
+    assert trials.seconds(1) == 0.9
+
+
+def test_the_default_stays_where_nothing_is_clearly_faster() -> None:
+    assert run(lambda plan, _: [1.0, 0.995, 1.2][plan]).winner == 0
+    noise = random.Random(0)
+    wrong = sum(run(lambda plan, _: noise.uniform(0.8, 1.2)).winner != 0 for _ in range(300))
+    assert wrong < 30
+
+
+def test_a_faster_plan_is_found_in_noise() -> None:
+    noise = random.Random(0)
+    right = sum(run(lambda plan, _: [1.0, 0.9, 1.0][plan] * noise.uniform(0.97, 1.03)).winner == 1 for _ in range(300))
+    assert right > 290
+
+
+def test_a_machine_that_gets_slower_does_not_decide() -> None:
+    clock = [0.0]
+
+    def seconds(plan: int, number: int) -> float:
+        clock[0] += 0.02
+        return (1 + clock[0]) * [1.0, 0.95, 1.0][plan]
+
+    assert run(seconds).winner == 1
+    clock[0] = 0.0
+    assert run(lambda plan, number: seconds(0, number)).winner == 0
+
+
+def test_a_hopeless_plan_has_two_turns() -> None:
+    trials = run(lambda plan, _: [1.0, 3.0, 0.98][plan])
+    assert [1 in each for each in trials.rounds] == [True, True, *[False] * (len(trials.rounds) - 2)]
+    assert trials.winner == 2
+
+
+def test_alone_there_is_nothing_to_try() -> None:
+    assert Trials(["default"]).is_over and Trials(["default"]).next == 0
+    assert run(lambda plan, _: [1.0, 2.0][plan], plans=2).winner == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3, 5])
+def test_trials_may_end_before_their_time(turns: int) -> None:
+    """With too few rounds nothing is clear, so the default stays."""
+    trials = Trials(["default", "one"])
+    for _ in range(turns):
+        trials.add([1.0, 0.5][trials.next])
+    trials.stop()
+    assert trials.is_over and trials.next == 0
