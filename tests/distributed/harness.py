@@ -97,7 +97,7 @@ class Ranks:
     the end."""
 
     def __init__(self) -> None:
-        self._servers = RankServers()
+        self.servers = RankServers()
         self._workers: list[_Worker] = []
 
     def run(
@@ -117,7 +117,7 @@ class Ranks:
 
         while len(self._workers) < size:
             server = int(any(not worker.server for worker in self._workers))
-            self._workers.append(_Worker(self._servers, server))
+            self._workers.append(_Worker(self.servers, server))
         # The store lives here, as torchrun's does in its agent: a rank that dies does not take it along.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = self._workers[:size]
@@ -148,7 +148,7 @@ class Ranks:
 
     def close(self) -> None:
         self._stop()
-        self._servers.close()
+        self.servers.close()
 
     def _stop(self) -> None:
         for worker in self._workers:

@@ -1,7 +1,8 @@
 """Programs that fork ranks. They have imported what ranks need, and all test processes of a run share them.
 
 A request is one connection: ("fork", file) is answered by the new rank, with its process number, and stays its pipe;
-("wait", number) is answered with the exit code of that rank.
+("program", program) is answered so too, by a process that calls `program` as a script calls its main function;
+("wait", number) is answered with the exit code of that process.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class RankServers:
             self._own.cleanup()
 
 
-def serve(path: str, run_rank: Callable[[Connection, str], None]) -> None:
-    """Answer requests until standard input ends."""
+def serve(path: str, run_rank: Callable[[Connection, str], None]) -> Callable[[], object]:
+    """Answer requests until standard input ends. Returns what this process is to call then: in a fork, its program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever runs the tests
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -98,6 +99,9 @@ def serve(path: str, run_rank: Callable[[Connection, str], None]) -> None:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 try:
                     pipe.send(os.getpid())
+                    if verb == "program":
+                        pipe.close()
+                        return argument
                     run_rank(pipe, argument)
                 except BaseException:
                     traceback.print_exc()  # into the file of the rank
@@ -108,6 +112,7 @@ def serve(path: str, run_rank: Callable[[Connection, str], None]) -> None:
         pipe.close()
     for number in ranks:
         os.kill(number, signal.SIGKILL)
+    return lambda: None
 
 
 def _import() -> None:
@@ -120,4 +125,4 @@ def _import() -> None:
 if __name__ == "__main__":
     from tests.distributed.harness import serve_rank
 
-    serve(sys.argv[1], serve_rank)
+    serve(sys.argv[1], serve_rank)()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from commfuse_fx.measure import calibration
 from commfuse_fx.measure.calibration import Calibration, calibrate
 from commfuse_fx.measure.profiling import profile_step
 from commfuse_fx.support.writing import write_whole
-from tests.distributed.harness import Ranks, rank_environment
+from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp, snapshot, xy
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.programs import run_module, run_programs
 
 
 def calibrated(group_rank: list[str] | None = None) -> Calibration:
@@ -145,35 +142,18 @@ def test_every_rank_gets_the_same_profile(ranks: Ranks) -> None:
 # The command line.
 
 
-def start(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "commfuse_fx", "calibrate", *arguments],
-        cwd=folder,
-        env={
-            **{key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"},
-            **rank_environment(rank, 2, port),
-            "PYTHONPATH": str(ROOT),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = ("--seconds", "0.3", "--out", "mine.json", "--json")
-    processes = [start(rank, store.port, tmp_path, *arguments) for rank in range(2)]
-    printed = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    report = json.loads(printed[0][0])
-    assert printed[1][0] == ""
+def test_the_command_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    arguments = ("calibrate", "--seconds", "0.3", "--out", "mine.json", "--json")
+    ended = run_programs(ranks, run_module, "commfuse_fx", *arguments, files=tmp_path, folder=folder)
+    assert [each.code for each in ended] == [0, 0], ended
+    report = json.loads(ended[0].out)
+    assert ended[1].out == ""
     assert (report["file"], report["world"]) == ("mine.json", 2)
-    cluster = resolve_cluster(str(tmp_path / "mine.json"))
+    cluster = resolve_cluster(str(folder / "mine.json"))
     assert cluster.levels[0].alpha == report["levels"][0]["alpha"]
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    assert [path.name for path in folder.iterdir()] == ["mine.json"]
 
 
 def command(*arguments: str) -> tuple[int, str]:

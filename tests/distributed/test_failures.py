@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from tests.distributed.harness import SOON, Ranks, rank_environment, run_soon
+from tests.distributed.harness import SOON, Ranks, run_soon
 from tests.distributed.models_of_ranks import (
     OFF,
     adamw,
@@ -32,6 +30,7 @@ from tests.distributed.models_of_ranks import (
     snapshot,
     xy,
 )
+from tests.distributed.programs import run_programs
 from tests.logs import logged
 
 # One rank fails and all go on
@@ -303,26 +302,11 @@ def uncaught() -> None:
     step(*xy(0))
 
 
-def test_processes_end_soon_after_an_uncaught_error() -> None:
+def test_processes_end_soon_after_an_uncaught_error(ranks: Ranks, tmp_path: Path) -> None:
     """The end of a process destroys its groups, which must not wait for the other rank either."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    code = f"from {__name__} import uncaught; uncaught()"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **rank_environment(rank, 2, store.port)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=45)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [1, 1]
+    ended = run_programs(ranks, uncaught, files=tmp_path, folder=tmp_path)
+    assert [each.code for each in ended] == [1, 1]
+    said = [each.err for each in ended]
     assert "CollectiveError: rank 0: reduce/" in said[0]
     assert "MemoryError: no room left" in said[1]
     assert not any(what in text for text in said for what in ("commfuse_fx/", "Exception ignored"))
