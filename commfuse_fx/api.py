@@ -212,8 +212,9 @@ def compile(
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
         dropout masks from fewer random bits. Gradients then differ in their last digits.
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
-        file. None: plans that need prices take 10 Gbit/s between CPU ranks, and nodes of 8 H100 for a model on
-        CUDA.
+        file. None or "default": plans that need prices take 10 Gbit/s between CPU ranks, and nodes of 8 H100 for a
+        model on CUDA. "measured": a step of several ranks measures network and nodes while it trains with the default
+        plan; then what was asked for is planned with these figures, and stays if it is faster.
 
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError (all of them CommFuseError) for bad options.
     Raises NotAvailableError for options that are planned.

@@ -13,6 +13,7 @@ from commfuse_fx.config.fusion_config import KINDS, FusionConfig, KindFusion
 from commfuse_fx.config.options import (
     DEFAULTS,
     DEFAULTS_OF_MODULE,
+    MEASURED,
     PARALLEL_MODE_ALIASES,
     Default,
     ScheduleConfig,
@@ -85,7 +86,7 @@ class CompileConfig:
     cpu_kernels: bool
     """Whether passes run that only make kernels of the CPU faster."""
     cluster: Any
-    """What plans are priced with: a ClusterSpec, a StepProfile, or None."""
+    """What plans are priced with: a ClusterSpec, a StepProfile, "measured", or None."""
     exchange_factors: str
     gradient_compression: Any
 
@@ -131,14 +132,23 @@ class CompileConfig:
         return self.parallel_mode == "semi_auto"
 
     @property
-    def tries_plans(self) -> bool:
-        """Whether plans are tried while a step trains."""
-        return self.schedule == "auto" and self.replan
+    def measures(self) -> bool:
+        """Whether plans follow from what a step measures while it trains."""
+        return self.schedule == "auto" or self.cluster == MEASURED
+
+    @property
+    def unmeasured(self) -> CompileConfig:
+        """The same where nothing can be measured, or the plan is to stay."""
+        found = replace(self, cluster=None) if self.cluster == MEASURED else self
+        return replace(found, schedule="overlap") if self.schedule == "auto" else found
 
     @property
     def first(self) -> CompileConfig:
-        """The configuration of the plan that runs before others are tried, and where none are."""
-        return replace(self, schedule="overlap") if self.schedule == "auto" else self
+        """The configuration of the plan that runs before anything has been measured: it keeps a memory limit."""
+        found = self.unmeasured
+        if isinstance(found.schedule, ScheduleConfig):
+            found = replace(found, schedule=replace(found.schedule, across_steps=False))
+        return replace(found, comm_fusion=self.comm_fusion.in_place_of_optimal(KindFusion()))
 
     @property
     def across_steps(self) -> bool:

@@ -26,6 +26,8 @@ SCHEDULES = ("overlap", "none", "auto")
 CAPTURES = ("trace", "dynamo")
 BACKENDS = ("eager", "inductor")
 REGIONS = ("stretches", "layers")
+MEASURED = "measured"
+"""The word of `cluster=` for figures that a step measures while it trains."""
 EXCHANGE_FACTORS = ("never", "auto", "always")
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -184,7 +186,10 @@ def _check_parallel_optimizer_config(value: object, where: str) -> object:
 
 
 def _check_cluster(value: object, where: str) -> object:
-    return None if value is None else resolve_costs(value, where)
+    """What `cluster=` stands for; None where nothing is given, or the default is named."""
+    if value is None or value == "default":
+        return None
+    return MEASURED if value == MEASURED else resolve_costs(value, where)
 
 
 def _accept(value: object, where: str) -> object:

@@ -94,16 +94,21 @@ def check_form_of_module(config: CompileConfig) -> None:
             f'capture="dynamo" with schedule=ScheduleConfig(memory_limit={config.memory_limit}): graphs are planned '
             "one by one, and none knows what the others hold; leave one of them out"
         )
-    if config.schedule == "auto":
+    if config.measures:
         raise NotAvailableError(
-            'schedule="auto" is not available yet for the module form (form="module", or compile without loss_fn and '
-            'optimizer): leave it out, or pass loss_fn or form="step"'
+            f'{_measured(config)} is not available yet for the module form (form="module", or compile without loss_fn '
+            'and optimizer): leave it out, or pass loss_fn or form="step"'
         )
     if config.across_steps:
         raise ConfigValueError(
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "
             "out, or pass loss_fn and optimizer"
         )
+
+
+def _measured(config: CompileConfig) -> str:
+    """The option by which plans follow from measurement."""
+    return 'schedule="auto"' if config.schedule == "auto" else 'cluster="measured"'
 
 
 def check_form_of_step(config: CompileConfig) -> None:
@@ -113,9 +118,9 @@ def check_form_of_step(config: CompileConfig) -> None:
             f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '
             "part of the outputs; leave it out, or use data_parallel"
         )
-    if config.schedule == "auto" and config.divides_graphs:
+    if config.measures and config.divides_graphs:
         raise NotAvailableError(
-            f'schedule="auto" is not available yet with parallel_mode="{config.parallel_mode}", which divides the '
+            f'{_measured(config)} is not available yet with parallel_mode="{config.parallel_mode}", which divides the '
             'graph among ranks: leave it out, or use parallel_mode="data_parallel"'
         )
     if config.capture == "dynamo":

@@ -47,12 +47,17 @@ class CompiledCall:
         self.virtual = config.device_num is not None
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         self.mesh = _mesh_of(config)
-        self.config = _priced(config.first, model, self.mesh)
+        measures = self._measures(config)
+        self.config = _priced(config.first if measures else config.unmeasured, model, self.mesh)
         self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank), self.form)
         self.session = self._make_session()
-        several = self.session.agreement is not None
-        if config.tries_plans and several and not torch.are_deterministic_algorithms_enabled():
-            self.session.try_plans()
+        if measures:
+            self.session.try_plans(config)
+
+    def _measures(self, config: CompileConfig) -> bool:
+        """Whether plans are made of what is measured while the ranks train."""
+        is_real = not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone"
+        return config.measures and config.replan and is_real and not torch.are_deterministic_algorithms_enabled()
 
     def _make_session(self) -> Session:
         return Session(self.planner, self.rank)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.frontends.measured_steps import ROUNDS, MeasuredSteps
 from commfuse_fx.frontends.runners import Runner
@@ -56,8 +57,9 @@ class Replan:
     is_settled: whether the plan that runs stays. profile: what was measured of network and nodes; None until then.
     """
 
-    def __init__(self, planner: Planner, voting: Voting) -> None:
+    def __init__(self, planner: Planner, voting: Voting, asked: CompileConfig) -> None:
         planner.keeps_captured = True
+        self._asked = asked
         self.is_settled = False
         self.profile: StepProfile | None = None
         self._planner = planner
@@ -195,7 +197,7 @@ class Replan:
         """The default, and all other plans of which every rank makes the same."""
         base = self._steps_measured.plan
         assert base is not None
-        found = candidates(self._planner, base.compiled, profile)
+        found = candidates(self._planner, self._asked, base.compiled, profile)
         everybody = self._meet([hash62(communication_text(each.compiled.program)) for each in found])
         return [each for number, each in enumerate(found) if len({rank[number] for rank in everybody}) == 1]
 

@@ -210,9 +210,12 @@ class Session:
                 for param, before in zip(whole, kept, strict=True):
                     param.copy_(before)
 
-    def try_plans(self) -> None:
-        """Measure steps while they train, and let the fastest plan stay. For a world of several ranks."""
-        self.replan = Replan(self.planner, self._voting)
+    def try_plans(self, asked: CompileConfig) -> None:
+        """Measure steps while they train, and let the fastest plan stay. For a world of several ranks.
+
+        asked: what the user has asked for.
+        """
+        self.replan = Replan(self.planner, self._voting, asked)
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What runs in place of the default plan of a call."""

@@ -31,16 +31,22 @@ PROMISING = 1.05
 """A plan is tried if its predicted step takes at most so much of the fastest one's."""
 
 
-def alternatives(config: CompileConfig, profile: StepProfile) -> Mapping[str, CompileConfig]:
-    """What there is besides the default, by name. Where the user has given `comm_fusion`, all of them keep it."""
-    planned = replace(config, cluster=profile)
+def alternatives(asked: CompileConfig, first: CompileConfig, profile: StepProfile) -> Mapping[str, CompileConfig]:
+    """What there is besides the first plan, by name.
+
+    asked: what the user has asked for. `comm_fusion` and a memory limit are kept; schedule="auto" leaves the rest free.
+    """
     found: dict[str, CompileConfig] = {}
-    if not config.comm_fusion.is_given:
+    planned = replace(first, comm_fusion=asked.comm_fusion, cluster=profile)
+    is_free = asked.schedule == "auto"
+    if is_free and not asked.comm_fusion.is_given:
         planned = replace(planned, comm_fusion=_allreduce(KindFusion("optimal")))
         for size in SIZES:
-            found[f"size {size}"] = replace(config, comm_fusion=_allreduce(KindFusion("size", size)))
+            found[f"size {size}"] = replace(first, comm_fusion=_allreduce(KindFusion("size", size)))
     by_cost = {"optimal" if planned.comm_fusion.is_optimal else "planned": planned}
-    by_cost["across steps"] = replace(planned, schedule=ScheduleConfig(across_steps=True))
+    if is_free or asked.across_steps:
+        across = ScheduleConfig(memory_limit=asked.memory_limit, across_steps=True)
+        by_cost["across steps"] = replace(planned, schedule=across)
     return by_cost | found
 
 
@@ -63,11 +69,11 @@ class Candidate:
         return f"predicted {in_ms(self.predicted)}{text}"
 
 
-def candidates(planner: Planner, base: Compiled, profile: StepProfile) -> list[Candidate]:
-    """The default plan of a call, and all others that there are, with what their steps take by a profile."""
+def candidates(planner: Planner, asked: CompileConfig, base: Compiled, profile: StepProfile) -> list[Candidate]:
+    """The first plan of a call, and all others that there are, with what their steps take by a profile."""
     costs = CostModel(profile.cluster, profile.node_seconds)
     found = [Candidate(DEFAULT, planner.config, base, _seconds(base, costs))]
-    for name, config in alternatives(planner.config, profile).items():
+    for name, config in alternatives(asked, planner.config, profile).items():
         try:
             compiled = planner.planned_as(base, config)
         except CommFuseError as error:

@@ -398,3 +398,22 @@ def test_header_is_the_same_on_every_rank_and_for_equal_schedules():
     headers = [CompileConfig.resolve({"device_num": 4, "global_rank": rank}).header() for rank in range(4)]
     headers.append(CompileConfig.resolve({"schedule": ScheduleConfig(), "mesh": [2, 2]}).header())
     assert all(header == headers[0] for header in headers)
+
+
+def test_the_default_cluster_has_a_name() -> None:
+    assert CompileConfig.resolve({"cluster": "default"}) == CompileConfig.resolve({})
+
+
+def test_what_runs_before_anything_is_measured() -> None:
+    fusion = {"allreduce": {"mode": "optimal", "config": None}, "allgather": {"mode": "size", "config": 2}}
+    schedule = ScheduleConfig(memory_limit=1 << 30, across_steps=True)
+    asked = CompileConfig.resolve({"comm_fusion": fusion, "schedule": schedule})
+    assert asked.measures and asked.cluster == "measured"
+    assert (
+        asked.unmeasured.cluster is None and asked.unmeasured.comm_fusion.is_optimal and asked.unmeasured.across_steps
+    )
+    first = asked.first
+    assert first.cluster is None and not first.comm_fusion.is_optimal and first.comm_fusion.allgather.config == 2
+    assert first.schedule == ScheduleConfig(memory_limit=1 << 30)
+    assert CompileConfig.resolve({"schedule": "auto"}).first == CompileConfig.resolve({})
+    assert CompileConfig.resolve({"schedule": "none", "cluster": "measured"}).first.schedule == "none"

@@ -20,6 +20,7 @@ from commfuse_fx.planning import alternatives
 from commfuse_fx.planning.trials import Trials
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, snapshot, wide_mlp, xy
+from tests.oracle import ACROSS_STEPS, OPTIMAL
 
 pytestmark = pytest.mark.dist
 
@@ -45,13 +46,12 @@ def quickly(winner: str = "") -> Iterator[None]:
 class Twins:
     """A step that tries plans, and one that does not, of the same model."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.model, self.twin = wide_mlp(), wide_mlp()
         self.optimizer, self.other = adamw(self.model), adamw(self.twin)
-        self.step = cf.compile(
-            self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, schedule="auto", **options
-        )
-        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other, **options)
+        asked = {"schedule": "auto"} if options is None else options
+        self.step = cf.compile(self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, **asked)
+        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other)
         self.number = 0
 
     @property
@@ -83,9 +83,9 @@ class Twins:
         return [f"{each.subject} stays" if each.reason == "stays" else each.subject for each in notes]
 
 
-def settles(winner: str) -> tuple[list[str], int, str]:
+def settles(winner: str, options: dict[str, Any] | None = None) -> tuple[list[str], int, str]:
     with quickly(winner):
-        twins = Twins()
+        twins = Twins(options)
         twins.settle()
         twins.check()
     lowered = twins.step.lower(*xy(0))
@@ -99,6 +99,23 @@ def test_training_is_the_same_whatever_is_tried_and_stays(ranks: Ranks, winner: 
     tried, _, _ = one
     assert tried[0] == "default" and len(tried) > 2
     assert tried[-1].endswith(" stays") and (not winner or tried[-1] == f"{winner} stays")
+
+
+@pytest.mark.parametrize(
+    ("options", "winner"),
+    [
+        ({"comm_fusion": OPTIMAL}, "default"),
+        (ACROSS_STEPS, "across steps"),
+        ({"schedule": cf.ScheduleConfig(memory_limit=1 << 30)}, "planned"),
+    ],
+    ids=["optimal", "across steps", "limited"],
+)
+def test_what_is_asked_for_is_planned_with_measured_figures(ranks: Ranks, options: Any, winner: str) -> None:
+    one, other = ranks.values(settles, winner, {**options, "cluster": "measured"})
+    assert one == other
+    tried, _, _ = one
+    assert tried[0] == "default" and tried[-1] == f"{winner} stays"
+    assert not any(each.startswith("size") for each in tried)
 
 
 def is_due(twins: Twins, tries: bool) -> bool:
