@@ -407,11 +407,10 @@ def test_the_default_cluster_has_a_name() -> None:
 def test_what_runs_before_anything_is_measured() -> None:
     fusion = {"allreduce": {"mode": "optimal", "config": None}, "allgather": {"mode": "size", "config": 2}}
     schedule = ScheduleConfig(memory_limit=1 << 30, across_steps=True)
-    asked = CompileConfig.resolve({"comm_fusion": fusion, "schedule": schedule})
-    assert asked.measures and asked.cluster == "measured"
-    assert (
-        asked.unmeasured.cluster is None and asked.unmeasured.comm_fusion.is_optimal and asked.unmeasured.across_steps
-    )
+    asked = CompileConfig.resolve({"comm_fusion": fusion, "schedule": schedule, "cluster": "measured"})
+    assert asked.measures and not CompileConfig.resolve({"comm_fusion": fusion}).measures
+    unmeasured = asked.unmeasured
+    assert unmeasured.cluster is None and unmeasured.comm_fusion.is_optimal and unmeasured.across_steps
     first = asked.first
     assert first.cluster is None and not first.comm_fusion.is_optimal and first.comm_fusion.allgather.config == 2
     assert first.schedule == ScheduleConfig(memory_limit=1 << 30)
