@@ -20,8 +20,8 @@ if shutil.which(os.environ.get("CXX", "g++")) is None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if here in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.dist)
             item.add_marker(pytest.mark.xdist_group("dist"))

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch._inductor import compile_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
@@ -162,7 +161,7 @@ def test_regions_that_are_alike_are_compiled_once() -> None:
         yield shown.append
 
     with (
-        mock.patch.object(compile_fx, "compile_fx", side_effect=lambda *args: lambda given: ()) as compiled,
+        mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=lambda *args: lambda given: ()) as compiled,
         mock.patch.object(inductor, "progress", progress),
     ):
         found = compiled_regions(program, rank=0)
@@ -175,7 +174,7 @@ def test_what_inductor_refuses_runs_op_by_op_and_one_line_says_why() -> None:
     module = cf.compile(model, backend="inductor")
     with (
         logged() as messages,
-        mock.patch.object(compile_fx, "compile_fx", side_effect=RuntimeError("no compiler\nand more")),
+        mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=RuntimeError("no compiler\nand more")),
     ):
         F.mse_loss(module(x), target).backward()
     F.mse_loss(twin(x), target).backward()
@@ -260,7 +259,7 @@ def test_modes_of_the_caller_do_not_get_into_the_code() -> None:
         return lambda given: traced(*given)
 
     with (
-        mock.patch.object(compile_fx, "compile_fx", compiled),
+        mock.patch("torch._inductor.compile_fx.compile_fx", compiled),
         torch.autocast("cpu", torch.bfloat16),
         FlopCounterMode(display=False),
     ):
@@ -368,7 +367,7 @@ def test_numbers_that_are_computed_once_are_no_inputs_of_a_region() -> None:
     (region,) = regions_of(program)
     assert [info(node).name for node in region.inputs] == ["w", "/arange.0"]
     assert [info(node).name for node in region.constants] == ["/full.0"]
-    with mock.patch.object(compile_fx, "compile_fx", lambda module, examples: lambda given: module(*given)):
+    with mock.patch("torch._inductor.compile_fx.compile_fx", lambda module, examples: lambda given: module(*given)):
         (found,) = compiled_regions(program, 0)[0]([torch.ones(4), torch.arange(4.0)])
     assert torch.equal(found, torch.arange(4.0) + 2)
 
