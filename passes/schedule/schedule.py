@@ -238,7 +238,7 @@ class _Arrangement:
 
     def restore(self, program: Program) -> None:
         reorder(program.graph, self.order)
-        for node, (_, sends, rest, next_step, kept) in zip(self.order, self.annotations, strict=True):
+        for node, (*_, sends, rest, next_step, kept) in zip(self.order, self.annotations, strict=True):
             details = info(node)
             details.sends, details.rest, details.next_step, details.kept = sends, rest, next_step, kept
         self.restore_ops()
@@ -246,9 +246,11 @@ class _Arrangement:
 
     def restore_ops(self) -> None:
         """What the nodes call, and nothing else."""
-        for node, (target, *_) in zip(self.order, self.annotations, strict=True):
+        for node, (target, kwargs, *_) in zip(self.order, self.annotations, strict=True):
             if node.target is not target:  # setting it is slow
                 node.target = target
+            if node.kwargs != kwargs:  # the memory that the op writes into
+                node.kwargs = kwargs
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class _Attempt:
 
 def _annotations(node: fx.Node) -> tuple[Any, ...]:
     details = info(node)
-    return node.target, details.sends, details.rest, details.next_step, details.kept
+    return node.target, node.kwargs, details.sends, details.rest, details.next_step, details.kept
 
 
 def _leads(order: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -34,3 +34,17 @@ def test_a_step_without_collectives_has_no_arrangements() -> None:
         priced(Schedule),
         None,
     )
+
+
+def test_what_the_limit_tries_out_leaves_no_memory_to_write_into() -> None:
+    check(
+        """
+        in  %x: f32[2,4] = input
+        fwd %/mul.0: f32[2,4] = aten.mul.Tensor(%x, %x)
+        fwd %/_log_softmax.0: f32[2,4] = aten._log_softmax(%/mul.0, 1, False)
+        fwd %/sum.0: f32[] = aten.sum(%/_log_softmax.0)
+        return [%/sum.0]
+        """,
+        priced(Schedule, memory_limit=1 << 20),
+        None,
+    )
