@@ -15,6 +15,7 @@ gc.disable()  # until the tests are collected: imports make many objects and no 
 def pytest_configure(config: pytest.Config) -> None:
     """A process that only hands out tests to others does without torch: the others wait until it has started. What all
     of them share starts here."""
+    os.environ["COMMFUSE_CACHE"] = "0"  # what one test has come to is none of another one's business
     hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if hands_out:
         servers = RankServers()

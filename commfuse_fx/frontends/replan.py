@@ -21,12 +21,14 @@ from commfuse_fx.frontends.measured_steps import ROUNDS, MeasuredSteps
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.text import communication_text
+from commfuse_fx.machine.kept_plan import KeptPlan
 from commfuse_fx.machine.source import default_cluster
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.calibration import measured_cluster
-from commfuse_fx.measure.probe import synchronize
-from commfuse_fx.planning.alternatives import Candidate, candidates, table, worth_a_trial
+from commfuse_fx.measure.probe import device_name, synchronize
+from commfuse_fx.planning.alternatives import DEFAULT, Candidate, candidates, table, worth_a_trial
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.kept_plans import KeptPlans
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.trials import Trials
@@ -57,9 +59,10 @@ class Replan:
     is_settled: whether the plan that runs stays. profile: what was measured of network and nodes; None until then.
     """
 
-    def __init__(self, planner: Planner, voting: Voting, asked: CompileConfig) -> None:
+    def __init__(self, planner: Planner, voting: Voting, asked: CompileConfig, rank: int) -> None:
         planner.keeps_captured = True
         self._asked = asked
+        self._rank = rank
         self.is_settled = False
         self.profile: StepProfile | None = None
         self._planner = planner
@@ -78,9 +81,13 @@ class Replan:
         self._running = 0
         self._times: list[float] = []
         self._last: tuple[Plan, float] | None = None
+        self._kept: KeptPlans | None = None
+        self._is_known = False  # a plan of an earlier run is tried, and nothing is measured
         self._measure(WARM)
+        self._due = 1
 
     def _measure(self, warm: int) -> None:
+        self._trials, self._candidates, self._running = None, [], 0
         self._steps_measured = MeasuredSteps(self._voting)
         self._from, self._due = self._steps + warm, self._steps + warm + ROUNDS
 
@@ -104,7 +111,9 @@ class Replan:
         """Before a training step. Where a decision is due, all ranks make it together."""
         if self.is_settled or self._is_paused or self._steps != self._due:
             return
-        if self._trials is None:
+        if self._kept is None:
+            self._go_on_as_kept()
+        elif self._trials is None:
             self._plan_from_measured()
         else:
             self._end_turn(self._trials)
@@ -161,6 +170,29 @@ class Replan:
         assert self._runner is not None, "a step has run"
         return self._voting.meet(self._runner, mine)
 
+    # An earlier run of the same step has left its plan.
+
+    def _go_on_as_kept(self) -> None:
+        assert self._last is not None, "a step has run"
+        base, planner = self._last[0], self._planner
+        assert base.compiled.captured is not None
+        plans = KeptPlans(base.compiled.captured, self._asked, device_name(self._device))
+        world, model = planner.mesh.world, model_fingerprint(planner.watch.params)
+        kept = self._meet(plans.read(world, model) if self._rank == 0 else None)[0]
+        self._kept = plans
+        if kept is None:
+            self._measure(WARM)
+            return
+        self.profile, self._steps_measured.plan = kept.profile, base
+        self._candidates = [each for each in self._planned(kept.profile) if each.name in (DEFAULT, kept.plan)]
+        self._is_known = kept.plan in [each.name for each in self._candidates]
+        if not self._is_known:
+            self._measure(WARM)
+            return
+        self._trials = Trials([each.name for each in self._candidates])
+        log.info("an earlier run has come to plan %s, which is tried first", kept.plan)
+        self._go_on(self._trials)
+
     # Plans follow from what the nodes take and what the network takes.
 
     def _plan_from_measured(self) -> None:
@@ -205,7 +237,12 @@ class Replan:
 
     def _go_on(self, trials: Trials) -> None:
         if trials.is_over:
-            self._settle(trials.winner)
+            if self._is_known and self._candidates[trials.winner].name != self._candidates[-1].name:
+                log.info("plan %s is no longer faster: measuring anew", self._candidates[-1].name)
+                self._is_known = False
+                self._measure(0)
+            else:
+                self._settle(trials.winner)
             return
         self._running, self._times, self._last = trials.next, [], None
         step = trials.seconds(0) or self._candidates[0].predicted
@@ -241,6 +278,8 @@ class Replan:
         chosen.compiled.program.note("plans tried", chosen.name, "stays")
         if number:
             self._planner.publish(chosen.compiled)
+        if self._rank == 0 and self._kept is not None and self.profile is not None and not self._is_known:
+            self._kept.write(KeptPlan(plan=chosen.name, profile=self.profile))
         if (base := self._steps_measured.plan) is not None:
             base.others = {key: plan for key, plan in base.others.items() if key[0] == f"as {chosen.name}"}
         # The programs of the others may go.

@@ -215,7 +215,7 @@ class Session:
 
         asked: what the user has asked for.
         """
-        self.replan = Replan(self.planner, self._voting, asked)
+        self.replan = Replan(self.planner, self._voting, asked, self.rank)
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What runs in place of the default plan of a call."""

@@ -22,7 +22,7 @@ def probe(device: torch.device, seconds: float) -> dict[str, Any]:
     share = seconds / (len(dtypes) + 2)
     flops = {dtype_name(dtype): _flops(dtype, device, share) for dtype in dtypes}
     return {
-        "name": _device_name(device),
+        "name": device_name(device),
         "flops": {name: value for name, value in flops.items() if value is not None},
         "memory_bandwidth": _memory_bandwidth(device, share),
         "memory_bytes": _memory_bytes(device),
@@ -95,7 +95,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The model of the GPU, or of the CPU as Linux calls it, with the threads that an op uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +23,7 @@ from commfuse_fx.planning import alternatives
 from commfuse_fx.planning.trials import Trials
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, snapshot, wide_mlp, xy
+from tests.logs import logged
 from tests.oracle import ACROSS_STEPS, OPTIMAL
 
 pytestmark = pytest.mark.dist
@@ -29,7 +33,7 @@ MOST_STEPS = 400
 
 @contextmanager
 def quickly(winner: str = "") -> Iterator[None]:
-    """Measure for a moment, and let this plan stay if one is named."""
+    """Measure for a moment, try all plans, and let this one stay if one is named."""
 
     def named(trials: Trials) -> int:
         return next(number for number, each in enumerate(trials.names) if each == winner)
@@ -37,7 +41,7 @@ def quickly(winner: str = "") -> Iterator[None]:
     with (
         patch.multiple(replan, NETWORK_SECONDS=0.05, TURN_SECONDS=0.001, ROUNDS=2),
         patch.object(measured_steps, "ROUNDS", 2),
-        patch.multiple(alternatives, PROMISING=1e6, MOST=6),
+        patch.multiple(alternatives, PROMISING=1e6, MOST=6, _lines=lambda compiled: str(id(compiled))),
         patch.object(Trials, "winner", property(named)) if winner else patch.object(replan, "WARM", 2),
     ):
         yield
@@ -223,3 +227,65 @@ def keeps_its_plan(how: str) -> bool:
 @pytest.mark.parametrize("how", ["replan", "deterministic"])
 def test_a_plan_may_be_kept(ranks: Ranks, how: str) -> None:
     assert ranks.values(keeps_its_plan, how) == [True, True]
+
+
+def settles_with_a_cache(folder: str, winner: str, **options: Any) -> tuple[list[str], int]:
+    with patch.dict(os.environ, COMMFUSE_CACHE=folder), quickly(winner):
+        twins = Twins({"schedule": "auto", **options})
+        twins.settle()
+        twins.check()
+    return twins.tried(), twins.number
+
+
+def test_the_next_run_begins_with_the_plan_of_this_one(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = ranks.values(settles_with_a_cache, str(tmp_path), "across steps")
+    (file,) = tmp_path.iterdir()
+    one, other = ranks.values(settles_with_a_cache, str(tmp_path), "across steps")
+    assert one == other and one[0] == ["default", "across steps", "across steps stays"]
+    assert one[1] < first[1] and len(first[0]) > 3
+    assert list(tmp_path.iterdir()) == [file]
+    again, _ = ranks.values(settles_with_a_cache, str(tmp_path), "default")  # as it is no longer faster
+    assert len(again[0]) > 3 and again[0][-1] == "default stays"
+    assert ranks.values(settles_with_a_cache, str(tmp_path), "default")[0][0] == ["default", "default stays"]
+
+
+def test_what_other_steps_have_left_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
+    for options in (
+        {},
+        {"gradients_mean": False},
+        {"cluster": "measured", "schedule": cf.ScheduleConfig(memory_limit=1 << 30)},
+    ):
+        ranks.values(settles_and_leaves, str(tmp_path), options)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def settles_and_leaves(folder: str, options: dict[str, Any]) -> None:
+    with patch.dict(os.environ, COMMFUSE_CACHE=folder), quickly("default"):
+        model = wide_mlp()
+        step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=adamw(model), **{"schedule": "auto", **options})
+        number = 0
+        while step.session.replan is not None and not step.session.replan.is_settled:
+            step(*xy(number))
+            number += 1
+
+
+@pytest.mark.parametrize("damage", ["text", "other model", "no folder"])
+def test_a_bad_cache_is_ignored_with_a_warning(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "kept"
+    if damage == "no folder":
+        folder.write_text("a file")
+    else:
+        ranks.values(settles_with_a_cache, str(folder), "across steps")
+        (file,) = folder.iterdir()
+        text = file.read_text()
+        model = json.loads(text)["profile"]["model"]
+        file.write_text(text[:100] if damage == "text" else text.replace(model, "0" * 64))
+    one, other = ranks.values(warned_of_a_cache, str(folder))
+    assert len(one[0]) > 3 and other[1] == ""
+    assert one[1].count("is not kept for the next run" if damage == "no folder" else "a kept plan is ignored") == 1
+
+
+def warned_of_a_cache(folder: str) -> tuple[list[str], str]:
+    with logged(logging.WARNING) as messages:
+        tried, _ = settles_with_a_cache(folder, "across steps")
+    return tried, "\n".join(messages)
