@@ -51,7 +51,7 @@ class PlannedAgain(Session):
     def __init__(self, generators: list[torch.Generator]) -> None:
         self.drawn: list[list[float]] = []
         self.generators = generators
-        self.rank, self.timeline, self.graphs, self._random = 0, None, None, None
+        self.rank, self.timeline, self.graphs, self._random, self.replan = 0, None, None, None, None
         self.planner: Any = SimpleNamespace(
             config=SimpleNamespace(plans_by_cost=True, return_loss=True),
             take_apart=lambda args, kwargs: SimpleNamespace(leaves=[]),
