@@ -65,6 +65,7 @@ class PlannedAgain(Session):
             program=SimpleNamespace(grads={}, training=False),
             run=self._draw,
         )
+        self.runners: Any = SimpleNamespace(of=lambda plan: SimpleNamespace(executor=self.running))
         self._voting: Any = SimpleNamespace(is_started=True)
 
     def _draw(self, inputs: Any) -> list[torch.Tensor]:
