@@ -62,4 +62,9 @@ class MeasuredSteps:
         if len(self._rounds) < ROUNDS:
             return None
         rounds = self._rounds[1:]
-        return {key: median(each[key] for each in rounds) for key in rounds[0]}
+        return {key: median(each[key] for each in rounds) for key in self.keys}
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """What was measured, by `profile_key`."""
+        return list(self._rounds[0]) if self._rounds else []

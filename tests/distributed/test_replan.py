@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.frontends import measured_steps, replan
-from commfuse_fx.planning import alternatives
+from commfuse_fx.frontends.measured_steps import MeasuredSteps
+from commfuse_fx.planning import alternatives, pace
 from commfuse_fx.planning.trials import Trials
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, snapshot, wide_mlp, xy
@@ -126,7 +127,7 @@ def is_due(twins: Twins, tries: bool) -> bool:
     """Whether the ranks meet before the next step: because plans are tried, or to make them."""
     found = twins.step.session.replan
     assert found is not None
-    return found._steps == found._due and (found._trials is not None) == tries
+    return not found.is_settled and found._steps == found._due and (found._trials is not None) == tries
 
 
 def one_rank_fails(tries: bool, early: bool) -> tuple[list[str], bool]:
@@ -289,3 +290,48 @@ def warned_of_a_cache(folder: str) -> tuple[list[str], str]:
     with logged(logging.WARNING) as messages:
         tried, _ = settles_with_a_cache(folder, "across steps")
     return tried, "\n".join(messages)
+
+
+def goes_on_at_another_pace(winner: str, slow_rank: int | None) -> tuple[list[str], list[str], list[str]]:
+    """What is tried when the pace changes, and what was logged. slow_rank: whose nodes take longer since then."""
+    changes = iter(["", "steps take longer"])
+    seconds = MeasuredSteps.seconds
+
+    def slower(steps: MeasuredSteps) -> dict[str, float] | None:
+        found = seconds(steps)
+        return found and {key: 9 * each for key, each in found.items()}
+
+    with (
+        quickly(winner),
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6),
+        patch.object(pace.Pace, "change", lambda self, now: next(changes, "")),
+        logged() as messages,
+    ):
+        twins = Twins()
+        twins.settle()
+        first = twins.tried()
+        while twins.is_settled:
+            twins.run()
+        with patch.object(MeasuredSteps, "seconds", slower if dist.get_rank() == slow_rank else seconds):
+            twins.settle()
+        twins.check()
+    return first, twins.tried(), messages
+
+
+@pytest.mark.parametrize("winner", ["default", "across steps"])
+def test_plans_are_made_anew_when_the_pace_changes(ranks: Ranks, winner: str) -> None:
+    one, other = ranks.values(goes_on_at_another_pace, winner, None)
+    first, second, messages = one
+    assert (first, second) == other[:2]
+    assert "measuring again: steps take longer" in messages
+    before = [] if winner == "default" else [f"{winner}, as before"]
+    assert second == [*first[:-1], *before, f"{winner} stays"]
+
+
+def test_a_slow_rank_is_named_and_no_reason_for_another_plan(ranks: Ranks) -> None:
+    for first, second, messages in ranks.values(goes_on_at_another_pace, "across steps", 1):
+        assert first == second
+        assert any(
+            each.startswith(("rank 1 computes ", "[rank 0] rank 1 computes", "[rank 1] rank 1")) for each in messages
+        )
+        assert "no other plan is made: the other ranks are as fast as before" in messages

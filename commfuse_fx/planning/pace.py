@@ -1,0 +1,46 @@
+"""Whether steps keep the pace that they had when their plan was chosen, and which ranks are slower than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from statistics import median_low
+
+WINDOW_SECONDS, FEWEST, MOST = 5.0, 50, 1000
+"""The pace is looked at after about so many seconds, so many steps at least and at most."""
+
+CHANGED = 1.15
+"""Steps that take so many times as long as before, or as many times less, do not keep their pace."""
+
+IN_A_ROW = 2
+"""So many looks in a row have to say so."""
+
+SLOW = 1.25
+"""A rank is slow that computes so many times as long as others."""
+
+
+class Pace:
+    """The pace of one plan's steps. window: steps between two looks."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self.window = min(max(ceil(WINDOW_SECONDS / max(step_seconds, 1e-6)), FEWEST), MOST)
+        self._usual: float | None = None
+        self._changed = 0
+
+    def change(self, seconds: float) -> str:
+        """What has changed, given what a step takes now, in words; "" as long as nothing has, persistently.
+
+        The first look says what is usual.
+        """
+        if self._usual is None:
+            self._usual = seconds
+        ratio = seconds / self._usual
+        self._changed = self._changed + 1 if not 1 / CHANGED < ratio < CHANGED else 0
+        if self._changed < IN_A_ROW:
+            return ""
+        return f"steps take {ratio:.2f} of the time that they took when their plan was chosen"
+
+
+def slow_ranks(seconds: Sequence[float]) -> list[int]:
+    """The ranks that compute longer than the others. seconds: what the nodes of a step take together, by rank."""
+    return [rank for rank, each in enumerate(seconds) if each > SLOW * median_low(seconds)]
