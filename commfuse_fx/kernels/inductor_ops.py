@@ -33,13 +33,21 @@ it (torch 2.13)."""
 _SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
 """Ops with results whose size only the machine knows, or that take such."""
 
-_DECOMPOSED_WRONGLY = (aten.multilabel_margin_loss_forward.default,)
-"""Ops of which Inductor computes something else (torch 2.13): with two labels in place of eight, it takes all eight."""
+_DECOMPOSED_WRONGLY = (
+    aten.bernoulli.default,  # draws numbers of the probabilities' type, so in float64 other ones than PyTorch
+    aten.hardsigmoid_backward.default,  # multiplies by 1 / 6, PyTorch in float64 by what float32 has for it
+    aten.multilabel_margin_loss_forward.default,  # takes all labels, PyTorch those before the first -1
+    aten.soft_margin_loss_backward.default,  # subtracts 1 from a sigmoid: small gradients are 0
+)
+"""Ops of which Inductor computes something else (torch 2.13)."""
+
+_REFUSED = (aten._ctc_loss.default,)
+"""Ops that Inductor refuses, and their regions with them."""
 
 BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 """Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""
 
-LEFT_OUT = frozenset((*_SIZED_BY_MACHINE, *_DECOMPOSED_WRONGLY))
+LEFT_OUT = frozenset((*_SIZED_BY_MACHINE, *_DECOMPOSED_WRONGLY, *_REFUSED))
 """Ops that are in no region."""
 
 LEFT_OUT_ON_CPU = frozenset((*_QUICKER_ON_CPU, *_SCATTERING))

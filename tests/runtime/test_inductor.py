@@ -339,6 +339,40 @@ def test_a_loss_with_fewer_labels_than_classes_is_that_of_eager_pytorch() -> Non
     torch.testing.assert_close(step(x, target), F.multilabel_margin_loss(model(x), target).detach())
 
 
+class Gated(nn.Module):
+    """Ops that Inductor computes less or more precisely than PyTorch, and one for which it draws other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = F.hardsigmoid(self.linear(x))
+        likely = 20 + gate.exp() * torch.bernoulli(gate.detach())
+        return 1e9 * F.soft_margin_loss(likely, torch.ones_like(likely))
+
+
+def test_what_inductor_computes_otherwise_is_that_of_eager_pytorch() -> None:
+    model, twin, (x, _) = made(Gated, 5, 6)
+    module = cf.compile(model, backend="inductor")
+    with torch._inductor.config.patch(fallback_random=True):
+        for call in (module, twin):
+            torch.manual_seed(1)
+            call(x).backward()
+    assert_equal(model, twin, gradients=True)
+
+
+def test_an_op_that_inductor_refuses_is_in_no_region() -> None:
+    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(out.tanh().log_softmax(-1), labels, (7, 7), (3, 2))
+
+    step = cf.compile(nn.Linear(5, 6), loss_fn=loss_fn, backend="inductor")
+    program = step.lower(torch.randn(7, 2, 5), torch.randint(1, 6, (2, 3))).program
+    compiled = {node.target for region in regions_of(program) for node in region.nodes}
+    assert torch.ops.aten._log_softmax.default in compiled
+    assert torch.ops.aten._ctc_loss.default in {node.target for node in program.graph.nodes} - compiled
+
+
 @torch.library.custom_op("tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
