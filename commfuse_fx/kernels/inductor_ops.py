@@ -37,6 +37,7 @@ _DECOMPOSED_WRONGLY = (
     aten.bernoulli.default,  # draws numbers of the probabilities' type, so in float64 other ones than PyTorch
     aten.hardsigmoid_backward.default,  # multiplies by 1 / 6, PyTorch in float64 by what float32 has for it
     aten.multilabel_margin_loss_forward.default,  # takes all labels, PyTorch those before the first -1
+    aten.rrelu_with_noise_functional.default,  # returns no noise in evaluation, PyTorch one of the input's shape
     aten.soft_margin_loss_backward.default,  # subtracts 1 from a sigmoid: small gradients are 0
 )
 """Ops of which Inductor computes something else (torch 2.13)."""

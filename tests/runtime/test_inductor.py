@@ -362,6 +362,14 @@ def test_what_inductor_computes_otherwise_is_that_of_eager_pytorch() -> None:
     assert_equal(model, twin, gradients=True)
 
 
+def test_rrelu_has_its_noise_in_evaluation() -> None:
+    model, twin, (x, target) = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.RReLU()).eval(), 5, 6)
+    module = cf.compile(model, backend="inductor")
+    for call in (module, twin):
+        F.mse_loss(call(x), target).backward()
+    assert_equal(model, twin, gradients=True)
+
+
 def test_an_op_that_inductor_refuses_is_in_no_region() -> None:
     def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.ctc_loss(out.tanh().log_softmax(-1), labels, (7, 7), (3, 2))
