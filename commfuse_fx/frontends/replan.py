@@ -31,7 +31,7 @@ from commfuse_fx.measure.probe import device_name, synchronize
 from commfuse_fx.planning.alternatives import DEFAULT, Candidate, candidates, table, worth_a_trial
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.kept_plans import KeptPlans
-from commfuse_fx.planning.pace import CHANGED, Pace, slow_ranks
+from commfuse_fx.planning.pace import CALM_SECONDS, CHANGED, Pace, slow_ranks
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.trials import Trials
@@ -84,6 +84,8 @@ class Replan:
         self._is_known = False  # whether a plan of an earlier run is tried, and nothing is measured
         self._pace: Pace | None = None  # of the plan that stays
         self._before: ChosenPlan | None = None  # what ran when the pace changed
+        self._step_seconds = 0.0  # when the pace was last looked at
+        self._calm = CALM_SECONDS / 2
         self._spent = 0.0
         self._attempts = 0
         self._measure(WARM)
@@ -264,26 +266,37 @@ class Replan:
         log.info("plan %s stays, after %d steps and %.1f s\n%s", name, self._steps, self._spent, text)
         if self._rank == 0 and self._kept is not None and self.profile is not None and not self._is_known:
             self._kept.write(KeptPlan(plan=name.removesuffix(AS_BEFORE), profile=self.profile))
-        self._stay(Pace(trials.seconds(trials.winner) or self._chosen.candidate.predicted))
+        self._stay(trials.seconds(trials.winner) or self._chosen.candidate.predicted)
 
     # A plan stays as long as steps keep their pace.
 
-    def _stay(self, pace: Pace | None) -> None:
-        self.is_settled, self._before, self._spent, self._attempts, self._pace = True, None, 0.0, 0, pace
-        if pace is not None:
-            self._next_at(pace.window, self._look_at_pace)
+    def _stay(self, step_seconds: float) -> None:
+        """Let the chosen plan run. step_seconds: what its step takes."""
+        calm, before = 0.0, self._before
+        if before is not None:
+            stays = before.candidate.name.removesuffix(AS_BEFORE) == self._chosen.candidate.name.removesuffix(AS_BEFORE)
+            calm = self._calm = 2 * self._calm if stays else CALM_SECONDS
+        self.is_settled, self._before, self._spent, self._attempts = True, None, 0.0, 0
+        self._pace = Pace(step_seconds, calm)
+        self._next_at(self._pace.window, self._look_at_pace)
 
     def _stay_as_before(self, why: str) -> None:
         """Run the plan that ran before nodes were measured: at first that is the default."""
-        self._chosen = self._before or ChosenPlan(self._planner)
         log.info("no other plan is made: %s", why)
-        self._stay(None if self._before is None else self._pace)
+        if self._before is None:
+            self._chosen, self.is_settled = ChosenPlan(self._planner), True
+        else:
+            self._chosen = self._before
+            self._stay(self._step_seconds)
 
     def _look_at_pace(self) -> None:
         assert self._pace is not None, "a plan has been chosen"
         mine = median(self._times) if 2 * len(self._times) > self._pace.window else None
         everybody = self._meet(mine)
-        change = "" if None in everybody else self._pace.change(max(everybody))
+        change = ""
+        if None not in everybody:
+            self._step_seconds = max(everybody)
+            change = self._pace.change(self._step_seconds)
         if not change:
             self._next_at(self._pace.window, self._look_at_pace)
             return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 from statistics import median_low
 
-WINDOW_SECONDS, FEWEST, MOST = 5.0, 50, 1000
+WINDOW_SECONDS, FEWEST, MOST = 1.0, 10, 500
 """The pace is looked at after about so many seconds, so many steps at least and at most."""
 
 CHANGED = 1.15
@@ -15,15 +15,23 @@ CHANGED = 1.15
 IN_A_ROW = 2
 """So many looks in a row have to say so."""
 
+CALM_SECONDS = 60.0
+"""After plans were tried anew, about so many seconds pass before that happens again; twice as many each time that the
+same plan has stayed."""
+
 SLOW = 1.25
 """A rank is slow that computes so many times as long as others."""
 
 
 class Pace:
-    """The pace of one plan's steps. window: steps between two looks."""
+    """The pace of one plan's steps. window: steps between two looks.
 
-    def __init__(self, step_seconds: float) -> None:
+    calm: seconds, about, in which no change is told.
+    """
+
+    def __init__(self, step_seconds: float, calm: float = 0.0) -> None:
         self.window = min(max(ceil(WINDOW_SECONDS / max(step_seconds, 1e-6)), FEWEST), MOST)
+        self._calm_looks = ceil(calm / (self.window * max(step_seconds, 1e-6)))
         self._usual: float | None = None
         self._changed = 0
 
@@ -32,7 +40,8 @@ class Pace:
 
         The first look says what is usual.
         """
-        if self._usual is None:
+        self._calm_looks -= 1
+        if self._usual is None or self._calm_looks >= 0:
             self._usual = seconds
         ratio = seconds / self._usual
         self._changed = self._changed + 1 if not 1 / CHANGED < ratio < CHANGED else 0

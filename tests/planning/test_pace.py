@@ -7,7 +7,7 @@ import pytest
 from commfuse_fx.planning.pace import FEWEST, MOST, Pace, slow_ranks
 
 
-@pytest.mark.parametrize(("step", "window"), [(1e-4, MOST), (0.01, 500), (0.05, 100), (1.0, FEWEST)])
+@pytest.mark.parametrize(("step", "window"), [(1e-4, MOST), (0.01, 100), (0.05, 20), (1.0, FEWEST)])
 def test_looks_are_some_seconds_apart(step: float, window: int) -> None:
     assert Pace(step).window == window
 
@@ -26,6 +26,12 @@ def test_a_lasting_change_is_told(now: float, said: str) -> None:
     *before, last = looks(1.0, 1.02, now, now)
     assert not any(before)
     assert last == f"steps take {said} of the time that they took when their plan was chosen"
+
+
+def test_nothing_is_told_in_a_time_of_calm() -> None:
+    pace = Pace(1.0, calm=4.0 * FEWEST)
+    told = [bool(pace.change(each)) for each in (1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0)]
+    assert told == [False, False, False, False, False, True, True]
 
 
 def test_slow_ranks() -> None:
