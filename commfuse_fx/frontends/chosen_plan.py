@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from commfuse_fx.planning.alternatives import Candidate, table
 from commfuse_fx.planning.compiled import Compiled
@@ -11,6 +12,9 @@ from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.trials import Trials
 
 TOPIC = "plans tried"
+
+_MARK = "chosen "
+_serials = count()
 
 
 class ChosenPlan:
@@ -26,6 +30,7 @@ class ChosenPlan:
         self.number = 0
         self.is_final = False
         self._planner = planner
+        self._serial = next(_serials)
 
     @property
     def candidate(self) -> Candidate:
@@ -35,10 +40,16 @@ class ChosenPlan:
         """What runs in place of the default plan of a call."""
         if self.number == 0 or not plan.compiled.program.training or not (self.is_final or plan is self.base):
             return plan
-        key = (f"as {self.candidate.name}", ())
+        key = self._key()
         if key not in plan.others:
+            if self.is_final:  # what earlier choices have left goes
+                plan.others = {other: each for other, each in plan.others.items() if not other[0].startswith(_MARK)}
             plan.others[key] = Plan(self._compiled(plan.compiled), plan.signature, plan.guards)
         return plan.others[key]
+
+    def _key(self) -> tuple[str, tuple[int, ...]]:
+        """Where a plan keeps its like. A candidate of an earlier choice may have the same name, and is another plan."""
+        return f"{_MARK}{self._serial} {self.candidate.name}", ()
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What stays in place of a default plan; that one until it is known."""
@@ -61,8 +72,7 @@ class ChosenPlan:
         if self.number:
             self._planner.publish(self.candidate.compiled)
         if self.base is not None:
-            kept = f"as {self.candidate.name}"
-            self.base.others = {key: plan for key, plan in self.base.others.items() if key[0] == kept}
+            self.base.others = {key: plan for key, plan in self.base.others.items() if key == self._key()}
         self.candidates = [self.candidates[0], self.candidate] if self.number else [self.candidate]
         self.number = min(self.number, 1)
         return text

@@ -87,6 +87,10 @@ class Twins:
         """Parameters and states are the same bits, also after more steps."""
         for _ in range(3):
             self.run()
+        session = self.step.session
+        assert session.replan is not None and session.running is not None
+        chosen = session.replan._chosen
+        assert not chosen.number or session.running.program is chosen.candidate.compiled.program
         self.step.synchronize()
         assert_same(snapshot(self.model, self.optimizer), snapshot(self.twin, self.other))
 
