@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ import commfuse_fx as cf
 from commfuse_fx.runtime.execute.step_graphs import FIRST
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, digest, snapshot, xy
+from tests.logs import logged
 from tests.recorders import CpuRecorder, CpuRecording, recorded
 
 
@@ -271,9 +273,11 @@ def test_captures_go_before_the_process_groups(ranks: Ranks) -> None:
 
 def closes_a_step() -> str:
     rank = Rank()
-    for number in range(FIRST + 1):
+    for number in range(FIRST + 2):
         rank.run(number)
-    rank.step.close()
+    with logged() as messages:
+        rank.step.close()
+    assert any(re.fullmatch(r"2 votes before a launch took the host \d+ us each", message) for message in messages)
     rank.plain(*xy(5))
     assert rank.recorder.recordings[0].is_closed and copy.copy(rank.graphs.ended) == "closed"
     try:

@@ -60,7 +60,7 @@ def regions(program: Any, rank: int, original: Any = executor.compiled_regions) 
     return {number: noted(f"region {number}", code) for number, code in original(program, rank).items()}
 
 
-def in_order(step: cf.CompiledStep, *args: Any) -> list[str]:
+def in_order(step: cf.CompiledStep | cf.CompiledModule, *args: Any) -> list[str]:
     """Starts and waits as the plan has them, and the regions, each where its last node is."""
     program = step.lower(*args).program
     ends = {region.nodes[-1]: f"region {region.number}" for region in regions_of(program)}
@@ -69,7 +69,7 @@ def in_order(step: cf.CompiledStep, *args: Any) -> list[str]:
 
 
 def train() -> list[str]:
-    """A step and a module train as DDP does; returns what the last step ran."""
+    """A step and a module train as DDP does, and run what their plans have; returns that of the step."""
     models = [Blocks() for _ in range(3)]
     options: dict[str, Any] = {"backend": "inductor", "comm_fusion": {"openstate": False}}
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -83,8 +83,11 @@ def train() -> list[str]:
             assert ran == in_order(step, x, target)
             for call, optimizer in zip(calls, optimizers[1:], strict=True):
                 optimizer.zero_grad()
+                ran.clear()
                 nn.functional.mse_loss(call(x), target).backward()
                 optimizer.step()
+                if call is calls[0]:
+                    assert ran == in_order(call, x) and sum("all_reduce" in name for name in ran) == 6
             torch.testing.assert_close(grads(models[1]), grads(models[2]), rtol=1e-12, atol=1e-12)
     for model in models[:2]:
         torch.testing.assert_close([*model.parameters()], [*models[2].parameters()], rtol=1e-12, atol=1e-12)

@@ -45,8 +45,9 @@ def test_auto_captures_after_a_few_steps(logged: pytest.LogCaptureFixture) -> No
     assert logged.text.count(CAPTURED) == 1
 
 
-def test_a_scheduled_rate_acts_without_another_capture(logged: pytest.LogCaptureFixture) -> None:
-    pair = Pair(MODELS["mlp"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_scheduled_rate_acts_without_another_capture(backend: str, logged: pytest.LogCaptureFixture) -> None:
+    pair = Pair(MODELS["mlp"], backend=backend)
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["lr"] = 2.0**-8  # float32 holds it and its halves
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in pair.optimizers]

@@ -169,6 +169,20 @@ def test_regions_that_are_alike_are_compiled_once() -> None:
     assert shown == [f"compiling regions {done}/6 with Inductor" for done in (0, 1, 6)]
 
 
+def test_with_regions_by_layer_more_layers_are_not_more_to_compile() -> None:
+    compiled = []
+    for count in (3, 6):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(count)]
+        options = {"backend": "inductor", "inductor_regions": "layers", "device_num": 2}
+        step = cf.compile(nn.Sequential(*layers), loss_fn=F.mse_loss, **options)
+        program = step.lower(torch.randn(4, 8), torch.randn(4, 8)).program
+        with mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=lambda *args: lambda given: ()) as code:
+            assert len(compiled_regions(program, rank=0)) >= 2 * count
+        compiled.append(code.call_count)
+    assert compiled[0] == compiled[1]
+
+
 def test_what_inductor_refuses_runs_op_by_op_and_one_line_says_why() -> None:
     model, twin, (x, target) = made(Blocks, 5, 6)
     module = cf.compile(model, backend="inductor")

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,8 +108,16 @@ def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:
     assert not any(loss.requires_grad for loss in losses)
 
 
-def test_a_scheduled_rate_acts_without_another_capture() -> None:
-    pair = Pair()
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_scheduled_rate_acts_without_another_capture(backend: str) -> None:
+    """The recorder sees ops and no code of Inductor, so regions run op by op here."""
+    code = mock.Mock(side_effect=lambda module, examples: lambda given: module(*given))
+    with mock.patch("torch._inductor.compile_fx.compile_fx", code):
+        assert_a_scheduled_rate_acts(Pair(backend=backend))
+    assert code.called == (backend == "inductor")
+
+
+def assert_a_scheduled_rate_acts(pair: Pair) -> None:
     assert pair.optimizer is not None and pair.other is not None
     schedulers = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** max(step - 5, 0))
@@ -178,8 +187,11 @@ def test_float64_takes_the_rate_as_the_number_it_is(logged: pytest.LogCaptureFix
     assert f"lr of the optimizer's param group 0 is 0.1 in place of {RATE}" in logged.text
 
 
-def test_one_cycle_ends_graphs_after_three_captures_in_a_row(logged: pytest.LogCaptureFixture) -> None:
-    pair = Pair(sgd)
+@pytest.mark.parametrize(("make", "cycles"), [(sgd, "momentum"), (adamw, "beta1")], ids=["SGD", "AdamW"])
+def test_one_cycle_ends_graphs_after_three_captures_in_a_row(
+    make: Make, cycles: str, logged: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(make)
     assert pair.optimizer is not None and pair.other is not None
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=60, three_phase=True)
@@ -187,12 +199,12 @@ def test_one_cycle_ends_graphs_after_three_captures_in_a_row(logged: pytest.LogC
     ]
     for number in range(40):
         for optimizer in (pair.optimizer, pair.other):
-            optimizer.param_groups[0]["lr"] = RATE  # its momentum cycles, and float32 would round its rates
+            optimizer.param_groups[0]["lr"] = RATE  # the rest cycles, and float32 would round the rates
         pair.run(number)
         for scheduler in schedulers:
             scheduler.step()
     assert pair.recorder.replays == [1, 1, 1] and all(each.is_closed for each in pair.recorder.recordings)
-    assert pair.graphs.ended.startswith("3 captures in a row have served one step each: momentum of the optimizer's")
+    assert pair.graphs.ended.startswith(f"3 captures in a row have served one step each: {cycles} of the optimizer's")
     assert [record.levelname for record in logged.records].count("WARNING") == 1
 
 

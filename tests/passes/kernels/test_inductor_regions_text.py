@@ -170,3 +170,21 @@ AGAIN = """
 def test_what_a_checkpoint_computes_again_is_in_another_region() -> None:
     first, second = "view.0 exp.0 neg.0 sum.0 grad.neg.0 grad.view.0", "grad.exp.0 grad.sum.0 grad.sum.1 grad.add.0"
     check(AGAIN, InductorRegions(), marked(AGAIN, first, second))
+
+
+PLACE = """
+    in  %w: f32[4] = parameter
+    in  %x: f32[2,4] = input
+    fwd %axis_index/dp: - = axis_index(dp)
+    fwd %/exp.0: f32[2,4] = aten.exp(%x)
+    fwd %/neg.0: f32[2,4] = aten.neg(%/exp.0)
+    fwd %/mul.0: f32[2,4] = aten.mul.Tensor(%/neg.0, %axis_index/dp)
+    fwd %/mul.1: f32[2,4] = aten.mul.Tensor(%/mul.0, %w)
+    fwd %/sum.0: f32[] = aten.sum(%/mul.1)
+    return [%/sum.0]
+"""
+
+
+def test_what_depends_on_the_rank_is_in_no_region() -> None:
+    """So that no number of a rank is in the code that all ranks share."""
+    check(PLACE, InductorRegions(), marked(PLACE, "exp.0 neg.0", "mul.1 sum.0"))
