@@ -49,7 +49,7 @@ ATTEMPTS = 3
 NETWORK_SECONDS = 2.0
 """How long the network is measured, about."""
 
-TURN_SECONDS, FEWEST, MOST = 0.4, 4, 20
+TURN_SECONDS, FEWEST, MOST = 0.4, 4, 60
 """A turn of a plan takes about so many seconds, and so many steps at least and at most, besides its first one."""
 
 SPENT = 30.0
