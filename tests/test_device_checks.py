@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.gpu import graph_checks, step_checks
 from tests.gpu.device_models import MODELS, RECURRENT, WITH_DROPOUT
 from tests.gpu.step_checks import OPTIMIZERS
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 ADAMW = OPTIMIZERS["AdamW fused"]
 
@@ -70,3 +79,43 @@ def test_checks_of_what_only_a_gpu_shows_run() -> None:
     step_checks.check_that_no_half_waits_for_the_host(MODELS["mlp"], CPU)
     step_checks.check_that_no_needless_warning_comes(MODELS["mlp"], CPU, OPTIMIZERS["SGD"])
     assert not step_checks.has_graphs(CPU)
+
+
+WITHOUT = """
+import importlib, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split()))  # importing these is an error
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+
+
+def needed(*names: str) -> set[str]:
+    """These distributions and all that they require here."""
+    found: set[str] = set()
+    left = [*names]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            with suppress(metadata.PackageNotFoundError):
+                wanted = [Requirement(each) for each in metadata.requires(name) or []]
+                left += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_checks_and_benchmark_of_a_gpu_need_no_other_packages() -> None:
+    """Where a GPU is there may be no network to install any from."""
+    there = needed("torch", "networkx", "pytest")
+    others = [
+        module
+        for module, packages in metadata.packages_distributions().items()
+        if module.isidentifier()
+        and not module.startswith(("_", "commfuse"))
+        and there.isdisjoint(map(canonicalize_name, packages))
+    ]
+    assert others and "networkx" not in others
+    asking = {"test_graphs", "test_two_ranks"}  # which ask the GPU already when they are imported
+    names = [f"tests.gpu.{stem}" for stem in sorted({file.stem for file in (ROOT / "tests/gpu").glob("*.py")} - asking)]
+    command = [sys.executable, "-c", WITHOUT, " ".join(others), "tests.fixtures", "benchmarks.gpu", *names]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert len(names) > 9 and ended.returncode == 0, ended.stderr[-2000:]
