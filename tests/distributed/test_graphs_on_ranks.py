@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import commfuse_fx as cf
 from commfuse_fx.runtime.execute.step_graphs import FIRST
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, digest, snapshot, xy
+from tests.distributed.programs import run_programs
 from tests.logs import logged
 from tests.recorders import CpuRecorder, CpuRecording, recorded
 
@@ -269,6 +271,25 @@ def ends_with_a_live_step() -> tuple[bool, bool]:
 
 def test_captures_go_before_the_process_groups(ranks: Ranks) -> None:
     assert ranks.values(ends_with_a_live_step) == [(False, True)] * 2
+
+
+def trains_to_the_end(how: str) -> None:
+    cf.init()
+    rank = Rank()
+    for number in range(FIRST + 2):
+        rank.run(number)
+    print("ran", rank.replays)
+    if how == "close":
+        rank.step.close()
+    if how != "live":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["live", "destroy", "close"])
+def test_how_programs_end(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """With a captured step that is live or closed: soon, and without a word on stderr."""
+    for ended in run_programs(ranks, trains_to_the_end, how, files=tmp_path, folder=tmp_path):
+        assert (ended.code, ended.out, ended.err) == (0, "ran [2]\n", "")
 
 
 def closes_a_step() -> str:
