@@ -4,6 +4,7 @@ again there: the forward leaves one value in them, and the backward another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -55,5 +56,5 @@ def take_early_values(graph: fx.Graph, numbers: Sequence[int]) -> dict[fx.Node, 
 
 
 def _returned(output: fx.Node) -> list[fx.Node]:
-    (values,) = output.args
-    return list(values)  # type: ignore[arg-type]
+    values: Any = output.args[0]
+    return list(values)

@@ -123,8 +123,8 @@ def measure_network(device: torch.device, seconds: float) -> Network:
 
 
 def _backend(device: torch.device) -> str:
-    name: str = dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
-    return name
+    world: Any = dist.group.WORLD
+    return str(world._get_backend(device).name())
 
 
 def _source(device: torch.device, measurer: str) -> str:
