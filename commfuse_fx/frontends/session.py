@@ -359,7 +359,7 @@ class Session:
         if self.graphs is not None:
             with suppress(RuntimeError):  # a device that has failed
                 self.graphs.close()
-        self.running = None
+        self.running = self.replan = None
         self.runners.release()
         self.agreement = None
         self._voting = Voting(self.planner, None)
