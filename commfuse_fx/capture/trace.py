@@ -179,6 +179,7 @@ def trace_step(
                 begun = begun if seeded else [(results[0], None)]
                 with (
                     recorder.backward(),
+                    torch._C._DisableAutocast(),  # as where backward() stands behind the autocast block
                     other_gradients_kept([each for each, _ in begun], own),
                     functions.watched(results) if seeded else nullcontext(),
                 ):

@@ -49,6 +49,11 @@ def grads(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that have parameters of their own."""
+    return [module for module in model.modules() if module._parameters]
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -70,7 +75,7 @@ def plain(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 def no_zero_grad(wrapped: Any, model: nn.Module) -> Iterator[Any]:
     """Several backwards before a step; the user keeps an old gradient, and has set another one."""
     kept, last = None, list(model.parameters())[2]
-    last.grad = torch.ones(2 * last.numel(), dtype=last.dtype)[::2]
+    last.grad = torch.ones(*last.shape, 2, dtype=last.dtype)[..., 0]
     for step in range(3):
         wrapped(batch(step)).square().mean().backward()
         kept = kept if kept is not None else next(model.parameters()).grad
@@ -165,15 +170,16 @@ def clipping(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 def freezing(wrapped: Any, model: nn.Module) -> Iterator[Any]:
     """Parameters that are frozen and unfrozen, by what they are and by what they belong to."""
-    assert isinstance(model, Net)
+    parts = layers(model)
+    one, whole = parts[len(parts) // 3], parts[-1]
     for step in range(4):
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=step > 0)  # it has to be made anew
         wrapped(batch(step)).square().mean().backward()
         yield grads(model)
         model.zero_grad()
-        model.frozen.requires_grad_(step % 2 == 0)
-        model.second.weight.requires_grad_(step % 2 == 1)
+        whole.requires_grad_(step % 2 == 0)
+        one.weight.requires_grad_(step % 2 == 1)
 
 
 def optimizer_in_backward(wrapped: Any, model: nn.Module) -> Iterator[Any]:
@@ -197,10 +203,14 @@ def optimizer_in_backward(wrapped: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def hooks(wrapped: Any, model: nn.Module) -> Iterator[Any]:
-    assert isinstance(model, Net)
-    model.second.register_forward_hook(lambda module, args, out: out * 1.5)
-    model.first.register_full_backward_hook(lambda module, given, out: (None if given[0] is None else given[0] * 2,))
-    model.second.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    def doubled(grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else grad * 2
+
+    parts = layers(model)
+    one, middle = parts[len(parts) // 3], parts[len(parts) // 2]
+    one.register_forward_hook(lambda module, args, out: out * 1.5)
+    middle.register_full_backward_hook(lambda module, given, out: tuple(map(doubled, given)))
+    one.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     if hasattr(model, "python"):  # which no graph of Dynamo reads
         model.get_parameter("python.0.weight").register_hook(lambda grad: grad + 1)
     for step in range(2):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
@@ -62,6 +63,21 @@ class Rounds(nn.Module):
         return out
 
 
+class ComputesInFloat32(nn.Module):
+    """Under autocast a part of it is in float32, and so is the gradient of that part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x)[None]
+        attended = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.25)  # in float32, below autocast
+        with torch.autocast("cpu", enabled=False):
+            out: torch.Tensor = self.last(attended[0].float())
+        return out
+
+
 def low_precision() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 6))
@@ -70,10 +86,12 @@ def low_precision() -> None:
         (copy.deepcopy(layers), torch.float16, torch.float32),
         (copy.deepcopy(layers).bfloat16(), None, torch.bfloat16),
         (Rounds(), None, torch.float32),
+        (ComputesInFloat32(), torch.bfloat16, torch.float32),
     ]
     for model, autocast, dtype in cases:
         found = []
         for call, net in pair(model):
+            torch.manual_seed(3 + dist.get_rank())
             with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                 out = call(batch(0, dtype=dtype))
             out.float().square().mean().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +17,12 @@ from tests.distributed.harness import Ranks
 from tests.distributed.loops_of_modules import (
     LOOPS,
     Net,
-    accumulation,
     assert_as_ddp,
     batch,
-    clipping,
     grads,
-    local_gradients,
+    sgd,
     siamese,
     through_one_forward,
-    two_losses,
 )
 from tests.distributed.models_of_modules import MODELS
 
@@ -63,22 +61,69 @@ def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, size: int) -> No
     assert min(ranks.values(compare, number, {"cpu_kernels": False}, size=size))
 
 
-OF_ALL = [accumulation, siamese, two_losses, local_gradients, clipping]
-
-
 def all_of(name: str) -> None:
-    """These loops one after the other, and what a float32 model gets."""
-    for loop in OF_ALL:
-        assert compare(LOOPS.index(loop), {"cpu_kernels": False}, name)
-    found = []
-    for wrap in (lambda net: cf.compile(net, cpu_kernels=False), nn.parallel.DistributedDataParallel):
-        model = made(name).float()
-        call = wrap(model)
-        torch.manual_seed(3 + dist.get_rank())
-        for step in range(2):
-            call(batch(step, dtype=torch.float32)).square().mean().backward()
-        found.append(grads(model))
-    assert_as_ddp(*found)
+    """All loops one after the other, a parameter that nobody uses, uneven numbers of batches, and float32."""
+    for number, loop in enumerate(LOOPS):
+        try:
+            assert compare(number, {"cpu_kernels": False}, name)
+        except Exception as error:
+            raise AssertionError(f"{name} in {loop.__name__}") from error
+    for loop in (unused, uneven, scaled):
+        assert_as_ddp(*(list(loop(name, wrap)) for wrap in (compiled, nn.parallel.DistributedDataParallel)))
+
+
+def compiled(model: nn.Module, **options: Any) -> cf.CompiledModule:
+    return cf.compile(model, cpu_kernels=False, **options)
+
+
+def unused(name: str, wrap: Callable[..., Any]) -> Iterator[Any]:
+    """One parameter is used on rank 1 only, and another one nowhere."""
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = made(name)
+            self.spare, self.never = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+        def forward(self, x: torch.Tensor, spares: bool) -> torch.Tensor:
+            out: torch.Tensor = self.model(self.spare(x) if spares else x)
+            return out
+
+    model = Spare()
+    call = wrap(model, find_unused_parameters=True)
+    torch.manual_seed(3 + dist.get_rank())
+    for step in range(2):
+        call(batch(step).requires_grad_(), dist.get_rank() == 1).square().mean().backward()
+        yield grads(model)
+
+
+def uneven(name: str, wrap: Callable[..., Any]) -> Iterator[Any]:
+    """Rank 0 has more batches than the others."""
+    model = made(name)
+    call, optimizer = wrap(model), sgd(model)
+    torch.manual_seed(3 + dist.get_rank())
+    with call.join():
+        for step in range(3 if dist.get_rank() == 0 else 2):
+            optimizer.zero_grad()
+            call(batch(step)).square().mean().backward()
+            optimizer.step()
+    yield list(model.parameters())
+
+
+def scaled(name: str, wrap: Callable[..., Any]) -> Iterator[Any]:
+    """Float32, and then autocast with a scaler that skips the step in which one rank has an infinity."""
+    model = made(name).float()
+    call, optimizer, scaler = wrap(model), sgd(model), torch.amp.GradScaler("cpu", init_scale=64.0)
+    torch.manual_seed(3 + dist.get_rank())
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=step > 0, cache_enabled=False):
+            loss = call(batch(step, dtype=torch.float32)).float().square().mean()
+        scaler.scale(loss * (torch.inf if (step, dist.get_rank()) == (2, 1) else 1)).backward()
+        yield [None if grad is None else grad.nan_to_num() for grad in grads(model)]
+        scaler.step(optimizer)
+        scaler.update()
+        yield scaler.get_scale(), list(model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
