@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import fx
+
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.kernels.recurrent import lstm_layer, lstm_layer_backward
 
 aten = torch.ops.aten
@@ -33,23 +37,62 @@ it (torch 2.13)."""
 _SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
 """Ops with results whose size only the machine knows, or that take such."""
 
-_DECOMPOSED_WRONGLY = (
+_COMPUTED_WRONGLY = (
     aten.bernoulli.default,  # draws numbers of the probabilities' type, so in float64 other ones than PyTorch
+    aten.diagonal_scatter.default,  # writes right into an expanded tensor, so to all places that share an element
     aten.hardsigmoid_backward.default,  # multiplies by 1 / 6, PyTorch in float64 by what float32 has for it
     aten.multilabel_margin_loss_forward.default,  # takes all labels, PyTorch those before the first -1
     aten.rrelu_with_noise_functional.default,  # returns no noise in evaluation, PyTorch one of the input's shape
     aten.soft_margin_loss_backward.default,  # subtracts 1 from a sigmoid: small gradients are 0
+    aten.upsample_nearest2d_backward.default,  # goes by the sizes alone, PyTorch by the scale factors
 )
 """Ops of which Inductor computes something else (torch 2.13)."""
 
 _REFUSED = (aten._ctc_loss.default,)
 """Ops that Inductor refuses, and their regions with them."""
 
-BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 """Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""
 
-LEFT_OUT = frozenset((*_SIZED_BY_MACHINE, *_DECOMPOSED_WRONGLY, *_REFUSED))
+_COMPARISONS = (aten.eq.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.ne.Tensor)
+"""Ops that compare numbers. Inside of a region Inductor may not have rounded them: in bfloat16 none is the maximum."""
+
+LEFT_OUT = frozenset((*_SIZED_BY_MACHINE, *_COMPUTED_WRONGLY, *_REFUSED))
 """Ops that are in no region."""
 
 LEFT_OUT_ON_CPU = frozenset((*_QUICKER_ON_CPU, *_SCATTERING))
 """Ops that are in no region where they run on a CPU."""
+
+_POOLS_BACKWARD = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+_UPSAMPLES = (aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
+_DIVIDES = (aten.div.Scalar_mode, aten.div.Tensor_mode)
+
+
+def is_computed_wrongly(node: fx.Node) -> bool:
+    """Whether Inductor computes something else from the node's arguments, though not from all (torch 2.13).
+
+    It divides the gradient of a window that reaches over the border, as some do with `ceil_mode`, by the whole window.
+    It applies a scale factor to a dimension that keeps its size. It rounds a quotient before it takes the floor: of
+    1.0 // 0.1 it makes 10, PyTorch 9.
+    """
+    args: Any = node.args
+    if node.target in _POOLS_BACKWARD:
+        return bool(args[5])
+    if node.target in _UPSAMPLES:
+        sizes = zip(args[1], tensor_spec(args[0]).shape[2:], args[2:], strict=False)
+        return any(scale is not None and new == old for new, old, scale in sizes)
+    if node.target in _DIVIDES:
+        return node.kwargs.get("rounding_mode") == "floor" and tensor_spec(node).dtype.is_floating_point
+    return False
+
+
+def found_in_memory(node: fx.Node) -> list[fx.Node]:
+    """The inputs that no op of the node's own region may have made."""
+    if node.target in _BY_STRIDES:
+        return node.all_input_nodes[:1]
+    return [value for value in node.all_input_nodes if node.target in _COMPARISONS and _is_rounded(value)]
+
+
+def _is_rounded(value: fx.Node) -> bool:
+    spec = info(value).spec
+    return isinstance(spec, TensorSpec) and spec.dtype.is_floating_point

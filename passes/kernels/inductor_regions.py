@@ -16,7 +16,7 @@ from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.kernels.inductor_ops import BY_STRIDES, LEFT_OUT, LEFT_OUT_ON_CPU
+from commfuse_fx.kernels.inductor_ops import LEFT_OUT, LEFT_OUT_ON_CPU, found_in_memory, is_computed_wrongly
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ class _Cutter:
         for node in self.nodes:
             if node in self.anchors or self._is_of_another_layer(node) or self._is_computed_again(node):
                 yield from self._cut()
-            if node.target in BY_STRIDES and self.roots[node.all_input_nodes[0]] in self.region:
+            if any(self.roots[value] in self.region for value in found_in_memory(node)):
                 yield from self._cut()
             if info(node).once:
                 pass  # its value is there when the step begins
@@ -232,7 +232,7 @@ def _is_plain_call(node: fx.Node) -> bool:
         return False
     if info(node).next_step is not None or node.target is aten.empty.memory_format:
         return False
-    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in LEFT_OUT:
+    if is_start(node) or is_wait(node) or is_opaque(node) or node.target in LEFT_OUT or is_computed_wrongly(node):
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _KNOWN:
         return False

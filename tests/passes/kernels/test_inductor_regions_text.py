@@ -1,5 +1,7 @@
 """Which nodes `inductor_regions` puts into regions, and which it leaves out."""
 
+import pytest
+
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
 from tests.passes.cases import check
 
@@ -188,3 +190,45 @@ PLACE = """
 def test_what_depends_on_the_rank_is_in_no_region() -> None:
     """So that no number of a rank is in the code that all ranks share."""
     check(PLACE, InductorRegions(), marked(PLACE, "exp.0 neg.0", "mul.1 sum.0"))
+
+
+COMPARED = """
+    in  %x: bf16[2,4] = input
+    fwd %/neg.0: bf16[2,4] = aten.neg(%x)
+    fwd %/amax.0: bf16[2,1] = aten.amax(%/neg.0, [1], True)
+    fwd %/eq.0: b8[2,4] = aten.eq.Tensor(%/neg.0, %/amax.0)
+    fwd %/mul.0: bf16[2,4] = aten.mul.Tensor(%x, %/eq.0)
+    fwd %/sum.0: bf16[] = aten.sum(%/mul.0)
+    return [%/sum.0]
+"""
+
+
+def test_what_is_computed_is_stored_before_it_is_compared() -> None:
+    check(COMPARED, InductorRegions(), marked(COMPARED, "neg.0 amax.0", "eq.0 mul.0 sum.0"))
+    numbers = COMPARED.replace("bf16", "i64")
+    check(numbers, InductorRegions(), marked(numbers, "neg.0 amax.0 eq.0 mul.0 sum.0"))
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "right"),
+    [
+        ("avg_pool2d_backward(%/neg.0, %x, [1, 1], [1, 1], [0, 0], {}, True, None)", "True", "False"),
+        ("upsample_nearest2d(%/neg.0, [4, 4], {})", "1.2", "None"),
+        ("div.Scalar_mode(%/neg.0, 0.1, rounding_mode={})", "floor", "trunc"),
+        ("diagonal_scatter(%/neg.0, {}, 0, 2, 3)", "%y", None),
+    ],
+)
+def test_what_inductor_computes_otherwise_is_in_no_region(op: str, wrong: str, right: str | None) -> None:
+    text = f"""
+        in  %x: f64[2,3,4,4] = input
+        in  %y: f64[2,3,4] = input
+        fwd %/exp.0: f64[2,3,4,4] = aten.exp(%x)
+        fwd %/neg.0: f64[2,3,4,4] = aten.neg(%/exp.0)
+        fwd %/op.0: f64[2,3,4,4] = aten.{op}
+        fwd %/sin.0: f64[2,3,4,4] = aten.sin(%/op.0)
+        fwd %/sum.0: f64[] = aten.sum(%/sin.0)
+        return [%/sum.0]
+    """
+    check(text.format(wrong), InductorRegions(), marked(text.format(wrong), "exp.0 neg.0", "sin.0 sum.0"))
+    if right:
+        check(text.format(right), InductorRegions(), marked(text.format(right), "exp.0 neg.0 op.0 sin.0 sum.0"))
