@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -84,6 +85,16 @@ def is_computed_wrongly(node: fx.Node) -> bool:
     if node.target in _DIVIDES:
         return node.kwargs.get("rounding_mode") == "floor" and tensor_spec(node).dtype.is_floating_point
     return False
+
+
+def looks_like_attention(nodes: Iterable[fx.Node]) -> bool:
+    """Whether the nodes compute a softmax and products of batches of matrices.
+
+    Inductor's patterns take that for attention whichever dimension the softmax is over, and however the keys are
+    permuted (torch 2.13).
+    """
+    targets = {node.target for node in nodes}
+    return aten.bmm.default in targets and not targets.isdisjoint((aten._softmax.default, aten.amax.default))
 
 
 def found_in_memory(node: fx.Node) -> list[fx.Node]:

@@ -53,3 +53,24 @@ class IsLargest(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x / 3
         return (x == x.amax(1, True)).to(x.dtype) + 0 * x
+
+
+class Attends(nn.Module):
+    """Attention with keys that are permuted right into the shape that their product needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).view(2, 4, 4, 4) for linear in self.linears)
+        weights = torch.softmax(q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) * 0.5, -1)
+        return (weights @ v.permute(0, 2, 1, 3)).tanh().sum()
+
+
+def test_what_looks_like_attention_is_computed_as_it_stands() -> None:
+    """With as many heads as places Inductor took one for the other, where nobody keeps the weights for a backward."""
+    model = Attends().double().eval()
+    x = torch.randn(2, 4, 16).double()
+    with torch.no_grad():
+        torch.testing.assert_close(cf.compile(model, form="step", backend="inductor")(x), model(x))

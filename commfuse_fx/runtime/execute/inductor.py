@@ -17,6 +17,7 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.kernels import masks
+from commfuse_fx.kernels.inductor_ops import looks_like_attention
 from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
@@ -98,6 +99,7 @@ class _Place(int):
 def _compiled(region: Region) -> RegionCode | str:
     """The region's code, or why there is none."""
     from torch._dynamo.utils import GmWrapper
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -107,7 +109,8 @@ def _compiled(region: Region) -> RegionCode | str:
     try:
         # With this wrapper the code takes a list, which it empties: tensors go when the region needs them no more.
         module: Any = GmWrapper(_graph_module(region), lambda given: given)
-        code: Any = compile_fx(module, examples)
+        with config.patch(pattern_matcher=config.pattern_matcher and not looks_like_attention(region.nodes)):
+            code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {next((line for line in lines if ' error: ' in line), lines[0])}"
