@@ -26,9 +26,9 @@ FUSIONS: dict[str, dict[str, Any]] = {
     "auto": {},
     "size": {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}},
     "index": {"comm_fusion": {"allreduce": {"mode": "index", "config": [3]}}},
-    "optimal": {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}},
+    "optimal": {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}, "cluster": "default"},
     "off": {"comm_fusion": {"openstate": False}},
-    "across steps": {"schedule": cf.ScheduleConfig(across_steps=True)},
+    "across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "default"},
 }
 
 

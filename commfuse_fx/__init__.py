@@ -26,7 +26,7 @@ from commfuse_fx.support.late_imports import import_when_missed
 if TYPE_CHECKING:
     from commfuse_fx import ops
     from commfuse_fx.api import compile
-    from commfuse_fx.config.compile_config import ScheduleConfig
+    from commfuse_fx.config.compile_config import ScheduleConfig, TrialLimits
     from commfuse_fx.config.context import (
         get_auto_parallel_context,
         reset_auto_parallel_context,
@@ -108,6 +108,7 @@ __all__ = [
     "Span",
     "StepProfile",
     "Timeline",
+    "TrialLimits",
     "VerificationError",
     "VirtualWorldError",
     "calibrate",
@@ -135,7 +136,7 @@ _MODULES = {"ops": "commfuse_fx.ops", "plans": "commfuse_fx.sharding.marking.pla
 
 _HOMES = {
     "commfuse_fx.api": ("compile",),
-    "commfuse_fx.config.compile_config": ("ScheduleConfig",),
+    "commfuse_fx.config.compile_config": ("ScheduleConfig", "TrialLimits"),
     "commfuse_fx.config.context": (
         "get_auto_parallel_context",
         "reset_auto_parallel_context",

@@ -199,6 +199,7 @@ def compile(
         step of several ranks measures itself while it trains, tries other buckets, other orders and communication
         across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given.
     replan: whether a plan may change while a step trains. False, as torch.use_deterministic_algorithms(True): never.
+        A TrialLimits limits the time and the steps that finding it may take.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
         waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
     inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.
@@ -212,9 +213,11 @@ def compile(
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
         dropout masks from fewer random bits. Gradients then differ in their last digits.
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
-        file. None or "default": plans that need prices take 10 Gbit/s between CPU ranks, and nodes of 8 H100 for a
-        model on CUDA. "measured": a step of several ranks measures network and nodes while it trains with the default
-        plan; then what was asked for is planned with these figures, and stays if it is faster.
+        file. "measured", and None where plans need prices: a step of several ranks measures network and nodes while it
+        trains with the default plan; then what was asked for is planned with these figures, and stays if it is faster.
+        "default", and None where nothing can be measured (a virtual world, one rank, a module, semi_auto): 10 Gbit/s
+        between CPU ranks, and nodes of 8 H100 for a model on CUDA. With schedule="auto" a StepProfile that has the name
+        of a plan goes on with that plan.
 
     Raises ConfigTypeError, ConfigKeyError or ConfigValueError (all of them CommFuseError) for bad options.
     Raises NotAvailableError for options that are planned.

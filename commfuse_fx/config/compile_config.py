@@ -15,15 +15,17 @@ from commfuse_fx.config.options import (
     DEFAULTS_OF_MODULE,
     MEASURED,
     PARALLEL_MODE_ALIASES,
+    PRESETS,
     Default,
     ScheduleConfig,
+    TrialLimits,
     validated,
 )
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
-from commfuse_fx.machine.source import costs_label, resolve_costs
+from commfuse_fx.machine.source import Costs, costs_label, resolve_costs
 from commfuse_fx.support.checks import show
 
-__all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig"]
+__all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig", "TrialLimits"]
 
 _AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto")
 
@@ -75,8 +77,8 @@ class CompileConfig:
     pipeline_stages: int
     schedule: str | ScheduleConfig
     """One of "overlap", "none" and "auto", or a ScheduleConfig."""
-    replan: bool
-    """Whether another plan may take the place of the one that runs."""
+    replan: bool | TrialLimits
+    """Whether another plan may take the place of the one that runs, and what finding it may take."""
     backend: str
     """How compute between collectives is generated: "eager" or "inductor"."""
     inductor_regions: str
@@ -86,7 +88,7 @@ class CompileConfig:
     cpu_kernels: bool
     """Whether passes run that only make kernels of the CPU faster."""
     cluster: Any
-    """What plans are priced with: a ClusterSpec, a StepProfile, "measured", or None."""
+    """What plans are priced with: a ClusterSpec, a StepProfile, "measured", "default", or None."""
     exchange_factors: str
     gradient_compression: Any
 
@@ -132,15 +134,26 @@ class CompileConfig:
         return self.parallel_mode == "semi_auto"
 
     @property
-    def measures(self) -> bool:
-        """Whether plans follow from what a step measures while it trains."""
+    def asks_to_measure(self) -> bool:
+        """Whether the user has asked for plans that follow from what a step measures while it trains."""
         return self.schedule == "auto" or self.cluster == MEASURED
+
+    @property
+    def measures(self) -> bool:
+        """Whether plans follow from that where it can be measured."""
+        return self.asks_to_measure or (self.cluster is None and self.plans_by_cost)
+
+    @property
+    def figures(self) -> Costs | None:
+        """The figures that were given."""
+        return None if self.cluster in (MEASURED, PRESETS) else self.cluster
 
     @property
     def unmeasured(self) -> CompileConfig:
         """The same where nothing can be measured, or the plan is to stay."""
-        found = replace(self, cluster=None) if self.cluster == MEASURED else self
-        return replace(found, schedule="overlap") if self.schedule == "auto" else found
+        if self.schedule == "auto":  # figures are what others plans than this one follow from
+            return replace(self, cluster=None, schedule="overlap")
+        return replace(self, cluster=self.figures)
 
     @property
     def first(self) -> CompileConfig:
@@ -161,7 +174,7 @@ class CompileConfig:
     @property
     def plans_by_cost(self) -> bool:
         """Whether the plan follows from predicted times, so that a cluster is needed."""
-        asked = self.cluster is not None or self.across_steps or self.memory_limit is not None
+        asked = self.cluster not in (None, PRESETS) or self.across_steps or self.memory_limit is not None
         return self.comm_fusion.is_optimal or (asked and self.schedule != "none")
 
     def header(self) -> list[tuple[str, str]]:

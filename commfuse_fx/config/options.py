@@ -26,8 +26,8 @@ SCHEDULES = ("overlap", "none", "auto")
 CAPTURES = ("trace", "dynamo")
 BACKENDS = ("eager", "inductor")
 REGIONS = ("stretches", "layers")
-MEASURED = "measured"
-"""The word of `cluster=` for figures that a step measures while it trains."""
+MEASURED, PRESETS = "measured", "default"
+"""The words of `cluster=` for figures that a step measures while it trains, and for those that are assumed."""
 EXCHANGE_FACTORS = ("never", "auto", "always")
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -97,6 +97,26 @@ class ScheduleConfig:
         if self.memory_limit is not None:
             check_int(self.memory_limit, "ScheduleConfig.memory_limit", 1)
         check_bool(self.across_steps, "ScheduleConfig.across_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLimits:
+    """What measuring and trying plans may take, in place of `replan=True`, which stands for `TrialLimits()`.
+
+    Raises ConfigTypeError or ConfigValueError, which name the field.
+    """
+
+    seconds: float = 30.0
+    """Seconds that all of it may take longer than training with the default plan. 30 are 5% of ten minutes."""
+    steps: int = 2000
+    """Training steps after which it ends."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)):
+            raise ConfigTypeError(f"TrialLimits.seconds is {show(self.seconds)}; give a number of seconds")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigValueError(f"TrialLimits.seconds is {show(self.seconds)}; give a finite number above 0")
+        check_int(self.steps, "TrialLimits.steps", 1)
 
 
 def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,10 +206,18 @@ def _check_parallel_optimizer_config(value: object, where: str) -> object:
 
 
 def _check_cluster(value: object, where: str) -> object:
-    """What `cluster=` stands for; None where nothing is given, or the default is named."""
-    if value is None or value == "default":
-        return None
-    return MEASURED if value == MEASURED else resolve_costs(value, where)
+    """What `cluster=` stands for: figures, or one of the words; None where nothing is given."""
+    if value is None or (isinstance(value, str) and value in (MEASURED, PRESETS)):
+        return value
+    return resolve_costs(value, where)
+
+
+def _check_replan(value: object, where: str) -> bool | TrialLimits:
+    if isinstance(value, (bool, TrialLimits)):
+        return value
+    raise ConfigTypeError(
+        f"{where} is {show(value)}; give True, False or a TrialLimits such as TrialLimits(seconds=10)"
+    )
 
 
 def _accept(value: object, where: str) -> object:
@@ -218,7 +246,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "capture": partial(check_choice, choices=CAPTURES),
         "pipeline_stages": partial(check_int, low=1),
         "schedule": _check_schedule,
-        "replan": check_bool,
+        "replan": _check_replan,
         "backend": partial(check_choice, choices=BACKENDS),
         "inductor_regions": partial(check_choice, choices=REGIONS),
         "cuda_graph": _check_cuda_graph,

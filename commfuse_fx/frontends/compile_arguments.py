@@ -94,10 +94,10 @@ def check_form_of_module(config: CompileConfig) -> None:
             f'capture="dynamo" with schedule=ScheduleConfig(memory_limit={config.memory_limit}): graphs are planned '
             "one by one, and none knows what the others hold; leave one of them out"
         )
-    if config.measures:
+    if config.asks_to_measure and config.capture == "dynamo":
         raise NotAvailableError(
-            f'{_measured(config)} is not available yet for the module form (form="module", or compile without loss_fn '
-            'and optimizer): leave it out, or pass loss_fn or form="step"'
+            f'{_measured(config)} is not available yet with capture="dynamo", which makes several graphs: leave it '
+            'out, or use capture="trace"'
         )
     if config.across_steps:
         raise ConfigValueError(
@@ -117,11 +117,6 @@ def check_form_of_step(config: CompileConfig) -> None:
         raise NotAvailableError(
             f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '
             "part of the outputs; leave it out, or use data_parallel"
-        )
-    if config.measures and config.divides_graphs:
-        raise NotAvailableError(
-            f'{_measured(config)} is not available yet with parallel_mode="{config.parallel_mode}", which divides the '
-            'graph among ranks: leave it out, or use parallel_mode="data_parallel"'
         )
     if config.capture == "dynamo":
         raise ConfigValueError(

@@ -15,6 +15,8 @@ from commfuse_fx.frontends.session import Session
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.planning.alternatives import as_kept
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
@@ -48,16 +50,18 @@ class CompiledCall:
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         self.mesh = _mesh_of(config)
         measures = self._measures(config)
-        self.config = _priced(config.first if measures else config.unmeasured, model, self.mesh)
+        first = config.first if measures else as_kept(config, config.unmeasured, self.form)
+        self.config = _priced(first, model, self.mesh)
         self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank), self.form)
         self.session = self._make_session()
         if measures:
-            self.session.try_plans(config)
+            self.session.try_plans(config, _priced(config.unmeasured, model, self.mesh))
 
     def _measures(self, config: CompileConfig) -> bool:
         """Whether plans are made of what is measured while the ranks train."""
         is_real = not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone"
-        return config.measures and config.replan and is_real and not torch.are_deterministic_algorithms_enabled()
+        may_change = bool(config.replan) and not torch.are_deterministic_algorithms_enabled()
+        return config.measures and is_real and may_change and config.capture == "trace"
 
     def _make_session(self) -> Session:
         return Session(self.planner, self.rank)
@@ -65,6 +69,15 @@ class CompiledCall:
     def synchronize(self) -> None:
         """Wait until the last step is complete."""
         self.session.synchronize()
+
+    def profile_used(self) -> StepProfile | None:
+        """What was measured of network and nodes while training, to plan with; None until it has been.
+
+        It is the same on every rank. `compile` takes it as `cluster=`, and `save` writes a file that `commfuse explain`
+        reads. Once a plan stays, the profile has its name: keep it in a checkpoint (`to_json`), and what is compiled
+        with it and `schedule="auto"` goes on with that plan.
+        """
+        return None if self.session.replan is None else self.session.replan.profile_used
 
     @user_frames_only
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
@@ -45,23 +44,6 @@ def watch_of(agreement: Agreement | None) -> LaunchWatch | None:
     if agreement is None:
         return None
     return LaunchWatch(agreement.rank, world_timeout(), agreement.distress, _abort_nccl)
-
-
-def close_before_destroy(graphs: StepGraphs) -> None:
-    """Let `destroy_process_group()` close these first: graphs have to go before the communicators in them."""
-    dist.distributed_c10d._world.comms.append(_Finalizer(graphs))
-
-
-class _Finalizer:
-    """An entry in torch's list of what it finalizes before it ends the process groups of the world."""
-
-    def __init__(self, graphs: StepGraphs) -> None:
-        self._graphs = weakref.ref(graphs)
-
-    def finalize(self) -> None:
-        graphs = self._graphs()
-        if graphs is not None:
-            graphs.close()
 
 
 def _abort_nccl() -> None:

@@ -50,7 +50,8 @@ class ModuleJoin(Join):
 class ModuleJoinHook(JoinHook):
     """What a rank that has no more batches does for the others."""
 
-    def __init__(self, session: ModuleSession, **options: Any) -> None:
+    def __init__(self, module: Joinable, session: ModuleSession, **options: Any) -> None:
+        self._module = module
         self._session = session
         if session.uneven is not None:
             session.uneven.enter(mean_of_active=not options.get("divide_by_initial_world_size", True))
@@ -67,3 +68,5 @@ class ModuleJoinHook(JoinHook):
         dist.all_reduce(found, dist.ReduceOp.MAX)
         held = [*model.parameters(), *model.buffers()]
         broadcast_parameters([tensor.detach() for tensor in held if tensor.numel()], int(found))
+        # What runs behind the context is not in it; `Join` itself never says so.
+        self._module._join_config = self._module._join_config.construct_disabled_join_config()

@@ -145,10 +145,11 @@ class LateReduction:
             raise
         finally:
             now.put_back(self._hooks.params)
-        if not has_reduced and self._ends < LOOKED_AT:
+        uneven = self._session.uneven
+        if not has_reduced and uneven.roll is None and self._ends < LOOKED_AT:  # all ranks have as many of these
             self._ends += 1
-            self._session.uneven.agree_on_end()
-        self._session.uneven.end()
+            uneven.agree_on_end()
+        uneven.end()
 
     def _reduce_rest(self, now: RunningBackward) -> bool:
         """Reduce what is left. Returns whether something is."""

@@ -23,6 +23,7 @@ from commfuse_fx.frontends.other_tracers import refuse_other_tracers
 from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -147,6 +148,10 @@ class CompiledModule(nn.Module, Joinable):
         with torch.enable_grad():
             return self._compiled.lower(*args, **kwargs)
 
+    def profile_used(self) -> StepProfile | None:
+        """As `CompiledStep.profile_used`; nodes are those of the backward."""
+        return self._compiled.profile_used()
+
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
@@ -162,7 +167,7 @@ class CompiledModule(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does for the others when it has no more batches."""
-        return ModuleJoinHook(self._session, **kwargs)
+        return ModuleJoinHook(self, self._session, **kwargs)
 
     @property
     def join_device(self) -> torch.device:

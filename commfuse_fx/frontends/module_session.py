@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,9 @@ class ModuleSession(Session):
                 return self._backward(forward, gradients, mode, keep)
         self.uneven.check()
         with self.step_of_ranks():
+            if self.replan is not None:
+                self.replan.clock.is_paused = self.uneven.roll is not None  # where ranks may be without batches
+                self.replan.clock.before_step()
             return self._backward(forward, gradients, mode, keep)
 
     @contextmanager
@@ -192,9 +196,29 @@ class ModuleSession(Session):
             held = self.parts.unreduced(executor.params)
             if self.planner.config.find_unused_parameters:
                 held[USED] = self._reached_before(plan.compiled.program)
-        grads, of_inputs = executor.backward(taken, gradients, held)
+        grads, of_inputs = self._run_backward(forward, plan, mode, taken, gradients, held)
         self._to_mean_of_active(grads, mode)
         return grads, of_inputs
+
+    def _run_backward(
+        self,
+        forward: Forward,
+        plan: Plan,
+        mode: str,
+        taken: list[Any],
+        gradients: tuple[torch.Tensor | None, ...],
+        held: Mapping[str, torch.Tensor | None],
+    ) -> NamedGradients:
+        replan, runner, executor = self.replan, self.runners.of(plan), self._executor_of(plan)
+        if replan is None or mode == "local" or runner is None:
+            return executor.backward(taken, gradients, held)
+        if self.timeline is None and replan.measures(forward.plan, runner):
+            run = partial(executor.backward_by, saved=taken, gradients=gradients, held=held)
+            found = replan.run_measured(forward.plan, runner, run)
+        else:
+            found = executor.backward(taken, gradients, held)
+        replan.clock.after_step(forward.plan, runner)
+        return found
 
     def _about_to_run(self, plan: Plan, executor: HalvesExecutor, mode: str) -> None:
         """Agree on first values where that has still to be done, and let the wire know who looks on and who sends."""
@@ -232,11 +256,14 @@ class ModuleSession(Session):
 
     def plan_of(self, plan: Plan, mode: str, absent: tuple[int, ...]) -> Plan:
         """The plan of a backward. mode: as in `backward`. absent: which outputs have no gradient."""
+        if mode != "local":
+            plan = self._chosen(plan)
         if mode == "reduced" and not absent:
             return plan
         if (mode, absent) not in plan.others:
-            compiled = self.planner.other_backward(plan.compiled, mode, absent)
-            plan.others[mode, absent] = Plan(compiled, plan.signature, plan.guards)
+            config, common = plan.config, plan.common
+            compiled = self.planner.other_backward(plan.compiled, mode, absent, config, common)
+            plan.others[mode, absent] = Plan(compiled, plan.signature, plan.guards, config=config, common=common)
         return plan.others[mode, absent]
 
     def _executor_of(self, plan: Plan) -> HalvesExecutor:

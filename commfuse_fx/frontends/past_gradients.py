@@ -48,7 +48,8 @@ class PastGradients:
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._known: dict[str, None] = {}
         self._seen: tuple[Plan | None, Mapping[str, nn.Parameter], int] = (None, {}, 0)
-        self._ends = 0
+        # Backwards outside of a `Join` context, where all ranks have as many, and inside.
+        self._ends = [0, 0]
 
     def begin(self) -> None:
         """A forward begins."""
@@ -77,7 +78,7 @@ class PastGradients:
 
     @property
     def _looks(self) -> bool:
-        return self._ends < LOOKED_AT
+        return self._ends[self._uneven.roll is not None] < LOOKED_AT
 
     @property
     def _watched(self) -> int:
@@ -163,7 +164,7 @@ class PastGradients:
             self._graphs.reduce_held(params, {})
         elif self._looks:
             self._uneven.agree_on_end()
-        self._ends += 1
+        self._ends[self._uneven.roll is not None] += 1
 
     def _warn(self, names: Sequence[str], early: Sequence[str]) -> None:
         new, new_early = ([name for name in each if name not in self._known] for each in (names, early))

@@ -6,36 +6,31 @@ exchange between two steps, after a vote. Nothing has changed on any rank if tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import ceil
 from statistics import median, median_low
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.frontends.chosen_plan import ChosenPlan
-from commfuse_fx.frontends.measured_steps import ROUNDS, MeasuredSteps
+from commfuse_fx.config.options import TrialLimits
+from commfuse_fx.errors import PlanMismatchError
+from commfuse_fx.frontends.chosen_plan import TOPIC, ChosenPlan
+from commfuse_fx.frontends.measured_plans import MeasuredPlans
+from commfuse_fx.frontends.measured_steps import ROUNDS, MeasuredSteps, Result, Run, combined
+from commfuse_fx.frontends.plan_turns import Budget, PlanTurns
 from commfuse_fx.frontends.runners import Runner
+from commfuse_fx.frontends.step_clock import StepClock
 from commfuse_fx.frontends.voting import Voting
-from commfuse_fx.ir.text import communication_text
-from commfuse_fx.machine.kept_plan import KeptPlan
-from commfuse_fx.machine.source import default_cluster
 from commfuse_fx.machine.step_profile import StepProfile
-from commfuse_fx.measure.calibration import measured_cluster
-from commfuse_fx.measure.probe import device_name, synchronize
-from commfuse_fx.planning.alternatives import DEFAULT, Candidate, candidates, table, worth_a_trial
+from commfuse_fx.planning.alternatives import DEFAULT, Candidate, worth_a_trial
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.kept_plans import KeptPlans
 from commfuse_fx.planning.pace import CALM_SECONDS, CHANGED, Pace, slow_ranks
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
-from commfuse_fx.planning.trials import Trials
-from commfuse_fx.runtime.ranks.ballots import hash62
 from commfuse_fx.support.logs import logger
 
 log = logger("plan")
@@ -43,230 +38,225 @@ log = logger("plan")
 WARM = 2
 """Training steps before the first one that is measured."""
 
-ATTEMPTS = 3
-"""How often nodes are measured anew, where a rank had other batches."""
+ATTEMPTS = 10
+"""How often some more steps are measured, where a rank had too few of plans that had run before."""
 
-NETWORK_SECONDS = 2.0
-"""How long the network is measured, about."""
-
-TURN_SECONDS, FEWEST, MOST = 0.4, 4, 60
-"""A turn of a plan takes about so many seconds, and so many steps at least and at most, besides its first one."""
-
-SPENT = 30.0
-"""Seconds that all of this may take longer than training by default: 5% of the first ten minutes."""
+BEFORE = "as before"
+"""Remark on the plan that ran when the pace changed."""
 
 
 class Replan:
     """Decides which plan runs in place of the default one of a call.
 
-    asked: what the user has asked for. is_settled: whether the plan that runs stays. profile: what was measured of
-    network and nodes; None until then.
+    asked: what the user has asked for. preset: the same with figures that are assumed. is_settled: whether the plan
+    that runs stays. profile: what was measured of network and nodes, or given; None until then.
     """
 
-    def __init__(self, planner: Planner, voting: Voting, asked: CompileConfig, rank: int) -> None:
+    def __init__(
+        self, planner: Planner, voting: Voting, asked: CompileConfig, preset: CompileConfig, rank: int
+    ) -> None:
         planner.keeps_captured = True
         self.is_settled = False
         self.profile: StepProfile | None = None
         self._planner = planner
         self._voting = voting
         self._asked = asked
+        self._preset = preset
+        self._limits = asked.replan if isinstance(asked.replan, TrialLimits) else TrialLimits()
         self._rank = rank
-        self._device = next((param.device for param in planner.model.parameters()), torch.device("cpu"))
-        self._is_paused = False
+        device = next((param.device for param in planner.model.parameters()), torch.device("cpu"))
+        self.clock = StepClock(voting, device)
+        self._plans = MeasuredPlans(planner, asked, self.clock, device)
+        # Each rank of a module has forwards of its own, whose backwards run with what is chosen by then.
+        self._plans.is_mixed = self.clock.is_mixed = planner.form == "module"
         self._begin()
 
     def _begin(self) -> None:
-        self._steps = 0
-        self._times: list[float] = []
-        self._last: tuple[Plan, float] | None = None
-        self._runner: Runner | None = None  # of the last training step
+        self._budget = self._whole_budget()
         self._kept: KeptPlans | None = None
         self._is_known = False  # whether a plan of an earlier run is tried, and nothing is measured
         self._pace: Pace | None = None  # of the plan that stays
         self._before: ChosenPlan | None = None  # what ran when the pace changed
         self._step_seconds = 0.0  # when the pace was last looked at
+        self._computed = 0.0  # seconds that a step computed, on ranks that were not slow, when plans were last made
         self._calm = CALM_SECONDS / 2
-        self._spent = 0.0
         self._attempts = 0
         self._measure(WARM)
-        self._next_at(1, self._go_on_as_kept)
+        self.clock.next_at(1, self._go_on_as_kept)
 
-    def _next_at(self, steps: int, decide: Callable[[], None]) -> None:
-        """Let all ranks make a decision after so many more steps. No more steps are timed until then than those."""
-        self._due, self._decide, self._times, self._last = self._steps + steps, decide, [], None
+    def _whole_budget(self) -> Budget:
+        return Budget(self._limits.seconds, self.clock.steps + self._limits.steps)
 
     # What the session asks and tells.
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Steps inside of the block do not count, and the plan that runs stays."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        return self.clock.paused()
 
     def restart(self) -> None:
         """Plans that were measured are gone: begin anew. All ranks do."""
         if not self.is_settled:
             self._begin()
 
-    def before_step(self) -> None:
-        """Before a training step. Where a decision is due, all ranks make it together."""
-        if self._steps == self._due and not self._is_paused:
-            self._decide()
-
     def chosen(self, plan: Plan) -> Plan:
         """The plan that runs in place of the default plan of a call."""
         return self._chosen.of(plan)
 
     def shown(self, compiled: Compiled) -> Compiled:
-        """What stays in place of a default plan, once that is known."""
-        return self._chosen.shown(compiled)
+        """What stays in place of a default plan; until that is known, what was asked for with assumed figures."""
+        if self.is_settled or self._before is not None or not compiled.program.training:
+            return self._chosen.shown(compiled)
+        is_default = self._preset.header() == self._planner.config.header()
+        return compiled if is_default else self._planner.planned_as(compiled, self._preset)
+
+    @property
+    def profile_used(self) -> StepProfile | None:
+        """The profile, with the name of the plan that stays once it is known."""
+        if self.profile is None or not self.is_settled or not self._chosen.candidates:
+            return self.profile
+        return replace(self._profile_of_plan(), plan=self._chosen.candidate.name)
 
     def measures(self, plan: Plan, runner: Runner) -> bool:
         """Whether a step of this plan is to be run by `run_measured`."""
-        is_time = self._trials is None and not self.is_settled and self._steps >= self._from
-        return is_time and not self._is_paused and self._measured.wants(plan, runner)
+        is_time = self._turns is None and not self.is_settled and self.clock.steps >= self._from
+        return is_time and not self.clock.is_paused and self._measured.wants(plan, runner)
 
-    def run_measured(self, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """A training step. Returns what `Executor.run` does."""
-        return self._measured.run(runner, inputs)
+    def run_measured(self, plan: Plan, runner: Runner, run_by: Callable[[Run], Result]) -> Result:
+        """A training step, as `MeasuredSteps.run` runs it."""
+        return self._measured.run(plan, runner, run_by)
 
-    def after_step(self, plan: Plan, runner: Runner) -> None:
-        """After a step that ran this plan."""
-        if self._is_paused or not plan.compiled.program.training:
-            return
-        self._steps += 1
-        self._runner = runner
-        if self._steps == self._due:
-            synchronize(self._device)
-        now = perf_counter()
-        if self._steps <= self._due and self._last is not None and self._last[0] is plan:
-            self._times.append(now - self._last[1])
-        self._last = (plan, now)
+    @property
+    def runs_another(self) -> bool:
+        """Whether another plan than the default runs, on all ranks alike."""
+        return self._chosen.number != 0
 
-    def _meet(self, mine: Any) -> list[Any]:
-        assert self._runner is not None, "a step has run"
-        return self._voting.meet(self._runner, mine)
+    def differ(self, mismatch: PlanMismatchError) -> None:
+        """Batches of several sizes have led ranks to other plans, which all of them learn from the vote. Nothing has
+        been sent yet; they run the default plan, and make others that suit all sizes."""
+        log.info("batches of several sizes have led to other plans: %s", mismatch)
+        if self._plans.is_mixed:
+            self._give_up("plans for batches of several sizes differ between ranks")
+        else:
+            self._plans.is_mixed = self.clock.is_mixed = True
+            self._budget, self.is_settled, self._before, self._is_known = self._whole_budget(), False, None, False
+            self._measure(0)
 
-    # An earlier run of the same step has left its plan.
+    # Where figures were given, or an earlier run of the same step has left its plan, nothing is measured.
 
     def _go_on_as_kept(self) -> None:
-        assert self._last is not None, "a step has run"
-        base, planner = self._last[0], self._planner
-        assert base.compiled.captured is not None
-        plans = KeptPlans(base.compiled.captured, self._asked, device_name(self._device))
-        world, model = planner.mesh.world, model_fingerprint(planner.watch.params)
-        kept = self._meet(plans.read(world, model) if self._rank == 0 else None)[0]
-        found = [] if kept is None else self._planned(base, kept.profile)
-        self._kept = plans
-        if kept is None or kept.plan not in [each.name for each in found]:
+        base = self.clock.last
+        assert base is not None
+        given = self._asked.cluster
+        if isinstance(given, StepProfile):
+            kept: StepProfile | None = given
+        else:
+            self._kept = self._plans.kept(base)
+            kept = self.clock.meet(self._plans.read(self._kept) if self._rank == 0 else None)[0]
+        found = [] if kept is None else self._plans.of(base, kept)
+        known = [each for each in found if kept is not None and each.name in (DEFAULT, kept.plan)]
+        if kept is not None and kept.plan in [each.name for each in known]:
+            log.info("an earlier run has come to plan %s, which is tried first", kept.plan)
+            self._is_known = True
+        elif kept is not None and kept is given:
+            known = worth_a_trial(found)
+        else:
             self._measure(WARM)
             return
-        log.info("an earlier run has come to plan %s, which is tried first", kept.plan)
-        self.profile, self._is_known = kept.profile, True
-        self._try(base, [each for each in found if each.name in (DEFAULT, kept.plan)])
+        self.profile = kept
+        self._try(base, known)
 
     # Plans follow from what the nodes take and what the network takes.
 
     def _measure(self, warm: int) -> None:
         """Run the default plan, and measure its steps after so many others."""
         self._chosen = ChosenPlan(self._planner)
-        self._trials: Trials | None = None
+        self._turns: PlanTurns | None = None
+        self._tried: dict[str, str] = {}
+        self._is_corrected = False
         self._measured = MeasuredSteps(self._voting)
-        self._from = self._steps + warm
-        self._next_at(warm + ROUNDS, self._plan_from_measured)
+        self._from = self.clock.steps + warm
+        self.clock.next_at(warm + ROUNDS, self._plan_from_measured)
 
     def _plan_from_measured(self) -> None:
-        everybody = self._meet(self._measured.seconds())
-        if any(each is None or each.keys() != everybody[0].keys() for each in everybody):
+        measured = self._measured
+        everybody, mixed = zip(*self.clock.meet((measured.seconds(), measured.is_mixed)), strict=True)
+        if None in everybody or not combined(everybody):
             self._attempts += 1
             if self._attempts < ATTEMPTS:
-                self._measure(0)
+                self.clock.next_at(ROUNDS, self._plan_from_measured)
             else:
-                self._stay_as_before("batches have other shapes too often, so nothing was measured")
+                self._give_up("batches have too many sizes, so nothing was measured")
             return
+        self._plans.is_mixed = self.clock.is_mixed = self._plans.is_mixed or any(mixed)
         began = perf_counter()
         if self._is_slow_alone([sum(each.values()) for each in everybody]):
-            self._stay_as_before("the other ranks are as fast as before")
+            log.info("no other plan is made: the other ranks are as fast as before")
+            assert self._before is not None
+            self._chosen = self._before
+            self._stay(self._step_seconds)
             return
-        base = self._measured.plan
+        base = measured.plan
         assert base is not None
-        profile = self._profile_of({key: median(each[key] for each in everybody) for key in everybody[0]})
-        found = worth_a_trial(self._planned(base, profile))
+        measured.release()
+        profile = self._plans.profile(combined(everybody))
+        found = worth_a_trial(self._plans.of(base, profile))
         if self._before is not None and self._before.number:
-            before = self._before.candidate
-            found.append(replace(before, name=f"{before.name.removesuffix(AS_BEFORE)}{AS_BEFORE}"))
+            found.append(replace(self._before.candidate, remark=BEFORE))
         self.profile = profile
-        self._spent += self._measured.spent + perf_counter() - began
+        self._budget.spent += measured.spent + perf_counter() - began
+        log.info("plans by what was measured:\n%s", _lines({each.label: each.times(None) for each in found}))
+        self._computed = median_low([sum(each.values()) for each in everybody])
         self._try(base, found)
-        log.info("%s", table("plans by what was measured", found, Trials([])))
-
-    def _profile_of(self, seconds: Mapping[str, float]) -> StepProfile:
-        world = self._planner.mesh.world
-        figures = default_cluster(self._device.type, world).device
-        return StepProfile(
-            cluster=measured_cluster(self._device, NETWORK_SECONDS, figures),
-            world=world,
-            model=model_fingerprint(self._planner.watch.params),
-            node_seconds=seconds,
-            torch=torch.__version__,
-            device=figures.name,
-        )
-
-    def _planned(self, base: Plan, profile: StepProfile) -> list[Candidate]:
-        """The default, and all other plans of which every rank makes the same."""
-        found = candidates(self._planner, self._asked, base.compiled, profile)
-        everybody = self._meet([hash62(communication_text(each.compiled.program)) for each in found])
-        return [each for number, each in enumerate(found) if len({rank[number] for rank in everybody}) == 1]
 
     # Plans take turns.
 
     def _try(self, base: Plan, found: Sequence[Candidate]) -> None:
-        self._chosen = ChosenPlan(self._planner, base, found)
-        self._trials = Trials([each.name for each in found])
-        self._go_on(self._trials)
+        assert self.profile is not None
+        self._chosen = self._plans.chosen(base, found, self.profile)
+        self._turns = PlanTurns(self.clock, self._chosen, self._budget, self._decided)
+        self._turns.begin()
 
-    def _go_on(self, trials: Trials) -> None:
-        self._chosen.number = trials.next
-        if trials.is_over:
-            self._settle(trials)
-            return
-        step = trials.seconds(0) or self._chosen.candidates[0].predicted
-        count = min(max(ceil(TURN_SECONDS / max(step, 1e-6)), FEWEST), MOST)
-        self._next_at(count + 1, self._end_turn)  # the first one moves parameters
-
-    def _end_turn(self) -> None:
-        trials = self._trials
-        assert trials is not None
-        mine = median(self._times) if len(self._times) >= FEWEST - 1 else None
-        count = len(self._times)
-        everybody = self._meet((mine, self._spent))
-        if any(seconds is None for seconds, _ in everybody):
-            self._attempts += 1
-            if self._attempts >= ATTEMPTS * len(trials.names):
-                trials.stop()
-        else:
-            seconds = max(seconds for seconds, _ in everybody)
-            trials.add(seconds)
-            self._spent += max(seconds - (trials.seconds(0) or seconds), 0.0) * count
-            if max(spent for _, spent in everybody) > SPENT:
-                trials.stop()
-        self._go_on(trials)
-
-    def _settle(self, trials: Trials) -> None:
-        name, known = self._chosen.candidate.name, self._chosen.candidates[-1].name
+    def _decided(self) -> None:
+        """The plans that took turns are measured."""
+        turns, chosen = self._turns, self._chosen
+        assert turns is not None
+        name, known = chosen.candidate.name, chosen.candidates[-1].name
         if self._is_known and name != known:
             log.info("plan %s is no longer faster: measuring anew", known)
             self._is_known = False
             self._measure(0)
             return
-        text = self._chosen.stays(trials)
-        log.info("plan %s stays, after %d steps and %.1f s\n%s", name, self._steps, self._spent, text)
-        if self._rank == 0 and self._kept is not None and self.profile is not None and not self._is_known:
-            self._kept.write(KeptPlan(plan=name.removesuffix(AS_BEFORE), profile=self.profile))
-        self._stay(trials.seconds(trials.winner) or self._chosen.candidate.predicted)
+        for number, each in enumerate(chosen.candidates):
+            self._tried[each.label] = each.times(turns.trials.seconds(number))
+        if not self._is_corrected and not self._is_known:
+            self._is_corrected = True
+            began = perf_counter()
+            more = self._plans.taught(chosen, turns.trials)
+            self._budget.spent += perf_counter() - began
+            if more:
+                assert chosen.base is not None
+                self._try(chosen.base, more)
+                return
+        self._settle(turns.trials.seconds(turns.trials.winner) or chosen.candidate.predicted)
+
+    def _settle(self, step_seconds: float) -> None:
+        """Let the chosen plan stay. step_seconds: what its step takes."""
+        chosen = self._chosen
+        chosen.stays(self._tried)
+        label, spent = chosen.candidate.label, self._budget.spent
+        log.info(
+            "plan %s stays, after %d steps and %.1f s\n%s:\n%s",
+            *(label, self.clock.steps, spent, TOPIC, _lines(self._tried)),
+        )
+        self._stay(step_seconds)
+        if self._rank == 0 and self._kept is not None and not self._is_known and self.profile_used is not None:
+            self._kept.write(self.profile_used)
+
+    def _profile_of_plan(self) -> StepProfile:
+        """What the plan that stays was made from."""
+        made_from = self._chosen.candidate.config.cluster
+        assert self.profile is not None
+        return made_from if isinstance(made_from, StepProfile) else self.profile
 
     # A plan stays as long as steps keep their pace.
 
@@ -274,34 +264,33 @@ class Replan:
         """Let the chosen plan run. step_seconds: what its step takes."""
         calm, before = 0.0, self._before
         if before is not None:
-            stays = before.candidate.name.removesuffix(AS_BEFORE) == self._chosen.candidate.name.removesuffix(AS_BEFORE)
+            stays = before.candidate.name == self._chosen.candidate.name
             calm = self._calm = 2 * self._calm if stays else CALM_SECONDS
-        self.is_settled, self._before, self._spent, self._attempts = True, None, 0.0, 0
+        self.is_settled, self._before, self._attempts = True, None, 0
         self._pace = Pace(step_seconds, calm)
-        self._next_at(self._pace.window, self._look_at_pace)
+        self.clock.next_at(self._pace.window, self._look_at_pace)
 
-    def _stay_as_before(self, why: str) -> None:
-        """Run the plan that ran before nodes were measured: at first that is the default."""
-        log.info("no other plan is made: %s", why)
-        if self._before is None:
-            self._chosen, self.is_settled = ChosenPlan(self._planner), True
-        else:
-            self._chosen = self._before
-            self._stay(self._step_seconds)
+    def _give_up(self, why: str) -> None:
+        """Run what was asked for as it is planned with assumed figures; with schedule="auto" that is the default."""
+        log.info("no plan is made of what was measured: %s", why)
+        self._measured.release()
+        self._chosen, self.is_settled = ChosenPlan(self._planner), True
+        self._planner.plan_as(self._preset)
 
     def _look_at_pace(self) -> None:
-        assert self._pace is not None, "a plan has been chosen"
-        mine = median(self._times) if 2 * len(self._times) > self._pace.window else None
-        everybody = self._meet(mine)
+        pace, clock = self._pace, self.clock
+        assert pace is not None, "a plan has been chosen"
+        mine = median(clock.times) if 2 * len(clock.times) > pace.window else None
+        everybody = clock.meet(mine)
         change = ""
         if None not in everybody:
             self._step_seconds = max(everybody)
-            change = self._pace.change(self._step_seconds)
+            change = pace.change(self._step_seconds)
         if not change:
-            self._next_at(self._pace.window, self._look_at_pace)
+            clock.next_at(pace.window, self._look_at_pace)
             return
         log.info("measuring again: %s", change)
-        self.is_settled, self._before = False, self._chosen
+        self.is_settled, self._before, self._budget = False, self._chosen, self._whole_budget()
         self._measure(0)
 
     def _is_slow_alone(self, seconds: Sequence[float]) -> bool:
@@ -309,11 +298,9 @@ class Replan:
         slow, usual = slow_ranks(seconds), median_low(seconds)
         for rank in slow:  # some steps alone may have been disturbed
             log.info("rank %d computes %.2f times as long as others", rank, seconds[rank] / usual)
-        if not slow or self._before is None or self.profile is None:
-            return False
-        known = self.profile.node_seconds
-        return usual <= CHANGED * sum(known.get(key, 0.0) for key in self._measured.keys)
+        return bool(slow) and self._before is not None and usual <= CHANGED * self._computed
 
 
-AS_BEFORE = ", as before"
-"""Behind the name of the plan that ran when the pace changed."""
+def _lines(tried: Mapping[str, str]) -> str:
+    """A line for each plan."""
+    return "\n".join(f"  {name}: {times}" for name, times in tried.items())

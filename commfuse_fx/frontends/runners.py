@@ -117,7 +117,7 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
         type(planner.model).__qualname__,
         *texts,
         communication_text(plan.compiled.program),
-        planner.has_common_plan or not config.plans_by_cost,
+        plan.config is None and (planner.has_common_plan or not config.plans_by_cost),
     )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +30,11 @@ from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.random_states import RandomStates
 from commfuse_fx.runtime.execute.step_graphs import StepGraphs
 from commfuse_fx.runtime.ranks.agreement import Agreement
-from commfuse_fx.runtime.ranks.ballot_box import release_ballot_boxes
+from commfuse_fx.runtime.ranks.before_destroy import before_destroy
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of, making_a_step
 from commfuse_fx.runtime.ranks.exchange import LONGEST_WAIT
 from commfuse_fx.runtime.ranks.forks import check_process, process
+from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.runtime.ranks.world import world_timeout
@@ -82,12 +81,9 @@ class Session:
         with making_a_step():
             groups = Groups.of_world(self.planner.mesh, device, device_mesh)
             self.agreement = Agreement()
-        self._holds_groups()
+        release_at_exit(self)
+        before_destroy(self.synchronize)
         return groups
-
-    def _holds_groups(self) -> None:
-        """Let go of process groups when the program ends."""
-        _holders_of_groups.add(self)
 
     @property
     def is_started(self) -> bool:
@@ -182,9 +178,9 @@ class Session:
     def capture_with(self, recorder: Recorder) -> None:
         """Capture steps from now on, where that is possible. Call it before the first step."""
         self.graphs = StepGraphs(recorder, self.planner.config.cuda_graph is True, graph_runs.watch_of(self.agreement))
-        self._holds_groups()
+        release_at_exit(self)
         if self.agreement is not None:
-            graph_runs.close_before_destroy(self.graphs)
+            before_destroy(self.graphs.close)  # graphs have to go before the communicators in them
 
     @contextmanager
     def calls_undone(self, executor: Executor) -> Iterator[None]:
@@ -210,12 +206,12 @@ class Session:
                 for param, before in zip(whole, kept, strict=True):
                     param.copy_(before)
 
-    def try_plans(self, asked: CompileConfig) -> None:
+    def try_plans(self, asked: CompileConfig, preset: CompileConfig) -> None:
         """Measure steps while they train, and let the fastest plan stay. For a world of several ranks.
 
-        asked: what the user has asked for.
+        asked, preset: as `Replan` takes them.
         """
-        self.replan = Replan(self.planner, self._voting, asked, self.rank)
+        self.replan = Replan(self.planner, self._voting, asked, preset, self.rank)
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What runs in place of the default plan of a call."""
@@ -236,7 +232,7 @@ class Session:
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = self.planner.take_apart(args, kwargs)
         agreement = self.agreement
-        if agreement is None or not self._may_plan_again:
+        if agreement is None or not (self.planner.config.plans_by_cost or self.replan is not None):
             return self._run_call(call)
         self._random = None
         try:
@@ -244,7 +240,11 @@ class Session:
         except PlanMismatchError as error:
             if not error.may_agree:
                 raise
-            self._plan_in_common(agreement, call, error)
+            if self.replan is not None and self.replan.runs_another:
+                self.replan.differ(error)
+                agreement.begin_step()
+            else:
+                self._plan_in_common(agreement, call, error)
         if self._random is not None:  # the same call draws the same numbers
             self._random.restore()
         return self._run_call(call)
@@ -252,7 +252,9 @@ class Session:
     @property
     def _may_plan_again(self) -> bool:
         """Whether a step may find that plans differ between ranks, and run again with a plan that all ranks make."""
-        return self.agreement is not None and self.planner.config.plans_by_cost
+        return self.agreement is not None and (
+            self.planner.config.plans_by_cost or (self.replan is not None and self.replan.runs_another)
+        )
 
     def _plan_in_common(self, agreement: Agreement, call: Call, mismatch: PlanMismatchError) -> None:
         """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
@@ -275,7 +277,7 @@ class Session:
         if self.running is not None:
             self.running.tail.check()
         if self.replan is not None and self.planner.watch.trains:
-            self.replan.before_step()
+            self.replan.clock.before_step()
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()
@@ -296,7 +298,7 @@ class Session:
         if self.agreement is not None:
             self.agreement.end_step()
         if self.replan is not None:
-            self.replan.after_step(plan, runner)
+            self.replan.clock.after_step(plan, runner)
         count = len(executor.program.grads)
         hand_out(executor, others[:count])
         described = plan.compiled.outputs
@@ -307,7 +309,7 @@ class Session:
     def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         replan = self.replan
         if replan is not None and self.timeline is None and replan.measures(plan, runner):
-            return replan.run_measured(runner, inputs)
+            return replan.run_measured(plan, runner, partial(runner.executor.run_by, inputs=inputs))
         if self.graphs is None:
             return runner.executor.run(inputs)
         # A timeline hears of each collective, which a graph repeats without telling anybody. And a plan that is tried
@@ -375,22 +377,3 @@ def _let_first(agreement: Agreement, first: int) -> None:
         agreement.begin_step()
         agreement.leave_step(error, expected=True)
         raise
-
-
-_holders_of_groups: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-@atexit.register
-def _release_groups() -> None:
-    """Let go of process groups while the interpreter is whole.
-
-    Gloo's threads need the interpreter when they end. A group that lives until the interpreter is taken
-    apart, in a reference cycle of a step, say, aborts the process ("terminate called without an active
-    exception").
-    """
-    holders = list(_holders_of_groups)
-    for session in holders:
-        session.release()
-    release_ballot_boxes()
-    if holders:
-        gc.collect()

@@ -118,14 +118,6 @@ class CompiledStep(CompiledCall):
         with self.session.turn():
             return self._profile(args, kwargs, rounds, cluster)
 
-    def profile_used(self) -> StepProfile | None:
-        """What a step with `schedule="auto"` has measured of its network and its nodes; None until it has.
-
-        It is the same on every rank. `compile` takes it as `cluster=`, and `save` writes a file that `commfuse explain`
-        reads.
-        """
-        return None if self.session.replan is None else self.session.replan.profile
-
     def _profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounds: int, cluster: Any) -> StepProfile:
         self.synchronize()
         call = self.planner.take_apart(args, kwargs)

@@ -189,5 +189,5 @@ def _engine(options: Any) -> _Engine:
     if key not in _engines:
         config = CompileConfig.resolve({**options, "parameter_broadcast": False, "capture": "dynamo"}, "module")
         check_form_of_module(config)
-        _engines[key] = _Engine(config)
+        _engines[key] = _Engine(config.unmeasured)
     return _engines[key]

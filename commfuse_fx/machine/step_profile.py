@@ -31,6 +31,7 @@ class StepProfile(Document, kind="profile"):
         `update.per_element/<op>` (seconds per element of the parameters that an update works on), `view.each/<op>`
         (of nodes that move no data and have no entry) and `step.overhead` (what a step takes besides).
     torch, device: the version and the device that it was measured with.
+    plan: the name of the plan that a step with `schedule="auto"` has come to stay with; "" if it was not tried.
 
     Raises ConfigTypeError or ConfigValueError, which name the field.
     """
@@ -41,6 +42,7 @@ class StepProfile(Document, kind="profile"):
     node_seconds: Mapping[str, float] = field(hash=False)
     torch: str = ""
     device: str = ""
+    plan: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.cluster, ClusterSpec):
@@ -59,6 +61,7 @@ class StepProfile(Document, kind="profile"):
         object.__setattr__(self, "node_seconds", checked)
         check_text(self.torch, "torch", empty=True)
         check_text(self.device, "device", empty=True)
+        check_text(self.plan, "plan", empty=True)
 
     def check(self, world: int, model: str) -> None:
         """Raise ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
@@ -76,12 +79,13 @@ class StepProfile(Document, kind="profile"):
             "model": self.model,
             "torch": self.torch,
             "device": self.device,
+            **({"plan": self.plan} if self.plan else {}),
             "node_seconds": dict(self.node_seconds),
         }
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
-        check_keys(body, where, _KEYS)
+        check_keys(body, where, _KEYS, ("plan",))
         cluster = document_of_data(ClusterSpec, body["cluster"], f"{where}: cluster")
         check_object(body["node_seconds"], f"{where}: node_seconds")
         return made_of(cls, {**body, "cluster": cluster}, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import mean
 from typing import Any
@@ -13,11 +13,14 @@ from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, profile_key, update_el
 from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import written_nodes
+from commfuse_fx.ir.halves import split
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.program import Program
 from commfuse_fx.measure.clocks import clock_of
 from commfuse_fx.runtime.execute.bindings import bound
 from commfuse_fx.runtime.execute.codegen import first_commit
+from commfuse_fx.runtime.execute.codegen_of_halves import inputs_of_backward
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.recorded import as_recorded, computed
@@ -26,13 +29,14 @@ from commfuse_fx.runtime.execute.recorded import as_recorded, computed
 class Stopwatch:
     """Runs a program node by node, in graph order, with a clock around every compute node.
 
-    Every collective ends where it begins, so that no node is slowed by what is on the wire.
+    Every collective ends where it begins, so that no node is slowed by what is on the wire. Of a program of two halves
+    it runs the backward.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.clock = clock_of(executor.devices)
-        self.nodes = list(executor.program.graph.nodes)
+        self.inputs, self.nodes = _inputs_and_nodes(executor.program)
         self.sends = executor.wire.sends()
         self.callables = {node: bound(executor._bind(node)) for node in self.nodes if node.op == "call_function"}
         self.computed = computed(executor.program)
@@ -54,8 +58,8 @@ class Stopwatch:
     def run(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
         """One step, whose updates are applied. Returns the program's outputs, and seconds by `profile_key`.
 
-        given: the values of the placeholders. Nothing has been updated if it fails before the first update; what the
-        collectives left is forgotten then.
+        given: the values of the placeholders, or what a backward takes. Nothing has been updated if it fails before the
+        first update; what the collectives left is forgotten then.
         """
         try:
             outputs, seconds = self._run(given)
@@ -66,18 +70,16 @@ class Stopwatch:
         return outputs, self._by_key(seconds)
 
     def _run(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[fx.Node, float]]:
-        values: dict[fx.Node, Any] = {}
+        values: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
         taken: dict[fx.Node, tuple[Any, Any] | None] = {}
-        inputs = iter(given)
         with ExitStack() as uninterrupted:
-            outputs = self._run_nodes(inputs, values, taken, uninterrupted)
+            outputs = self._run_nodes(values, taken, uninterrupted)
         self.clock.settle()
         seconds = {node: 0.0 if marks is None else self.clock.seconds(*marks) for node, marks in taken.items()}
         return outputs, seconds
 
     def _run_nodes(
         self,
-        inputs: Iterator[Any],
         values: dict[fx.Node, Any],
         taken: dict[fx.Node, tuple[Any, Any] | None],
         uninterrupted: ExitStack,
@@ -86,9 +88,7 @@ class Stopwatch:
         for node in self.nodes:
             if node is self.first_update:
                 uninterrupted.enter_context(interrupts_deferred())
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 values[node] = self.executor.program.constants[str(node.target)]
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -106,7 +106,8 @@ class Stopwatch:
                     self._complete()
                 del args, kwargs
             elif node.op == "output":
-                outputs = tuple(fx.node.map_arg(node.args[0], values.__getitem__))
+                found: Any = fx.node.map_arg(node.args[0], values.__getitem__)
+                outputs = tuple(found[1:] if self.executor.program.has_two_halves else found)  # without its loss
             for value in self.dead_after.get(node, ()):
                 values.pop(value, None)
         return outputs
@@ -128,3 +129,11 @@ class Stopwatch:
                 updates.setdefault(PER_ELEMENT + op_label(node.target), []).append((took, update_elements(node)))
         rates = {key: sum(took for took, _ in each) / sum(count for _, count in each) for key, each in updates.items()}
         return {key: mean(each) for key, each in (*found.items(), *views.items())} | rates
+
+
+def _inputs_and_nodes(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What runs, and what it is given."""
+    nodes = list(program.graph.nodes)
+    if program.has_two_halves:
+        return inputs_of_backward(program), [*split(program)[1], program.output]
+    return [node for node in nodes if node.op == "placeholder"], nodes

@@ -12,9 +12,10 @@ from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.correction import step_seconds
 from commfuse_fx.planning.planner import Planner
-from commfuse_fx.planning.trials import Trials
-from commfuse_fx.simulate.rounds import play
+from commfuse_fx.planning.shared_prices import Seconds
+from commfuse_fx.planning.trials import CLEARLY
 from commfuse_fx.support.logs import logger
 
 log = logger("plan")
@@ -31,10 +32,13 @@ PROMISING = 1.05
 """A plan is tried if its predicted step takes at most so much of the fastest one's."""
 
 
-def alternatives(asked: CompileConfig, first: CompileConfig, profile: StepProfile) -> Mapping[str, CompileConfig]:
+def alternatives(
+    asked: CompileConfig, first: CompileConfig, profile: StepProfile, form: str
+) -> Mapping[str, CompileConfig]:
     """What there is besides the first plan, by name.
 
     asked: what the user has asked for. `comm_fusion` and a memory limit are kept; schedule="auto" leaves the rest free.
+    form: "step", or "module", whose updates are the caller's.
     """
     found: dict[str, CompileConfig] = {}
     planned = replace(first, comm_fusion=asked.comm_fusion, cluster=profile)
@@ -44,10 +48,18 @@ def alternatives(asked: CompileConfig, first: CompileConfig, profile: StepProfil
         for size in SIZES:
             found[f"size {size}"] = replace(first, comm_fusion=_allreduce(KindFusion("size", size)))
     by_cost = {"optimal" if planned.comm_fusion.is_optimal else "planned": planned}
-    if is_free or asked.across_steps:
+    if form == "step" and (is_free or asked.across_steps):
         across = ScheduleConfig(memory_limit=asked.memory_limit, across_steps=True)
         by_cost["across steps"] = replace(planned, schedule=across)
     return by_cost | found
+
+
+def as_kept(asked: CompileConfig, first: CompileConfig, form: str) -> CompileConfig:
+    """The plan for schedule="auto" whose name the given profile has, where no plan is tried; else the first one."""
+    profile = asked.figures
+    if asked.schedule != "auto" or not isinstance(profile, StepProfile):
+        return first
+    return alternatives(asked, first, profile, form).get(profile.plan, first)
 
 
 def _allreduce(fusion: KindFusion) -> FusionConfig:
@@ -56,12 +68,21 @@ def _allreduce(fusion: KindFusion) -> FusionConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to try. predicted: seconds of its step."""
+    """A plan to try.
+
+    name: among the alternatives. predicted: seconds of its step. remark: tells it from another one of that name.
+    """
 
     name: str
     config: CompileConfig
     compiled: Compiled
     predicted: float
+    remark: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return f"{self.name}, {self.remark}" if self.remark else self.name
 
     def times(self, measured: float | None) -> str:
         """What its step takes, in words."""
@@ -69,17 +90,22 @@ class Candidate:
         return f"predicted {in_ms(self.predicted)}{text}"
 
 
-def candidates(planner: Planner, asked: CompileConfig, base: Compiled, profile: StepProfile) -> list[Candidate]:
-    """The first plan of a call, and all others that there are, with what their steps take by a profile."""
+def candidates(
+    planner: Planner, asked: CompileConfig, base: Compiled, profile: StepProfile, common: Seconds | None = None
+) -> list[Candidate]:
+    """The first plan of a call, and all others that there are, with what their steps take by a profile.
+
+    common: as in `Planner.planned_as`.
+    """
     costs = CostModel(profile.cluster, profile.node_seconds)
-    found = [Candidate(DEFAULT, planner.config, base, _seconds(base, costs))]
-    for name, config in alternatives(asked, planner.config, profile).items():
+    found = [Candidate(DEFAULT, planner.config, base, step_seconds(base.program, costs))]
+    for name, config in alternatives(asked, planner.config, profile, planner.form).items():
         try:
-            compiled = planner.planned_as(base, config)
+            compiled = planner.planned_as(base, config, common)
         except CommFuseError as error:
             log.info("plan %s is not tried: %s", name, error)
             continue
-        found.append(Candidate(name, config, compiled, _seconds(compiled, costs)))
+        found.append(Candidate(name, config, compiled, step_seconds(compiled.program, costs)))
     return found
 
 
@@ -91,25 +117,22 @@ def worth_a_trial(found: Sequence[Candidate]) -> list[Candidate]:
     first, *others = found
     distinct: dict[str, Candidate] = {}
     for each in [first, *sorted(others, key=lambda each: each.predicted)]:
-        distinct.setdefault(_lines(each.compiled), each)
+        distinct.setdefault(text_of(each), each)
     best = min(each.predicted for each in distinct.values())
     rivals = [each for each in distinct.values() if each is not first and each.predicted <= PROMISING * best]
     return [first, *rivals[: MOST - 1]]
 
 
-def table(title: str, tried: Sequence[Candidate], trials: Trials) -> str:
-    """A line for each plan that is or was tried."""
-    lines = [f"  {each.name}: {each.times(trials.seconds(number))}" for number, each in enumerate(tried)]
-    return "\n".join([f"{title}:", *lines])
+def untried(found: Sequence[Candidate], tried: Sequence[Candidate], profile: StepProfile) -> list[Candidate]:
+    """Those of some plans that have not been tried and are predicted to be clearly faster, by this profile, than those
+    that have."""
+    costs, known = CostModel(profile.cluster, profile.node_seconds), {text_of(each) for each in tried}
+    best = min(step_seconds(each.compiled.program, costs) for each in tried)
+    faster = [each for each in found if text_of(each) not in known and each.predicted < CLEARLY * best]
+    return sorted(faster, key=lambda each: each.predicted)[: MOST - 1]
 
 
-def _lines(compiled: Compiled) -> str:
-    """The text of the program, without the options that led to it."""
-    text = canonical_text(compiled.program)
+def text_of(candidate: Candidate) -> str:
+    """The text of its program, without the options that led to it."""
+    text = canonical_text(candidate.compiled.program)
     return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-
-
-def _seconds(compiled: Compiled, costs: CostModel) -> float:
-    """Of a step in the long run."""
-    played = play(compiled.program, costs)
-    return played.ended - played.began

@@ -79,7 +79,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, asked)
-    return Compiled(program, captured, pipeline, records, seconds, voted, outputs)
+    return Compiled(program, captured, pipeline, records, seconds, voted, outputs, asked)
 
 
 def _let_go_of_trace(program: Program) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
+from commfuse_fx.planning.request import PassRequest
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Compiled:
     """The final program, the program as captured (to replay the passes from), and what it cost.
 
     voted: of a step that several ranks run, the text of what was captured, without and with what depends on the batch.
-    outputs: of a module, what it returns; of a step with auxiliary outputs, those.
+    outputs: of a module, what it returns; of a step with auxiliary outputs, those. asked: what passes were asked for.
     """
 
     program: Program
@@ -95,6 +96,7 @@ class Compiled:
     capture_seconds: float
     voted: tuple[str, str] | None = None
     outputs: Outputs | None = None
+    asked: PassRequest = field(default_factory=PassRequest)
 
     def replay(self) -> Mapping[str, Snapshot]:
         """Run the passes again and keep a text after each."""

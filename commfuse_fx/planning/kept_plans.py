@@ -1,4 +1,4 @@
-"""Plans that stayed in earlier runs, in a folder of files. One rank reads and writes them.
+"""Profiles with plans that stayed in earlier runs, in a folder of files. One rank reads and writes them.
 
 COMMFUSE_CACHE names the folder, and "0" turns it off. A file's name is a digest of all that a plan depends on.
 """
@@ -13,7 +13,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.machine.kept_plan import KeptPlan
+from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.writing import write_whole
 
@@ -37,28 +37,28 @@ class KeptPlans:
         name = f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         self.path = None if folder is None else folder / name
 
-    def read(self, world: int, model: str) -> KeptPlan | None:
-        """The plan; None if there is none, or none that can be read, which is a warning.
+    def read(self, world: int, model: str) -> StepProfile | None:
+        """The profile and its plan; None if there is none, or none that can be read, which is a warning.
 
         world, model: as `StepProfile.check` takes them.
         """
         if self.path is None or not self.path.exists():
             return None
         try:
-            found = KeptPlan.load(self.path)
-            found.profile.check(world, model)
+            found = StepProfile.load(self.path)
+            found.check(world, model)
         except CommFuseError as error:
             log.warning("a kept plan is ignored, and will be written again: %s", error)
             return None
         return found
 
-    def write(self, plan: KeptPlan) -> None:
-        """Keep the plan. A folder that cannot be written is a warning."""
+    def write(self, profile: StepProfile) -> None:
+        """Keep the profile with its plan. A folder that cannot be written is a warning."""
         if self.path is None:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, plan.to_json())
+            write_whole(self.path, profile.to_json())
         except OSError as error:
             log.warning("the plan is not kept for the next run (%s names the folder, 0 is none): %s", VARIABLE, error)
 

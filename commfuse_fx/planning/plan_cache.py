@@ -7,7 +7,9 @@ from typing import Any
 
 from commfuse_fx.capture.guards import Guards
 from commfuse_fx.capture.signature import Signature
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.shared_prices import Seconds
 
 MAX_GRAPHS = 16
 """Graphs kept per compiled step; the least recently used one goes first."""
@@ -19,6 +21,7 @@ class Plan:
 
     others: plans of the same module with another treatment of its gradients, as in `Situation`, and for losses that do
         not use some outputs, given by their numbers.
+    config: the options that it was planned with; None: those of its planner. common: as in `Planner.planned_as`.
     """
 
     compiled: Compiled
@@ -27,6 +30,8 @@ class Plan:
     flat_updates: bool = True
     opaque: str = ""
     others: dict[tuple[str, tuple[int, ...]], Plan] = field(default_factory=dict)
+    config: CompileConfig | None = None
+    common: Seconds | None = None
 
 
 @dataclass

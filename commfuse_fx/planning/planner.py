@@ -134,13 +134,29 @@ class Planner:
         self._keep(signature, compiled)
         return compiled
 
-    def planned_as(self, compiled: Compiled, config: CompileConfig) -> Compiled:
-        """The same call planned with other options. `compiled` keeps what was captured."""
+    def planned_as(
+        self, compiled: Compiled, config: CompileConfig, common: Seconds | None = None, flat_updates: bool = True
+    ) -> Compiled:
+        """The same call planned with other options. `compiled` keeps what was captured.
+
+        common: what nodes take, by name, where ranks whose batches differ in size are to come to the same plan.
+        """
         assert compiled.captured is not None
         captured = compiled.captured.copy()
         captured.config = config
-        planned = plan_step(captured.copy(), config, self._asked())
+        if self._layouts is not None:
+            captured.layouts = self._layouts
+        if compiled.program.has_two_halves:  # a forward may run the backward of another plan
+            captured.saved = tuple(info(node).name for node in crossing(compiled.program))
+        asked = replace(compiled.asked, common=common or compiled.asked.common, flat_updates=flat_updates)
+        planned = plan_step(captured.copy(), config, asked)
         return replace(compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2])
+
+    def plan_as(self, config: CompileConfig) -> None:
+        """Make all plans anew with other options, from now on."""
+        if config.header() != self.config.header():
+            self.config = config
+            self.plans.clear()
 
     def publish(self, compiled: Compiled) -> None:
         """Tell who wants to know that this graph is the one that runs from now on."""
@@ -151,8 +167,10 @@ class Planner:
         _PLAN.info("re-planning the update: %s", conflict)
         plan.flat_updates = plan.flat_updates and conflict.remedy == "capture"
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
-        plan.compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
+        compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
         plan.guards = self._guards()
+        asked, common = plan.config, plan.common
+        plan.compiled = compiled if asked is None else self.planned_as(compiled, asked, common, plan.flat_updates)
 
     @property
     def plans_by_cost(self) -> bool:
@@ -228,9 +246,16 @@ class Planner:
             compiled.captured = None
         return compiled
 
-    def other_backward(self, compiled: Compiled, gradients: str, absent: tuple[int, ...]) -> Compiled:
+    def other_backward(
+        self,
+        compiled: Compiled,
+        gradients: str,
+        absent: tuple[int, ...],
+        config: CompileConfig | None = None,
+        common: Seconds | None = None,
+    ) -> Compiled:
         """The same module with another treatment of its gradients, as in `Situation`, and for a loss that does not use
-        some outputs, given by their numbers."""
+        some outputs, given by their numbers. config, common: as in `Plan`."""
         assert compiled.captured is not None, "a module keeps what was captured"
         captured = compiled.captured.copy()
         captured.saved = tuple(info(node).name for node in crossing(compiled.program))
@@ -239,7 +264,9 @@ class Planner:
             leave_out(captured, absent, compiled.outputs.functions)
             verify_if_asked(captured, "leave_out")
         with progress("compiling the module's backward"):
-            planned = plan_step(captured, self.config, self._asked(gradients=gradients))
+            asked = self._asked(gradients=gradients)
+            asked = asked if common is None else replace(asked, common=common)
+            planned = plan_step(captured, config or self.config, asked)
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
 
     def _asked(self, flat_updates: bool = True, gradients: str = "reduced") -> PassRequest:

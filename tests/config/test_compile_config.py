@@ -401,14 +401,18 @@ def test_header_is_the_same_on_every_rank_and_for_equal_schedules():
 
 
 def test_the_default_cluster_has_a_name() -> None:
-    assert CompileConfig.resolve({"cluster": "default"}) == CompileConfig.resolve({})
+    assert CompileConfig.resolve({"cluster": "default"}).unmeasured == CompileConfig.resolve({})
+    optimal = {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}}
+    assert CompileConfig.resolve(optimal).measures and not CompileConfig.resolve({}).measures
+    assert not CompileConfig.resolve({**optimal, "cluster": "default"}).measures
+    assert not CompileConfig.resolve({**optimal, "cluster": "gloo-1gbit"}).measures
 
 
 def test_what_runs_before_anything_is_measured() -> None:
     fusion = {"allreduce": {"mode": "optimal", "config": None}, "allgather": {"mode": "size", "config": 2}}
     schedule = ScheduleConfig(memory_limit=1 << 30, across_steps=True)
     asked = CompileConfig.resolve({"comm_fusion": fusion, "schedule": schedule, "cluster": "measured"})
-    assert asked.measures and not CompileConfig.resolve({"comm_fusion": fusion}).measures
+    assert asked.measures and asked.asks_to_measure
     unmeasured = asked.unmeasured
     assert unmeasured.cluster is None and unmeasured.comm_fusion.is_optimal and unmeasured.across_steps
     first = asked.first

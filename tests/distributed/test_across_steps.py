@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import commfuse_fx as cf
 from tests import captures
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
+from tests.distributed.models_of_ranks import assert_same
 
 pytestmark = pytest.mark.dist
 
@@ -309,6 +311,38 @@ def test_a_peer_that_dies_between_steps_is_noticed(ranks: Ranks):
     # The second call refuses at once: the ranks are no longer at the same place.
     assert first.seconds < 30
     assert "checkpoint" in errors[1]
+
+
+def destroyed(peer_dies: bool) -> tuple[bool, bool, dict[str, torch.Tensor]]:
+    """The process group is destroyed while updates are still to come."""
+    model, made, step = make(ACROSS, OPTIMAL)
+    for x, y in batches(cf.get_rank(), 3):
+        step(x, y)
+    before = is_deferred(step)
+    if peer_dies and cf.get_rank() == 1:
+        os._exit(3)
+    dist.destroy_process_group()
+    return before, is_deferred(step), values(model, made)
+
+
+def without_across_steps() -> dict[str, torch.Tensor]:
+    model, made, step = make("overlap", OPTIMAL)
+    for x, y in batches(cf.get_rank(), 3):
+        step(x, y)
+    return values(model, made)
+
+
+def test_destroying_the_process_group_completes_the_last_step(ranks: Ranks):
+    found = ranks.values(destroyed, False)
+    for (before, after, params), want in zip(found, ranks.values(without_across_steps), strict=True):
+        assert before and not after
+        assert_same(dict(sorted(params.items())), dict(sorted(want.items())))
+
+
+def test_updates_that_are_lost_at_the_end_are_an_error(ranks: Ranks):
+    first, second = run_soon(ranks, destroyed, True)
+    assert second.died == 3
+    assert "CollectiveError" in first.details and "This was the rest of the previous step" in first.details
 
 
 def interrupted_between_parts() -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:

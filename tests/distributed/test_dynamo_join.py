@@ -163,6 +163,37 @@ def test_plans_by_cost_where_a_rank_has_no_batch(ranks: Ranks, capture: str) -> 
     ranks.values(by_cost, capture)
 
 
+def behind_a_join(capture: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Backwards outside of a context, behind one in which rank 1 had more of them: ours, and what they should be."""
+    torch._dynamo.reset()
+    model = Breaks() if capture == "dynamo" else Net()
+    wrapped: Any = cf.compile(model, capture=capture, cpu_kernels=False)
+    found = []
+    for _ in range(2):
+        with wrapped.join():
+            for step in range(1 + 2 * dist.get_rank()):
+                plain(wrapped, model, step)
+        for step in range(16):
+            model.zero_grad()
+            torch.manual_seed(step)
+            plain(model, model, step)
+            mean = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+            dist.all_reduce(mean)
+            model.zero_grad()
+            torch.manual_seed(step)
+            plain(wrapped, model, step)
+            ours = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+            found.append((ours, mean / dist.get_world_size()))
+    return found
+
+
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_loops_behind_a_context(ranks: Ranks, capture: str) -> None:
+    for found in ranks.values(behind_a_join, capture):
+        for ours, expected in found:
+            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
 class Bad(nn.Module):
     """A loss that cannot be computed."""
 

@@ -29,7 +29,7 @@ from tests.sharding.elementwise import ONE_AXIS, batch, make_step
 
 pytestmark = pytest.mark.dist
 
-ACROSS = cf.ScheduleConfig(across_steps=True)
+ACROSS: dict[str, Any] = {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "default"}
 LIMIT = 30.0
 """Seconds until a child counts as hung."""
 
@@ -84,7 +84,7 @@ class Reads(Dataset[Any]):
 
 def make() -> tuple[nn.Module, cf.CompiledStep]:
     model = mlp()
-    return model, cf.compile(model, loss_fn=F.cross_entropy, optimizer=momentum(model), schedule=ACROSS)
+    return model, cf.compile(model, loss_fn=F.cross_entropy, optimizer=momentum(model), **ACROSS)
 
 
 def read_while_pending(methods: tuple[str, ...]) -> list[bool]:

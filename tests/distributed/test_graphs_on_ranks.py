@@ -85,7 +85,8 @@ def test_masks_and_gradients_of_ranks(ranks: Ranks) -> None:
 
 def captured_across_steps(always: bool) -> tuple[list[int], int]:
     """Steps that leave updates to the next one; some of them run between captured ones, without a capture."""
-    rank = Rank(always, schedule=cf.ScheduleConfig(across_steps=True), comm_fusion={"openstate": False})
+    schedule = cf.ScheduleConfig(across_steps=True)
+    rank = Rank(always, schedule=schedule, comm_fusion={"openstate": False}, cluster="default")
     for number in range(FIRST + 1):
         rank.run(number)
     with rank.graphs.paused():

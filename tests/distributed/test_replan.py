@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,34 +18,19 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.frontends import measured_steps, replan
+from commfuse_fx.frontends import measured_plans
 from commfuse_fx.frontends.measured_steps import MeasuredSteps
-from commfuse_fx.planning import alternatives, pace
-from commfuse_fx.planning.trials import Trials
+from commfuse_fx.ir.meta import info
+from commfuse_fx.planning import pace
+from commfuse_fx.planning.correction import slower
+from commfuse_fx.planning.planner import Planner
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, snapshot, wide_mlp, xy
+from tests.distributed.quick_trials import MOST_STEPS, quickly
 from tests.logs import logged
 from tests.oracle import ACROSS_STEPS, OPTIMAL
 
 pytestmark = pytest.mark.dist
-
-MOST_STEPS = 400
-
-
-@contextmanager
-def quickly(winner: str = "") -> Iterator[None]:
-    """Measure for a moment, try all plans, and let this one stay if one is named."""
-
-    def named(trials: Trials) -> int:
-        return next(number for number, each in enumerate(trials.names) if each == winner)
-
-    with (
-        patch.multiple(replan, NETWORK_SECONDS=0.05, TURN_SECONDS=0.001, ROUNDS=2),
-        patch.object(measured_steps, "ROUNDS", 2),
-        patch.multiple(alternatives, PROMISING=1e6, MOST=6, _lines=lambda compiled: str(id(compiled))),
-        patch.object(Trials, "winner", property(named)) if winner else patch.object(replan, "WARM", 2),
-    ):
-        yield
 
 
 class Twins:
@@ -139,7 +125,7 @@ def is_due(twins: Twins, tries: bool) -> bool:
     """Whether the ranks meet before the next step: because plans are tried, or to make them."""
     found = twins.step.session.replan
     assert found is not None
-    return not found.is_settled and found._steps == found._due and (found._trials is not None) == tries
+    return not found.is_settled and found.clock.is_due and (found._turns is not None) == tries
 
 
 def one_rank_fails(tries: bool, early: bool) -> tuple[list[str], bool]:
@@ -225,6 +211,75 @@ def test_other_things_between_steps(ranks: Ranks, what: str) -> None:
     assert one.value == other.value
 
 
+def other_sizes_come(when: str) -> tuple[list[str], list[str], str]:
+    """From some step on rank 1 has batches of two sizes: while plans are tried, or after one has stayed."""
+
+    def rows() -> int:
+        return 4 + 2 * (dist.get_rank() * (twins.number % 2))
+
+    def others(twins: Twins) -> None:
+        assert twins.step.session.replan is not None
+        if twins.step.session.replan._turns is not None:
+            twins.run(rows())
+
+    with quickly("size 1"), logged() as messages:
+        twins = Twins()
+        twins.settle(others if when == "trials" else lambda twins: None)
+        first = twins.tried()
+        for number in range(MOST_STEPS):
+            if twins.is_settled and number > 4:
+                break
+            twins.run(rows())
+        twins.check()
+        for _ in range(4):
+            twins.run(rows())
+    return first, twins.tried(), "\n".join(messages)
+
+
+@pytest.mark.parametrize("when", ["trials", "end"])
+def test_batches_of_other_sizes_come_to_one_rank(ranks: Ranks, when: str) -> None:
+    one, other = ranks.values(other_sizes_come, when)
+    assert one[:2] == other[:2] and one[1][-1] == "size 1 stays"
+
+
+@contextmanager
+def other_plans_by_size(until: int) -> Iterator[None]:
+    """Plans follow from the size of the batch, for so many that are made."""
+    planned_as, made = Planner.planned_as, iter(range(until))
+
+    def otherwise(self: Planner, compiled: Any, config: Any, *args: Any) -> Any:
+        if rows_of(compiled) == 6 and next(made, None) is not None:
+            config = replace(config, comm_fusion=replace(config.comm_fusion, openstate=False))
+        return planned_as(self, compiled, config, *args)
+
+    with patch.object(Planner, "planned_as", otherwise):
+        yield
+
+
+def rows_of(compiled: Any) -> int:
+    sources = compiled.captured.sources.items()
+    return next(info(node).spec.shape[0] for node, source in sources if source.kind == "input")
+
+
+def other_plans(until: int) -> tuple[list[str], str]:
+    with quickly("size 1"), other_plans_by_size(until), logged() as messages:
+        twins = Twins()
+        twins.settle()
+        for number in range(MOST_STEPS):
+            twins.run(4 + 2 * (dist.get_rank() * (twins.number % 2)))
+            if twins.is_settled and number > 4:
+                break
+        twins.check()
+    return [each for each in messages if "sizes" in each], twins.tried()
+
+
+@pytest.mark.parametrize(("until", "said"), [(1, 1), (10**6, 3)])
+def test_ranks_whose_sizes_lead_to_other_plans_find_one_that_suits_all(ranks: Ranks, until: int, said: int) -> None:
+    one, other = ranks.values(other_plans, until)
+    assert len(one[0]) == len(other[0]) == said
+    assert one[1] == other[1]
+
+
 def keeps_its_plan(how: str) -> bool:
     torch.use_deterministic_algorithms(how == "deterministic")
     try:
@@ -235,6 +290,113 @@ def keeps_its_plan(how: str) -> bool:
         torch.use_deterministic_algorithms(False)
     step(*xy(0))
     return step.session.replan is None
+
+
+PLANNED: dict[str, Any] = {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}}
+
+
+def buckets(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "all_reduce" in line and not line.startswith("#")]
+
+
+def measures_by_default() -> list[bool]:
+    """Whether a step tries plans; and whether it shows the plan by preset figures before, the running one after."""
+    found = []
+    for options in ({}, {"cluster": "default", **PLANNED}, {"cluster": "gloo-1gbit", **PLANNED}, PLANNED):
+        step = cf.compile(wide_mlp(), loss_fn=F.cross_entropy, **options)
+        found.append(step.session.replan is not None)
+    with quickly("default"):
+        twins = Twins(PLANNED)
+        model = wide_mlp()
+        options = {"optimizer": adamw(model), "cluster": "default", **PLANNED}
+        preset = cf.compile(model, loss_fn=F.cross_entropy, **options)
+        twins.run()
+        shown = twins.step.lower(*xy(0)).text()
+        twins.settle()
+        after = twins.step.lower(*xy(0)).text()
+    default = twins.plain.lower(*xy(0)).text()
+    return [*found, buckets(shown) == buckets(preset.lower(*xy(0)).text()), buckets(after) == buckets(default)]
+
+
+def test_plans_by_cost_are_measured_where_no_figures_are_given(ranks: Ranks) -> None:
+    assert ranks.values(measures_by_default) == 2 * [[False, False, False, True, True, True]]
+
+
+def goes_on_with_a_profile(replans: bool) -> tuple[str, list[str], str]:
+    """A checkpoint holds the profile: the plan of the first run, what the second one tries, and what it runs."""
+    with quickly("size 1"):
+        twins = Twins()
+        twins.settle()
+        text = twins.step.profile_used().to_json()
+        profile = cf.StepProfile.from_json(text)
+        options = {"schedule": "auto", "cluster": profile, "replan": replans}
+        if not replans:
+            model = wide_mlp()
+            step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=adamw(model), **options)
+            assert step.session.replan is None
+            fused = [each.bytes for each in step.lower(*xy(0)).collectives]
+            return profile.plan, [], str(fused == [each.bytes for each in twins.step.lower(*xy(0)).collectives])
+        with patch.object(MeasuredSteps, "run", side_effect=AssertionError("nothing is measured")):
+            other = Twins(options)
+            other.settle()
+            other.check()
+    return profile.plan, other.tried(), other.step.profile_used().plan
+
+
+def test_a_profile_with_a_plan_goes_on_where_a_run_has_ended(ranks: Ranks) -> None:
+    one, other = ranks.values(goes_on_with_a_profile, True)
+    assert one == other == ("size 1", ["default", "size 1", "size 1 stays"], "size 1")
+    one, other = ranks.values(goes_on_with_a_profile, False)
+    assert one == other == ("size 1", [], "True")
+
+
+def with_a_given_network() -> tuple[str, list[str]]:
+    with quickly("default"), patch.object(measured_plans, "measured_cluster", side_effect=AssertionError):
+        twins = Twins({"schedule": "auto", "cluster": "gloo-1gbit"})
+        twins.settle()
+        twins.check()
+    return twins.step.profile_used().cluster.name, twins.tried()
+
+
+def test_a_network_that_is_given_is_not_measured(ranks: Ranks) -> None:
+    one, other = ranks.values(with_a_given_network)
+    assert one == other and one[0] == "gloo-1gbit" and len(one[1]) > 2
+
+
+def ends_at_limits(limits: cf.TrialLimits) -> tuple[int, list[str]]:
+    with quickly():
+        twins = Twins({"schedule": "auto", "replan": limits})
+        twins.settle()
+        twins.check()
+    return twins.number, twins.tried()
+
+
+@pytest.mark.parametrize(("limits", "most"), [({"steps": 30}, 30), ({"seconds": 1e-9}, 12)], ids=["steps", "seconds"])
+def test_trials_end_at_their_limits(ranks: Ranks, limits: dict[str, Any], most: int) -> None:
+    one, other = ranks.values(ends_at_limits, cf.TrialLimits(**limits))
+    assert one == other and one[0] <= most + 3 and one[1][-1] == "default stays"
+
+
+def learns() -> list[str]:
+    """The trials teach that the network takes other times, which leads to one more plan."""
+
+    def taught(profile: cf.StepProfile, tried: Any) -> cf.StepProfile:
+        return replace(profile, cluster=slower(profile.cluster, 0.5))
+
+    with (
+        quickly("size 4"),
+        patch.object(measured_plans, "corrected", taught),
+        patch.object(measured_plans, "untried", lambda found, *_: [each for each in found if each.name == "size 4"]),
+    ):
+        twins = Twins()
+        twins.settle()
+        twins.check()
+    return twins.tried()
+
+
+def test_what_trials_teach_leads_to_more_plans(ranks: Ranks) -> None:
+    one, other = ranks.values(learns)
+    assert one == other and one[-2:] == ["size 4, corrected", "size 4 stays"]
 
 
 @pytest.mark.parametrize("how", ["replan", "deterministic"])
@@ -291,7 +453,7 @@ def test_a_bad_cache_is_ignored_with_a_warning(ranks: Ranks, tmp_path: Path, dam
         ranks.values(settles_with_a_cache, str(folder), "across steps")
         (file,) = folder.iterdir()
         text = file.read_text()
-        model = json.loads(text)["profile"]["model"]
+        model = json.loads(text)["model"]
         file.write_text(text[:100] if damage == "text" else text.replace(model, "0" * 64))
     one, other = ranks.values(warned_of_a_cache, str(folder))
     assert len(one[0]) > 3 and other[1] == ""

@@ -137,8 +137,8 @@ def test_trains_as_one_device(ranks: Ranks, name: str, mesh: tuple[int, ...], pl
 @pytest.mark.parametrize(
     "options",
     [
-        {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}},
-        {"schedule": cf.ScheduleConfig(across_steps=True)},
+        {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}, "cluster": "default"},
+        {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "default"},
     ],
     ids=["optimal", "across-steps"],
 )

@@ -21,7 +21,7 @@ from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, mlp, momentum, snapshot, xy
 from tests.distributed.test_forks import in_fork
 
-ACROSS = {"schedule": cf.ScheduleConfig(across_steps=True)}
+ACROSS = {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "default"}
 LIMIT = 60.0
 
 pytestmark = pytest.mark.dist

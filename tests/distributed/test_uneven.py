@@ -139,7 +139,7 @@ def test_compute_that_follows_the_batch_is_no_other_plan(ranks: Ranks, kind: str
 
 ACROSS_SLOW: dict[str, Any] = {"comm_fusion": OPTIMAL, "cluster": SLOW, "schedule": ACROSS}
 BY_COST: dict[str, dict[str, Any]] = {
-    "optimal": {"comm_fusion": OPTIMAL},
+    "optimal": {"comm_fusion": OPTIMAL, "cluster": "default"},
     "optimal, slow": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
     "across steps": ACROSS_SLOW,
     "across steps, 1 Gbit/s": {"schedule": ACROSS, "cluster": "gloo-1gbit"},
@@ -195,7 +195,7 @@ def other_models() -> None:
     torch.manual_seed(0)
     model = layers() if dist.get_rank() == 0 else nn.Sequential(*layers(), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=optimizer, comm_fusion=OPTIMAL)
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=optimizer, comm_fusion=OPTIMAL, cluster="default")
     step(vectors(8), torch.randint(0, 5, (8,)))
 
 

@@ -207,10 +207,8 @@ def test_a_step_on_cuda_may_be_captured() -> None:
 
 
 def test_where_no_plan_is_tried() -> None:
-    with pytest.raises(
-        cf.NotAvailableError, match='schedule="auto" is not available yet with parallel_mode="semi_auto"'
-    ):
-        cf.compile(Net(), loss_fn=F.mse_loss, schedule="auto", parallel_mode="semi_auto")
+    with pytest.raises(cf.NotAvailableError, match='schedule="auto" is not available yet with capture="dynamo"'):
+        cf.compile(Net(), schedule="auto", capture="dynamo")
     for options in ({}, {"device_num": 4}):
         step = cf.compile(Net(), loss_fn=F.mse_loss, schedule="auto", **options)
         assert step.session.replan is None and step.profile_used() is None

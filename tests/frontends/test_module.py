@@ -71,7 +71,6 @@ def test_the_arguments_decide_the_form() -> None:
         ({"parallel_mode": "semi_auto"}, cf.NotAvailableError, "not available yet for the module form"),
         ({"parallel_mode": "auto"}, cf.NotAvailableError, "not available yet"),
         ({"pipeline_stages": 2}, cf.NotAvailableError, "not available yet"),
-        ({"schedule": "auto"}, cf.NotAvailableError, 'schedule="auto" is not available yet for the module form'),
         ({"full_batch": True}, cf.ConfigValueError, "full_batch=True with the module form"),
         ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps=True with the module"),
         ({"find_unused_parameters": True, "form": "step"}, cf.ConfigValueError, "an option of the module form"),

@@ -47,6 +47,12 @@ def saved_values(program: Program) -> list[fx.Node]:
     return [node for node in crossing(program) if not _is_held(program, node)]
 
 
+def inputs_of_backward(program: Program) -> list[fx.Node]:
+    """What a backward takes, in order."""
+    held = [node for node in program.sources if _is_held(program, node)]
+    return [*saved_values(program), *held, program.loss]
+
+
 def _is_held(program: Program, node: fx.Node) -> bool:
     source = program.sources.get(node)
     return source is not None and source.kind == "gradient"
@@ -66,12 +72,11 @@ class _HalfGenerator(Generator):
         late: Sequence[fx.Node] = split(program)[1]
         if program.by_autograd:
             late = self._as_they_arrive(late)
-        held = [node for node in program.sources if _is_held(program, node)]
         output = self.nodes[-1]
         results: Sequence[Any] = output.args[0][1:]
         self.function(
             "backward",
-            [*saved_values(program), *held, program.loss],
+            inputs_of_backward(program),
             late,
             self.tuple([self.literal(value) for value in results]),
             keep=dict.fromkeys(output.all_input_nodes),

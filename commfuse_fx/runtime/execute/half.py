@@ -31,6 +31,11 @@ class Half:
             self.code = self._generate(self._name, self._check)
         return self.code.namespace[self._name](given)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it has run, and its layouts need not be looked at."""
+        return self.code is not None and self._check is None
+
     def has_run(self) -> None:
         """Take out what has turned out needless."""
         if self._check is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,32 @@ class HalvesExecutor(Executor):
                 self._leave(error)
                 raise
         return self._results(found)
+
+    def backward_by(
+        self,
+        run: Callable[[Sequence[Any]], tuple[Any, ...]],
+        saved: list[Any],
+        gradients: Sequence[torch.Tensor | None],
+        held: Mapping[str, torch.Tensor | None],
+    ) -> NamedGradients:
+        """As `backward`, by another function than the generated code.
+
+        run: gets the values of `inputs_of_backward`, and returns the gradients of parameters and inputs.
+        """
+        self._add_held(saved, held)
+        saved.append([_given(value, spec) for value, spec in zip(gradients, self._gradient_specs, strict=True)])
+        with self._quietly():
+            try:
+                found = run(saved)
+            except BaseException as error:
+                self._leave(error)
+                raise
+        return self._results(found)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a first backward is over, which finds out what later ones need not do."""
+        return self._backward_half.is_known
 
     def begin_backward(self, saved: list[Any], held: Mapping[str, torch.Tensor | None]) -> Arrivals:
         """Begin a backward to which autograd hands its gradients one by one. The arguments are those of `backward`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ from commfuse_fx.runtime.execute.shared_compiles import compile_each
 from commfuse_fx.support.progress import progress
 
 log = logging.getLogger("commfuse_fx.inductor")
+
+
+_known: set[str] = set()  # digests of the texts of regions whose code this process has
+
+
+def regions_to_compile(program: Program) -> int:
+    """How many different regions of a program this process has no code of yet."""
+    return len({_digest(_text(region)) for region in regions_of(program)} - _known)
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
@@ -60,6 +73,7 @@ def compiled_regions(program: Program, rank: int) -> dict[int, RegionCode]:
 
         tasks = {text: partial(compiled, same) for text, same in alike.items()}
         codes = compile_each(tasks, rank, folder / "commfuse")
+    _known.update(_digest(text) for text in alike)
     roots = Roots(program.graph, program.aliases())
     found: dict[int, RegionCode] = {}
     refused: dict[int, str] = {}

@@ -1,0 +1,121 @@
+"""Plans of a step that follow from what was measured on all ranks, the same on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.priced import model_fingerprint
+from commfuse_fx.frontends.chosen_plan import ChosenPlan
+from commfuse_fx.frontends.step_clock import StepClock
+from commfuse_fx.ir.text import communication_text
+from commfuse_fx.machine.source import cluster_of, default_cluster
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.measure.calibration import measured_cluster
+from commfuse_fx.measure.probe import device_name
+from commfuse_fx.planning.alternatives import DEFAULT, Candidate, candidates, untried
+from commfuse_fx.planning.correction import corrected
+from commfuse_fx.planning.kept_plans import KeptPlans
+from commfuse_fx.planning.plan_cache import Plan
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
+from commfuse_fx.planning.trials import Trials
+from commfuse_fx.runtime.execute.inductor import regions_to_compile
+from commfuse_fx.runtime.ranks.ballots import hash62
+from commfuse_fx.support.logs import logger
+
+log = logger("plan")
+
+NETWORK_SECONDS = 2.0
+"""How long the network is measured, about."""
+
+CORRECTED = "corrected"
+"""Remark on plans that follow from what trials have taught."""
+
+
+class MeasuredPlans:
+    """Makes the plans that are tried.
+
+    asked: what the user has asked for. is_mixed: whether ranks have batches of several sizes. All ranks know it alike.
+    """
+
+    def __init__(self, planner: Planner, asked: CompileConfig, clock: StepClock, device: torch.device) -> None:
+        self._planner = planner
+        self._asked = asked
+        self._clock = clock
+        self._device = device
+        self.is_mixed = False
+
+    def profile(self, seconds: Mapping[str, float]) -> StepProfile:
+        """What the nodes take, as measured, with a network as given, or as measured now by all ranks together."""
+        world, given = self._planner.mesh.world, self._asked.figures
+        figures = default_cluster(self._device.type, world).device
+        return StepProfile(
+            cluster=measured_cluster(self._device, NETWORK_SECONDS, figures) if given is None else cluster_of(given),
+            world=world,
+            model=model_fingerprint(self._planner.watch.params),
+            node_seconds=seconds,
+            torch=torch.__version__,
+            device=figures.name,
+        )
+
+    def of(self, base: Plan, profile: StepProfile) -> list[Candidate]:
+        """The default, and all other plans of which every rank makes the same. All ranks come here.
+
+        Where the user leaves all free, no plan is tried that Inductor would have to compile for.
+        """
+        common = self.common(base, profile)
+        found = candidates(self._planner, self._asked, base.compiled, profile, common)
+        everybody = self._clock.meet([self._vote_on(each) for each in found])
+        votes = [{rank[number] for rank in everybody} for number in range(len(found))]
+        return [each for each, vote in zip(found, votes, strict=True) if len(vote) == 1 and None not in vote]
+
+    def chosen(self, base: Plan, found: Sequence[Candidate], profile: StepProfile) -> ChosenPlan:
+        """One of some plans that are made of `base`, the default at first. All ranks come here."""
+        return ChosenPlan(self._planner, base, found, profile, self.common(base, profile))
+
+    def common(self, base: Plan, profile: StepProfile) -> Seconds | None:
+        """What nodes take on rank 0, for plans of all sizes; None where batches have one size."""
+        if not self.is_mixed:
+            return None
+        compiled = base.compiled
+        assert compiled.captured is not None
+        costs = CostModel(profile.cluster, profile.node_seconds)
+        found: Seconds = self._clock.meet(seconds_by_name(compiled.captured, compiled.pipeline, costs))[0]
+        return found
+
+    def _vote_on(self, candidate: Candidate) -> int | None:
+        """What ranks have to agree on; None if this one does not try the plan."""
+        program = candidate.compiled.program
+        if self._asked.schedule == "auto" and candidate.name != DEFAULT and (count := regions_to_compile(program)):
+            log.info("plan %s is not tried: Inductor would have to compile %d regions", candidate.label, count)
+            return None
+        return hash62(communication_text(program))
+
+    def taught(self, chosen: ChosenPlan, trials: Trials) -> list[Candidate]:
+        """The default, the fastest plan, and others that follow from what trials have taught; empty without these."""
+        base, profile = chosen.base, chosen.profile
+        assert base is not None and profile is not None, "plans that are tried follow from a profile"
+        pairs = [(each.compiled.program, trials.seconds(number)) for number, each in enumerate(chosen.candidates)]
+        tried = [(program, seconds) for program, seconds in pairs if seconds is not None]
+        found = corrected(profile, tried) if len(tried) > 1 else profile
+        if found is profile:
+            return []
+        more = untried(self.of(base, found), chosen.candidates, found)
+        log.info("the trials have taught what the network takes; plans that follow from it: %d", len(more))
+        best = chosen.candidate
+        kept = [best] if best is chosen.candidates[0] else [chosen.candidates[0], best]
+        return [*kept, *(replace(each, remark=CORRECTED) for each in more)] if more else []
+
+    def kept(self, base: Plan) -> KeptPlans:
+        """Where plans of earlier runs of this step are kept."""
+        assert base.compiled.captured is not None
+        return KeptPlans(base.compiled.captured, self._asked, device_name(self._device))
+
+    def read(self, kept: KeptPlans) -> StepProfile | None:
+        """What an earlier run of this step has left."""
+        return kept.read(self._planner.mesh.world, model_fingerprint(self._planner.watch.params))

@@ -1,0 +1,32 @@
+"""Trials of plans that take a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
+from commfuse_fx.planning import alternatives
+from commfuse_fx.planning.trials import Trials
+
+MOST_STEPS = 400
+
+
+@contextmanager
+def quickly(winner: str = "") -> Iterator[None]:
+    """Measure for a moment, try all plans, and let this one stay if one is named."""
+
+    def named(trials: Trials) -> int:
+        return next(number for number, each in enumerate(trials.names) if each == winner)
+
+    with (
+        patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
+        patch.object(plan_turns, "TURN_SECONDS", 0.001),
+        patch.object(measured_steps, "ROUNDS", 2),
+        patch.object(replan, "ROUNDS", 2),
+        patch.multiple(alternatives, PROMISING=1e6, MOST=6, text_of=lambda candidate: str(id(candidate))),
+        patch.object(measured_plans, "corrected", lambda profile, tried: profile),
+        patch.object(Trials, "winner", property(named)) if winner else patch.object(replan, "WARM", 2),
+    ):
+        yield
