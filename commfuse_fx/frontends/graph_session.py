@@ -20,6 +20,7 @@ from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.ranks.callers import lock_of
+from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 
 
@@ -38,7 +39,7 @@ class GraphSession(ModuleSession):
 
     def _join(self, config: CompileConfig) -> Groups:
         self.agreement = self._owner.agreement
-        self._holds_groups()
+        release_at_exit(self)
         groups = self._owner.runners.groups
         assert groups is not None, "the owner's world has several ranks"
         return groups
