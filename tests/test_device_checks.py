@@ -66,6 +66,7 @@ def test_a_backward_that_runs_twice() -> None:
 def test_between_steps(name: str) -> None:
     graph_checks.check_what_users_do_between_steps(CPU, OPTIMIZERS[name])
     graph_checks.check_one_cycle(CPU, OPTIMIZERS[name])
+    graph_checks.check_scheduled_rate(CPU, OPTIMIZERS[name])
 
 
 def test_other_checks_of_graphs() -> None:

@@ -42,27 +42,30 @@ class Rank:
 
     def __init__(self, always: bool = False, **options: Any) -> None:
         self.model, self.twin = dropping(), dropping()
-        self.optimizer = sgd(self.model)
+        self.optimizer, self.other = sgd(self.model), sgd(self.twin)
         self.step = cf.compile(self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, **options)
-        self.plain = cf.compile(
-            self.twin, loss_fn=F.cross_entropy, optimizer=sgd(self.twin), cuda_graph=False, **options
-        )
+        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other, cuda_graph=False, **options)
         self.recorder = recorded(self.step)
         graphs = self.step.session.graphs
         assert graphs is not None
         self.graphs = graphs
         self.graphs._always = always
 
-    def run(self, number: int, rows: int = 4) -> float:
-        """One step of both: the same loss, whatever the masks of dropout, and the same parameters."""
+    def call(self, number: int, rows: int = 4) -> float:
+        """One step of both: the same loss, whatever the masks of dropout."""
         state = torch.get_rng_state()
         want = self.plain(*xy(number, rows=rows))
         torch.set_rng_state(state)
         loss = self.step(*xy(number, rows=rows))
         assert torch.equal(loss, want)
+        return float(loss)
+
+    def run(self, number: int, rows: int = 4) -> float:
+        """As `call`, and the same parameters."""
+        loss = self.call(number, rows)
         for name, value in self.model.state_dict().items():
             assert torch.equal(value, self.twin.state_dict()[name]), name
-        return float(loss)
+        return loss
 
     @property
     def replays(self) -> list[int]:
@@ -91,10 +94,7 @@ def captured_across_steps(always: bool) -> tuple[list[int], int]:
         rank.run(number)
     with rank.graphs.paused():
         rank.run(FIRST + 1)
-        state = torch.get_rng_state()
-        rank.plain(*xy(FIRST + 2))
-        torch.set_rng_state(state)
-        rank.step(*xy(FIRST + 2))
+        rank.call(FIRST + 2)
         running = rank.step.session.running
         assert running is not None and running.tail.is_pending
     rank.run(FIRST + 3)
@@ -108,6 +108,31 @@ def test_updates_across_steps(ranks: Ranks, always: bool) -> None:
     """A captured step completes them before it ends. Without being asked for, no such step is captured."""
     for replays, parts in ranks.values(captured_across_steps, always):
         assert parts > 2 and replays == ([FIRST + 2] if always else [])
+
+
+def rates_across_steps() -> list[int]:
+    """The rate changes while updates of a step without a capture are pending."""
+    rank = Rank(always=True, schedule=cf.ScheduleConfig(across_steps=True), comm_fusion={"openstate": False})
+    groups = [each.param_groups[0] for each in (rank.optimizer, rank.other)]
+
+    def halve() -> None:
+        for group in groups:
+            group["lr"] /= 2
+
+    for number in range(FIRST + 2):
+        rank.run(number)
+        halve()
+    for _ in range(2):
+        with rank.graphs.paused():
+            rank.call(9)
+        halve()
+        rank.call(10)
+    rank.run(11)
+    return rank.replays
+
+
+def test_updates_across_steps_have_the_rate_of_their_step(ranks: Ranks) -> None:
+    assert ranks.values(rates_across_steps) == [[FIRST + 4]] * 2
 
 
 def one_rank_wishes_otherwise() -> tuple[list[int], list[bool]]:

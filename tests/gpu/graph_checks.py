@@ -119,6 +119,17 @@ def check_one_cycle(device: torch.device, optimizer: MakeOptimizer, **options: A
             cycle.step()
 
 
+def check_scheduled_rate(device: torch.device, optimizer: MakeOptimizer, **options: Any) -> None:
+    """The learning rate is another one in each step, and nothing else is."""
+    pair = Beside(device, optimizer, **options)
+    assert pair.ours is not None and pair.theirs is not None
+    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in (pair.ours, pair.theirs)]
+    for batch in pair.batches(2 * STEPS):
+        pair.train([batch])
+        for rate in rates:
+            rate.step()
+
+
 def check_gradients_without_optimizer(device: torch.device, **options: Any) -> None:
     """Gradients land in `.grad`, which the user sets to None, to zero, or lets grow."""
     pair = Beside(device, None, **options)

@@ -30,6 +30,12 @@ def test_one_cycle(graph: Any, name: str) -> None:
     graph_checks.check_one_cycle(CUDA, OPTIMIZERS[name], cuda_graph=graph)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_a_scheduled_rate_of_float64_acts_without_another_capture(name: str, logged: pytest.LogCaptureFixture) -> None:
+    graph_checks.check_scheduled_rate(CUDA, OPTIMIZERS[name])
+    assert logged.text.count("captured a step") == 1
+
+
 @each_choice
 def test_gradients_without_optimizer(graph: Any) -> None:
     graph_checks.check_gradients_without_optimizer(CUDA, cuda_graph=graph)

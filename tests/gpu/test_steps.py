@@ -83,12 +83,13 @@ def test_no_update_waits_for_the_host(optimizer: str) -> None:
     step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, OPTIMIZERS[optimizer], cuda_graph=False)
 
 
-def test_no_step_waits_for_a_rate_on_the_device() -> None:
+@pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
+def test_no_step_waits_for_a_rate_on_the_device(graph: Any) -> None:
     def adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=torch.tensor(1e-3, device=CUDA), fused=True)
 
-    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, adamw)
-    step_checks.check_step(MODELS["mlp"], CUDA, torch.float32, adamw)
+    step_checks.check_that_no_step_waits_for_the_host(MODELS["mlp"], CUDA, adamw, cuda_graph=graph)
+    step_checks.check_step(MODELS["mlp"], CUDA, torch.float32, adamw, cuda_graph=graph)
 
 
 @pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")

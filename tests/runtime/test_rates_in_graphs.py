@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from unittest import mock
 
@@ -88,17 +89,58 @@ def test_a_rate_that_stays_is_not_rounded() -> None:
     assert pair.recorder.replays == [3]
 
 
-def test_float64_takes_the_rate_as_the_number_it_is(logged: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(4, 3).double()
-    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=(optimizer := adamw(model)))
+def optimizers(lr: float) -> dict[str, Make]:
+    """One of each kind, with all that its kernel can do."""
+    made: dict[str, Make] = {
+        "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=lr, amsgrad=True, weight_decay=0.1),
+        "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1),
+        "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=lr, lr_decay=0.1),
+        "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5, nesterov=True),
+        "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=lr),
+        "RMSprop with all": lambda model: torch.optim.RMSprop(
+            model.parameters(), lr=lr, momentum=0.5, centered=True, weight_decay=0.1, maximize=True
+        ),
+    }
+    return made
+
+
+KINDS = [
+    *((name, torch.float64, 1e-14) for name in optimizers(0.01)),
+    *((name, torch.float32, 1e-6) for name in ("RMSprop", "RMSprop with all")),
+    ("RMSprop", torch.bfloat16, 0.02),
+]
+"""Updates without a kernel that takes the rate from memory as it is, and how far from eager they may come."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "close"), KINDS, ids=str)
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_a_rate_acts_without_another_capture_in_updates_that_take_a_number(
+    name: str, dtype: torch.dtype, close: float, is_scheduled: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    twin = copy.deepcopy(model)
+    ours, theirs = (optimizers(0.01)[name](net) for net in (model, twin))
+    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in (ours, theirs)] if is_scheduled else []
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=ours)
     recorder = recorded(step)
-    x, y = batch(0)
-    for _ in range(FIRST + 1):
-        step(x.double(), y)
-    optimizer.param_groups[0]["lr"] = 0.1
-    step(x.double(), y)
-    assert recorder.replays == [1]
-    assert f"lr of the optimizer's param group 0 is 0.1 in place of {RATE}" in logged.text
+    assert step.session.graphs is not None
+    step.session.graphs._always = True
+    for number in range(9):
+        x, y = batch(number)
+        step(x.to(dtype), y)
+        theirs.zero_grad()
+        F.cross_entropy(twin(x.to(dtype)), y).backward()
+        theirs.step()
+        for rate in rates:
+            rate.step()
+        if not is_scheduled and number > 3:
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"] *= 0.7
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=close, atol=close)
+    assert recorder.replays == ([8] if is_scheduled else [4, 4])
+    ops = {str(op) for op, *_ in recorder.recordings[-1]._tape.calls}
+    assert "aten.lerp.Tensor" in ops and not any("tensor_lr" in op for op in ops), "whose rates are of float32"
 
 
 @pytest.mark.parametrize(("make", "cycles"), [(sgd, "momentum"), (adamw, "beta1")], ids=["SGD", "AdamW"])

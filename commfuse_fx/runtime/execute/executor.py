@@ -91,8 +91,7 @@ class Executor:
         self.needs_seed = program.config.divides_graphs and (
             self.draws or any(source.kind == "seed" for source in program.sources.values())
         )
-        self.rates: LearningRates | None = None
-        """Learning rates on the device; None: the code gets them as numbers."""
+        self.rates = LearningRates(program, [] if optimizer is None else optimizer.param_groups)
         self.guard = Guard(self.synchronize)
         self.tail = Tail((), self.guard, self.devices)
 
@@ -186,7 +185,7 @@ class Executor:
         if info(node).kept:
             name, spec = info(node).name, tensor_spec(node)
             return lambda *args, **kwargs: self.storage.pool.memory(name, spec)
-        return self.wire.bind(node) or node.target
+        return self.wire.bind(node) or self.rates.kernels.get(node) or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Run one step; returns the loss, the gradients and the auxiliary outputs of the program, in this order."""
@@ -325,7 +324,7 @@ class Executor:
                 values.append(self.seed)
             elif source.kind == "hyper":
                 number = numbers[source.owner][source.name]
-                if isinstance(number, torch.Tensor) and not (self.rates and self.rates.takes(len(values), number)):
+                if isinstance(number, torch.Tensor) and not self.rates.takes(len(values), number):
                     number = float(number)
                 values.append(number)
             else:
@@ -334,8 +333,9 @@ class Executor:
             self._relaid = _otherwise(self.program, values)
         for place, spec in self._relaid:
             values[place] = as_recorded(values[place], spec)
-        if self.rates is not None:
-            self.rates.put_into(values)
+        if self.rates.follows:
+            self.synchronize()  # updates that are pending read their rates from the same memory
+        self.rates.put_into(values)
         return values
 
     def step_optimizer(self, params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,6 @@ from commfuse_fx.runtime.execute.captured_step import CapturedStep
 from commfuse_fx.runtime.execute.cuda_graph import Recorder
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.launch_watch import LaunchWatch
-from commfuse_fx.runtime.execute.learning_rates import LearningRates
 from commfuse_fx.support.logs import logger
 
 log = logger("cuda_graphs")
@@ -110,8 +109,7 @@ class StepGraphs:
         if why:
             log.info("a step runs without a CUDA graph: %s", why)
             return
-        if executor.optimizer is not None:
-            executor.rates = LearningRates(program, executor.optimizer.param_groups, device)
+        executor.rates.follows = True
         self._shapes[executor] = _Shape(self.first)
 
     def wish(self, executor: Executor) -> int:
