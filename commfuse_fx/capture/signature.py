@@ -36,8 +36,15 @@ CHOICES_OF_KERNELS: Mapping[str, Callable[[], Any]] = {
     "torch.backends.cudnn": torch._C._get_cudnn_enabled,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "number of threads": torch.get_num_threads,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+    "attention by plain ops": torch._C._get_math_sdp_enabled,
+    "attention by cuDNN": torch._C._get_cudnn_sdp_enabled,
+    "attention by plain ops in half precision": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    "order of kernels of attention": lambda: tuple(torch._C._get_sdp_priority_order()),
 }
-"""Another kernel may lay its results out in another way, which the first run of a graph has looked at."""
+"""Of attention the trace has recorded the kernel. Another kernel may also lay its results out in another way, which the
+first run of a graph has looked at."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import commfuse_fx as cf
 from commfuse_fx.capture.differences import cause as difference
@@ -173,6 +174,24 @@ def test_what_chooses_kernels_is_a_cause(caplog: pytest.LogCaptureFixture) -> No
             optimizers[1].step()
         torch.testing.assert_close(model.weight, twin.weight)
     assert said(caplog, logging.INFO) == ["re-tracing: torch.backends.mkldnn: True -> False"]
+
+
+def test_which_kernels_attention_may_choose_is_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    class Attends(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.head(x)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    step, x = step_of(Attends()), torch.randn(2, 3, 4)
+    step(x, x[..., :2])
+    with sdpa_kernel(SDPBackend.MATH), caplog.at_level(logging.INFO, logger="commfuse_fx.retrace"):
+        step(x, x[..., :2])
+        text = step.lower(x, x[..., :2]).text()
+    assert "softmax" in text and "scaled_dot_product" not in text
+    assert said(caplog, logging.INFO) == [
+        "re-tracing: flash attention: True -> False; memory-efficient attention: True -> False; "
+        "attention by cuDNN: True -> False"
+    ]
 
 
 def test_gradients_and_autocast_are_causes(caplog: pytest.LogCaptureFixture) -> None:
