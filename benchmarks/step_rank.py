@@ -67,10 +67,12 @@ class _Rank:
         self.skipped: dict[str, str] = {}
 
     def result(self) -> Result:
-        for rate in self.task.rates:
-            self._set_rate(rate)
-            self.calibrated[rate] = self.gauge.calibrated()
-            self._note_progress()
+        # Without a mode no step of this project's runs: it would change how the process keeps memory, for all variants.
+        if any(name in MODES for name in self.task.variants):
+            for rate in self.task.rates:
+                self._set_rate(rate)
+                self.calibrated[rate] = self.gauge.calibrated()
+                self._note_progress()
         self._build_all()
         self._warm_up()
         names = list(dict.fromkeys(name for variants in self.variants.values() for name in variants))
@@ -83,7 +85,7 @@ class _Rank:
                     self._measure(rate, name)
                 if name in MODES:
                     self._profile()
-        for rate in self.task.rates:
+        for rate in self.calibrated:
             self._predict(rate)
         if self.task.timeline:
             for rate in self.task.rates:
@@ -107,13 +109,13 @@ class _Rank:
             for rates in [(rate,) for rate in self.task.rates] if by_rate else [self.task.rates]:
                 if by_rate:
                     self._set_rate(rates[0])
-                variant = self._built(name, copy.deepcopy(model), self.calibrated[rates[0]])
+                variant = self._built(name, copy.deepcopy(model), self.calibrated.get(rates[0]))
                 if variant is None:
                     break
                 for rate in rates:
                     self.variants[rate][name] = variant
 
-    def _built(self, name: str, model: nn.Module, cluster: cf.StepProfile) -> Variant | None:
+    def _built(self, name: str, model: nn.Module, cluster: cf.StepProfile | None) -> Variant | None:
         reason, start, variant = "", perf_counter(), None
         try:
             variant = _build(name, self.workload, model, cluster)
@@ -265,8 +267,8 @@ class _Rank:
                 file.write(".")
 
 
-def _build(name: str, workload: Workload, model: nn.Module, cluster: cf.StepProfile) -> Variant:
-    if name in PEERS:
+def _build(name: str, workload: Workload, model: nn.Module, cluster: cf.StepProfile | None) -> Variant:
+    if name in PEERS or cluster is None:
         return Variant(PEERS[name](workload, model))
     options: Mapping[str, Any] = MODES[name].options(cluster)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

@@ -20,7 +20,7 @@ from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.capture.tree import flatten_output
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.frontends.graph_session import GraphSession
-from commfuse_fx.frontends.kept_forward import Forward, guarded, values_of
+from commfuse_fx.frontends.kept_forward import Forward, Versions, guarded, values_of
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
@@ -97,7 +97,7 @@ class AutogradSession(GraphSession):
         differentiable = tuple(edge is not None for edge in recorded.edges)
         outputs = guarded([output.detach() for _, output in flat], differentiable)
         given = {path: args[int(path.rpartition(".")[2])] for path in inputs}
-        return Forward(plan, outputs, Outputs(nest, differentiable), given, (), [recorded], [])
+        return Forward(plan, outputs, Outputs(nest, differentiable), given, (), [recorded], Versions())
 
     def _with_leaves(self, args: Sequence[Any]) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The arguments with leaves in place of all that require a gradient: those of parameters, and of inputs."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+
+_GRAD = attrgetter("grad")
 
 
 class GradientParts:
@@ -42,6 +45,11 @@ class GradientParts:
         """What each `.grad` holds that is still to be reduced."""
         return {name: None if self.is_final(name, param) else param.grad for name, param in params.items()}
 
+    def has_unreduced(self, params: Mapping[str, nn.Parameter]) -> bool:
+        """Whether some `.grad` holds what is still to be reduced."""
+        held = [name for name, grad in zip(params, map(_GRAD, params.values()), strict=True) if grad is not None]
+        return any(not self.is_final(name, params[name]) for name in held)
+
     def will_be_local(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> None:
         """Gradients of this rank are about to be added to `.grad` of the parameters of these names.
 
@@ -72,10 +80,11 @@ class GradientParts:
 
     def was_reduced(self, names: Sequence[str]) -> None:
         """`.grad` of the parameters of these names has been reduced."""
-        for name in names:
-            self.local.pop(name, None)
-            if self.counts_absent:
-                self.means[name] = None
+        if self.local:
+            for name in names:
+                self.local.pop(name, None)
+        if self.counts_absent:
+            self.means.update(dict.fromkeys(names))
 
 
 def write_gradients(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Forward:
     inputs: dict[str, torch.Tensor]
     names: tuple[str, ...]
     values: list[Any] | None
-    versions: list[tuple[str, torch.Tensor, int, int]]
+    versions: Versions
 
 
 def values_of(forward: Forward) -> list[Any]:
@@ -68,27 +69,45 @@ def read_late(
         yield f"output {number}", outputs[number].detach()  # not what leads back to here: that would be a cycle
 
 
-def versions_of(watched: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor, int, int]]:
-    """What `check_versions` compares with."""
-    return [(name, tensor, tensor._version, _address(tensor)) for name, tensor in watched]
+_version = attrgetter("_version")
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+class Versions:
+    """What the user can change although a backward reads it, as it was: hundreds of tensors are compared at once."""
 
+    def __init__(self, watched: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        pairs = list(watched)
+        self._names = [name for name, _ in pairs]
+        self._tensors = [tensor for _, tensor in pairs]
+        self._versions = list(map(_version, self._tensors))
+        self._addresses = self._present_addresses()
 
-def check_versions(forward: Forward) -> None:
-    """Raise RuntimeError, as autograd does, where something has been changed that the backward reads. Autograd itself
-    keeps the old memory of a parameter whose `.data` has been replaced."""
-    for name, tensor, version, address in forward.versions:
-        if tensor._version != version:
+    def _present_addresses(self) -> list[int]:
+        try:
+            return list(map(torch.Tensor.data_ptr, self._tensors))
+        except RuntimeError:  # a sparse tensor has none
+            return [each.data_ptr() if each.layout is torch.strided else 0 for each in self._tensors]
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._names, self._tensors, self._versions, self._addresses = [], [], [], []
+
+    def check(self) -> None:
+        """Raise RuntimeError, as autograd does, where something has been changed. Autograd itself keeps the old memory
+        of a parameter whose `.data` has been replaced."""
+        versions = list(map(_version, self._tensors))
+        if versions != self._versions:
+            triples = zip(self._names, versions, self._versions, strict=True)
+            name, now, before = next((name, now, before) for name, now, before in triples if now != before)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{name} is at version {tensor._version}; expected version {version} instead"
+                f"{name} is at version {now}; expected version {before} instead"
             )
-        if _address(tensor) != address:
+        addresses = self._present_addresses()
+        if addresses != self._addresses:
+            triples = zip(self._names, addresses, self._addresses, strict=True)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been replaced: "
-                f"{name} got another .data between the forward and the backward of a compiled module; replace it "
-                "before the forward, or after the backward"
+                f"{next(name for name, now, before in triples if now != before)} got another .data between the forward "
+                "and the backward of a compiled module; replace it before the forward, or after the backward"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from commfuse_fx.frontends.kept_forward import Forward
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.watched_outputs import WatchedOutput, refuse_partial_gradients, watched_outputs
 from commfuse_fx.support.tracebacks import user_frames_only
+
+_BACKWARD_HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -80,7 +83,9 @@ class ModuleCall:
         self.on_written = on_written
         self.done_in = -1
         self.params = {name: param for name, param in session.params.items() if param.requires_grad}
-        self.edges = [name for name in forward.plan.compiled.program.grads if not self._calls_hooks_of(name)]
+        self.edges = list(forward.plan.compiled.program.grads)
+        if any(map(_BACKWARD_HOOKS, self.params.values())) or any(map(_LATE_HOOKS, self.params.values())):
+            self.edges = [name for name in self.edges if not self._calls_hooks_of(name)]
         self.watched: list[WatchedOutput] = []
 
     def _calls_hooks_of(self, name: str) -> bool:
@@ -135,21 +140,23 @@ class ModuleCall:
             for name in [name for name in reached if name not in self.edges]:
                 for hook in tuple((self.params[name]._post_accumulate_grad_hooks or {}).values()):
                     hook(self.params[name])
-        returned = [grads.get(name) if asked.get(name, True) is None else None for name in self.edges]
+        returned: Gradients = (None,) * len(self.edges)
+        if asked:
+            returned = tuple(grads.get(name) if asked.get(name, True) is None else None for name in self.edges)
         return (*returned, None, *(of_inputs.get(f"{path}.grad") for path in self.forward.inputs))
 
     def _mode(self, node: Any, writes: bool) -> str:
         task = torch._C._current_graph_task_id()
         if not self.calls.sends(node, task) or not writes or self.session.agreement is None:
             return "local"
-        has_some = any(grad is not None for grad in self.session.parts.unreduced(self.params).values())
-        return "accumulated" if has_some else "reduced"
+        return "accumulated" if self.session.parts.has_unreduced(self.params) else "reduced"
 
     def _check_hooks(self, gradients: Gradients) -> None:
         """Raises CaptureError for hooks that would see other gradients than they do in eager execution."""
         try:
             refuse_partial_gradients(self.watched, gradients)
-            late = next((name for name in self.edges if self.params[name]._backward_hooks), None)
+            hooks = zip(self.edges, map(_BACKWARD_HOOKS, map(self.params.__getitem__, self.edges)), strict=True)
+            late = next((name for name, held in hooks if held), None)
             if late is not None:
                 raise CaptureError(
                     f"parameter {late} got a hook between the forward and the backward of a compiled module: call "

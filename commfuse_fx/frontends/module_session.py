@@ -13,7 +13,7 @@ from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
-from commfuse_fx.frontends.kept_forward import Forward, check_versions, guarded, read_late, values_of, versions_of
+from commfuse_fx.frontends.kept_forward import Forward, Versions, guarded, read_late, values_of
 from commfuse_fx.frontends.prices_of_one_rank import PricesOfOneRank
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
@@ -113,7 +113,7 @@ class ModuleSession(Session):
             outputs, saved = executor.forward(dict(call.leaves))
             assert plan.compiled.outputs is not None
             outputs = guarded(outputs, plan.compiled.outputs.differentiable)
-        versions = versions_of(read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs))
+        versions = Versions(read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs))
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
 
@@ -181,7 +181,7 @@ class ModuleSession(Session):
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
     ) -> NamedGradients:
         values = values_of(forward)
-        check_versions(forward)
+        forward.versions.check()
         differentiable = forward.described.differentiable
         absent = tuple(i for i, grad in enumerate(gradients) if grad is None and differentiable[i])
         plan, executor, places = self._taking(forward, mode, absent)
@@ -189,7 +189,7 @@ class ModuleSession(Session):
         taken = [values[place] for place in places]
         if not keep:
             forward.values = None
-            forward.versions.clear()
+            forward.versions.forget()
             del values  # the executor lets go of each when it has been used
         held: dict[str, torch.Tensor | None] = {}
         if mode == "accumulated":
