@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu_measure import AGAIN, FIRST, MEMORY, TIME, Measured, first_step, measure, ratio, warm_up
 from benchmarks.gpu_workloads import COMPILE, EAGER, GRAPH, INDUCTOR, LARGE, OVERHEAD, PLAIN, SMALL
-from benchmarks.measure import MIB, save
+from benchmarks.measure import MIB, at_least, save
 from benchmarks.two_ranks import compare_two_ranks
 
 
@@ -90,7 +90,7 @@ def shown(variant: str, found: Measured) -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="benchmarks gpu", description=__doc__)
-    made.add_argument("--rounds", type=int, default=5, help="blocks of steps of each variant (default 5, at least 2)")
+    made.add_argument("--rounds", type=at_least(1), default=5, help="blocks of steps of each variant (default 5)")
     made.add_argument("--workloads", nargs="*", default=["gpt2", "mlp", "llama", "resnet50"], choices=list(LARGE))
     made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT")
     made.add_argument("--no-ranks", action="store_true", help="leave the two ranks out")

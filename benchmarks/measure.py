@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.step_summary import pairwise
 
 OUT = Path("out") / "benchmarks"
 
@@ -35,11 +37,20 @@ def interleave(steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int 
     return times
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """The type of a command's option."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
 def ratios(times: Mapping[str, list[float]], numerator: str, denominator: str) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile of the pairwise ratios."""
-    pairs = [a / b for a, b in zip(times[numerator], times[denominator], strict=True)]
-    low, middle, high = statistics.quantiles(pairs, n=4)
-    return low, middle, high
+    return pairwise(times[numerator], times[denominator])
 
 
 def resident_bytes() -> int:

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.chart import draw_timelines
 from benchmarks.launch import RanksFailed, run_ranks
-from benchmarks.measure import OUT, save
+from benchmarks.measure import OUT, at_least, save
 from benchmarks.modes import MODES
 from benchmarks.netns import Network, Unavailable
 from benchmarks.peers import PEERS
@@ -59,15 +59,6 @@ def rate(text: str) -> float | None:
     if not 0.001 <= value <= 400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give Gbit/s in 0.001..400, or {UNLIMITED!r}")
     return value
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
-        return int(text)
-
-    return parse
 
 
 def seconds(text: str) -> float:

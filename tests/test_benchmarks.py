@@ -317,7 +317,7 @@ class TestGPU:
 
     def test_it_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.chdir(tmp_path)
-        arguments = ["--device", "cpu", "--small", "--rounds", "2", "--no-ranks", "--variants", EAGER, PLAIN]
+        arguments = ["--device", "cpu", "--small", "--rounds", "1", "--no-ranks", "--variants", EAGER, PLAIN]
         assert gpu.main(arguments) == 0
         shown = capsys.readouterr().out
         result = json.loads((tmp_path / "out/benchmarks/gpu_small.json").read_text())

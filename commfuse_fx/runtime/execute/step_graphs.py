@@ -195,9 +195,8 @@ class StepGraphs:
     def close(self) -> None:
         """Free all captured steps, when the device has finished with them. No step is captured any more."""
         if self.votes:
-            log.info(
-                "%d votes before a launch took the host %.0f us each", self.votes, self.vote_seconds / self.votes * 1e6
-            )
+            microseconds = self.vote_seconds / self.votes * 1e6
+            log.info("a vote before a launch took the host %.0f us (mean of %d)", microseconds, self.votes)
         self.ended = self.ended or "closed"
         self._drop_all(self.ended)
         if self.watch is not None:
