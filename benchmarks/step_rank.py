@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -59,12 +60,15 @@ class _Rank:
         self.rank = rank
         self.layout = None if task.network is None else Layout(task.network, dist.get_world_size())
         self.workload = WORKLOADS[task.workload]
-        self.gauge = Gauge(self.workload, rank)
         self.calibrated: dict[Rate, cf.StepProfile] = {}
         self.profiles: list[tuple[Rate, cf.StepProfile]] = []
         self.variants: dict[Rate, dict[str, Variant]] = {rate: {} for rate in task.rates}
         self.measured = {rate: Measured() for rate in task.rates}
         self.skipped: dict[str, str] = {}
+
+    @cached_property
+    def gauge(self) -> Gauge:
+        return Gauge(self.workload, self.rank)
 
     def result(self) -> Result:
         # Without a mode no step of this project's runs: it would change how the process keeps memory, for all variants.
