@@ -20,6 +20,7 @@ NAMES = (
     "inductor",
     "inductor_values",
     "step_time",
+    "changes",
     "plan_quality",
 )
 

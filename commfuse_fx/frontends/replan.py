@@ -25,7 +25,7 @@ from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.step_clock import StepClock
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.machine.step_profile import StepProfile
-from commfuse_fx.planning.alternatives import DEFAULT, Candidate, worth_a_trial
+from commfuse_fx.planning.alternatives import DEFAULT, Candidate, text_of, worth_a_trial
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.kept_plans import KeptPlans
 from commfuse_fx.planning.pace import CALM_SECONDS, CHANGED, Pace, slow_ranks
@@ -108,6 +108,11 @@ class Replan:
             return self._chosen.shown(compiled)
         is_default = self._preset.header() == self._planner.config.header()
         return compiled if is_default else self._planner.planned_as(compiled, self._preset)
+
+    @property
+    def chosen_name(self) -> str:
+        """The name of the plan that runs."""
+        return self._chosen.candidate.name if self._chosen.candidates else DEFAULT
 
     @property
     def profile_used(self) -> StepProfile | None:
@@ -199,9 +204,15 @@ class Replan:
         assert base is not None
         measured.release()
         profile = self._plans.profile(combined(everybody))
-        found = worth_a_trial(self._plans.of(base, profile))
-        if self._before is not None and self._before.number:
-            found.append(replace(self._before.candidate, remark=BEFORE))
+        found = self._plans.of(base, profile)
+        before = self._before
+        if before is None:
+            found = worth_a_trial(found)
+        else:  # soon: the most promising plan, and that which ran
+            found = worth_a_trial(found, 2)
+            ran = text_of(before.candidate)
+            if before.number and all(text_of(each) != ran for each in found):
+                found.append(replace(before.candidate, remark=BEFORE))
         self.profile = profile
         self._budget.spent += measured.spent + perf_counter() - began
         log.info("plans by what was measured:\n%s", _lines({each.label: each.times(None) for each in found}))

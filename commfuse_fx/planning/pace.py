@@ -15,7 +15,7 @@ CHANGED = 1.15
 IN_A_ROW = 2
 """So many looks in a row have to say so."""
 
-CALM_SECONDS = 60.0
+CALM_SECONDS = 30.0
 """After plans were tried anew, about so many seconds pass before that happens again; twice as many each time that the
 same plan has stayed."""
 
@@ -26,7 +26,7 @@ SLOW = 1.25
 class Pace:
     """The pace of one plan's steps. window: steps between two looks.
 
-    calm: seconds, about, in which no change is told.
+    calm: seconds, about, in which no change is told; one that lasts is told afterwards.
     """
 
     def __init__(self, step_seconds: float, calm: float = 0.0) -> None:
@@ -41,11 +41,11 @@ class Pace:
         The first look says what is usual.
         """
         self._calm_looks -= 1
-        if self._usual is None or self._calm_looks >= 0:
+        if self._usual is None:
             self._usual = seconds
         ratio = seconds / self._usual
         self._changed = self._changed + 1 if not 1 / CHANGED < ratio < CHANGED else 0
-        if self._changed < IN_A_ROW:
+        if self._changed < IN_A_ROW or self._calm_looks > 0:
             return ""
         return f"steps take {ratio:.2f} of the time that they took when their plan was chosen"
 

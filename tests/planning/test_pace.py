@@ -28,10 +28,20 @@ def test_a_lasting_change_is_told(now: float, said: str) -> None:
     assert last == f"steps take {said} of the time that they took when their plan was chosen"
 
 
-def test_nothing_is_told_in_a_time_of_calm() -> None:
-    pace = Pace(1.0, calm=4.0 * FEWEST)
-    told = [bool(pace.change(each)) for each in (1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0)]
-    assert told == [False, False, False, False, False, True, True]
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.0, 2.0, 2.0, 2.0, 2.0, 2.0), [4, 5]),
+        ((1.0, 2.0, 2.0, 1.0, 1.0, 1.0), []),
+        ((1.0, 1.0, 1.0, 1.0, 2.0, 2.0), [5]),
+    ],
+)
+def test_a_change_in_a_time_of_calm_is_told_afterwards_if_it_lasts(
+    seconds: tuple[float, ...], expected: list[int]
+) -> None:
+    pace = Pace(1.0, calm=5.0 * FEWEST)
+    told = [bool(pace.change(each)) for each in seconds]
+    assert [number for number, each in enumerate(told) if each] == expected
 
 
 def test_slow_ranks() -> None:
