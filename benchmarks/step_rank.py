@@ -113,19 +113,19 @@ class _Rank:
             for rates in [(rate,) for rate in self.task.rates] if by_rate else [self.task.rates]:
                 if by_rate:
                     self._set_rate(rates[0])
-                variant = self._built(name, copy.deepcopy(model), self.calibrated.get(rates[0]))
+                variant = self._built(name, copy.deepcopy(model), rates[0])
                 if variant is None:
                     break
                 for rate in rates:
                     self.variants[rate][name] = variant
 
-    def _built(self, name: str, model: nn.Module, cluster: cf.StepProfile | None) -> Variant | None:
+    def _built(self, name: str, model: nn.Module, rate: Rate) -> Variant | None:
         reason, start, variant = "", perf_counter(), None
         try:
-            variant = _build(name, self.workload, model, cluster)
+            variant = _build(name, self.workload, model, self.calibrated.get(rate))
             variant.step()
             if name in MODES and MODES[name].tries_plans:
-                self._settle(variant)
+                self.measured[rate].settled[name] = self._settle(variant)
             variant.finish()
         except Exception as error:
             reason = f"{type(error).__name__}: {_first_line(error)}"
@@ -140,8 +140,8 @@ class _Rank:
             built.pop(name, None)
         return None
 
-    def _settle(self, variant: Variant) -> None:
-        """Train until the plan stays."""
+    def _settle(self, variant: Variant) -> str:
+        """Train until the plan stays. Returns what came of it."""
         assert variant.compiled is not None
         replan, start, steps = variant.compiled.session.replan, perf_counter(), 0
         while replan is not None and not replan.is_settled:
@@ -154,7 +154,7 @@ class _Rank:
             each for each in variant.compiled.lower(*args, **kwargs).explain().notes if each.topic == "plans tried"
         ]
         text = ", ".join(f"{each.subject} {each.reason}" for each in notes)
-        print(f"settled after {steps} steps and {perf_counter() - start:.1f} s: {text}", file=sys.stderr, flush=True)
+        return f"settled after {steps} steps and {perf_counter() - start:.1f} s: {text}"
 
     def _warm_up(self) -> None:
         """Lazily made state, buckets rebuilt after a first step, a slow start of TCP."""
@@ -185,12 +185,16 @@ class _Rank:
 
         What counts is the time from one step's return to the next one's, in the middle of a loop: a step goes ahead
         of the timed ones, whose rest, if it leaves one on the wire, is theirs; the rest of the last one is the next
-        one's.
+        one's. Where blocks are synchronized, nothing is on the wire when they begin and when they end.
         """
         variant.step()
+        if self.task.synchronized:
+            variant.finish()
         start = perf_counter()
         for _ in range(self.task.block):
             variant.step()
+        if self.task.synchronized:
+            variant.finish()
         seconds = perf_counter() - start
         variant.finish()
         # The last bytes of a rank that is done may still be in its queue until the others are done too.

@@ -30,6 +30,7 @@ class Task:
     block: int
     timeout: float
     timeline: bool
+    synchronized: bool
     network: int | None
     out: str
     progress: str
@@ -46,13 +47,15 @@ class Task:
 @dataclass
 class Measured:
     """At one rate, by variant; per block: `seconds` and sent `wire_bytes` per step. predicted: simulated seconds.
-    plans: of this project's modes, how many collectives, of them waited for in the next step, and messages.
+    plans: of this project's modes, how many collectives, of them waited for in the next step, and messages. settled: of
+    those that try plans, how long that took, and which one stayed.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     wire_bytes: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     plans: dict[str, dict[str, int]] = field(default_factory=dict)
+    settled: dict[str, str] = field(default_factory=dict)
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     simulated: dict[str, list[Span]] = field(default_factory=dict)
 

@@ -90,6 +90,11 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="draw one step of each mode, measured and simulated, as SVG",
     )
+    made.add_argument(
+        "--synchronized",
+        action="store_true",
+        help="complete the last step at the begin and at the end of each block, within its time",
+    )
     made.add_argument("--worker", metavar="TASK", help=argparse.SUPPRESS)
     made.epilog = f"workloads: {', '.join(WORKLOADS)}; variants: {', '.join(VARIANTS)}"
     return made
@@ -178,6 +183,8 @@ class Benchmark:
             print(table_line(workload, each, name, figures), flush=True)
         for each in rates:
             measured = results[0].at[label(each)]
+            for name, text in measured.settled.items():
+                print(f"{workload:10} {label(each):>9} {name:24} {text}", flush=True)
             for name, spans in measured.timelines.items():
                 self._draw(workload, each, name, spans, measured.simulated[name])
         save("step_time", self.report)
@@ -198,6 +205,7 @@ class Benchmark:
                     block=options.block,
                     timeout=options.timeout,
                     timeline=options.timeline,
+                    synchronized=options.synchronized,
                     network=None if self.network is None else self.network.layout.pid,
                     out=str(out),
                     progress=str(progress),

@@ -78,7 +78,7 @@ class TestArguments:
         assert in_order([1.0, 4.0, None, 2.0, 4.0]) == [None, 4.0, 2.0, 1.0]
 
     def test_tasks_and_results_survive_json(self) -> None:
-        task = Task("mlp", (None, 2.5), ("DDP", "overlap"), 6, 5, 300.0, True, 42, "/x.json", "/progress")
+        task = Task("mlp", (None, 2.5), ("DDP", "overlap"), 6, 5, 300.0, True, False, 42, "/x.json", "/progress")
         assert Task.from_json(task.to_json()) == task
         result = Result({"2.5": Measured({"DDP": [1.0]}, predicted={"overlap": 0.5})}, {"FSDP2": "why"})
         assert Result.from_json(result.to_json()) == result
