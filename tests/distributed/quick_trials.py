@@ -18,7 +18,7 @@ def quickly(winner: str = "") -> Iterator[None]:
     """Measure for a moment, try all plans, and let this one stay if one is named."""
 
     def named(trials: Trials) -> int:
-        return next(number for number, each in enumerate(trials.names) if each.split(",")[0] == winner)
+        return next((number for number, each in enumerate(trials.names) if each.split(",")[0] == winner), 0)
 
     with (
         patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
