@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks.two_ranks import FUSIONS, compared
 from tests.distributed.harness import Ranks
+from tests.gpu import ending_ranks
 from tests.gpu.two_rank_checks import CASES
 
 pytestmark = pytest.mark.dist
@@ -40,3 +42,8 @@ def test_what_the_benchmark_compares(ranks: Ranks) -> None:
     for rows in ranks.values(compared, CPU, {"size": FUSIONS["size"]}):
         assert rows[0] == {"case": "size", "equal": True, "worst": 0.0, "why": None}
         assert rows[1]["case"] == "size, CUDA graph" and "no parameter of the model is on a CUDA" in rows[1]["why"]
+
+
+def test_how_programs_end(tmp_path: Path) -> None:
+    for way, ended in ending_ranks.run(CPU, tmp_path, ending_ranks.WAYS).items():
+        ending_ranks.check(way, ended)

@@ -19,11 +19,18 @@ CAPTURED = "captured a step"
 class Pair:
     """The same step twice: with a graph and without."""
 
-    def __init__(self, case: DeviceModel, optimizer: MakeOptimizer = ADAMW, **options: Any) -> None:
+    def __init__(
+        self,
+        case: DeviceModel,
+        optimizer: MakeOptimizer = ADAMW,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.case = case
         # Inductor adds up the gradients of an embedding in whatever order its threads come.
         self.is_exact = options.get("backend") != "inductor"
-        self.model = case.on(CUDA, torch.float32)
+        self.dtype = dtype
+        self.model = case.on(CUDA, self.dtype)
         self.twin = copy.deepcopy(self.model)
         self.optimizers = (
             [optimizer(net.parameters()) for net in (self.model, self.twin)] if optimizer else [None, None]
@@ -49,8 +56,8 @@ class Pair:
             assert torch.equal(got, want)
             assert [name for name, value in mine.items() if not torch.equal(value, theirs[name])] == []
         else:
-            assert_near([got, *mine.values()], [want, *theirs.values()], CLOSE[torch.float32])
+            assert_near([got, *mine.values()], [want, *theirs.values()], CLOSE[self.dtype])
         return got
 
     def run_all(self, count: int = 5, seed: int = 0) -> list[torch.Tensor]:
-        return [self.run(batch) for batch in self.case.batches(CUDA, torch.float32, count, seed)]
+        return [self.run(batch) for batch in self.case.batches(CUDA, self.dtype, count, seed)]

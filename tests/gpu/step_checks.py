@@ -129,11 +129,15 @@ def no_host_synchronisation(device: torch.device) -> Iterator[None]:
 
 
 def check_that_no_step_waits_for_the_host(
-    case: DeviceModel, device: torch.device, optimizer: MakeOptimizer, **options: Any
+    case: DeviceModel,
+    device: torch.device,
+    optimizer: MakeOptimizer,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> None:
-    model = case.on(device, torch.float32)
+    model = case.on(device, dtype)
     step = cf.compile(model, optimizer=optimizer(model.parameters()), **options)
-    batches = case.batches(device, torch.float32, STEPS + 2)
+    batches = case.batches(device, dtype, STEPS + 2)
     for batch in batches[:STEPS]:
         step(**batch)
     with no_host_synchronisation(device):

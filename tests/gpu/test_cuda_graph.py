@@ -1,13 +1,8 @@
-"""Steps that run from CUDA graphs, when they are captured, and how programs with them end."""
+"""Steps that run from CUDA graphs, and when they are captured."""
 
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +16,9 @@ from tests.gpu.step_checks import OPTIMIZERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("logged")]
 
-ROOT = Path(__file__).parents[2]
+
+SHARED = {"gpt2": torch.float64, "resnet": torch.float64}
+"""The dtypes in which Inductor has compiled these models for other tests; compiling takes long."""
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -29,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_graph_computes_what_a_step_without_one_does(
     name: str, backend: str, logged: pytest.LogCaptureFixture
 ) -> None:
-    losses = Pair(MODELS[name], backend=backend).run_all()
+    dtype = SHARED.get(name, torch.float32) if backend == "inductor" else torch.float32
+    losses = Pair(MODELS[name], dtype=dtype, backend=backend).run_all()
     assert len({float(loss) for loss in losses}) == 5, "each loss is the caller's to keep"
     assert logged.text.count(CAPTURED) == 1
 
@@ -131,69 +129,3 @@ def test_a_loader_that_pins_memory(on_host: bool, logged: pytest.LogCaptureFixtu
         batch = (x, labels) if on_host else (x.to(CUDA, non_blocking=True), labels.to(CUDA, non_blocking=True))
         assert torch.equal(step(*batch), plain(*batch))
     assert logged.text.count(CAPTURED) == 1
-
-
-ENDS = """
-import os, signal, sys, torch, torch.distributed as dist
-from torch import nn
-import commfuse_fx as cf
-from benchmarks.two_ranks import join_as_host_of_its_own
-join_as_host_of_its_own()
-how = sys.argv[1]
-device = torch.device("cuda", 0)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-step = cf.compile(model, loss_fn=nn.functional.cross_entropy, optimizer=optimizer, cuda_graph=True)
-x, y = torch.randn(8, 16, device=device), torch.randint(0, 10, (8,), device=device)
-
-def leave(*args):
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ValueError("no launch")
-
-for number in range(6):
-    if number == 4 and dist.get_rank() == 1 and how in ("kill", "error"):
-        step.session.graphs.replay = leave
-    float(step(x, y))
-print("ran", flush=True)
-if how == "close":
-    step.close()
-if how in ("close", "destroy"):
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("how", ["close", "destroy", "live", "error", "kill"])
-def test_how_programs_end(how: str, tmp_path: Path) -> None:
-    """With a step that is closed or live: without a crash. If rank 1 leaves between vote and launch, rank 0 ends, too.
-
-    No agent starts the ranks, since it would end rank 0.
-    """
-    script = tmp_path / "ends.py"
-    script.write_text(ENDS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), how],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        (out, errors), _ = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if how in ("close", "destroy", "live"):
-        assert [rank.returncode for rank in ranks] == [0, 0], errors[-4000:]
-        assert "ran" in out
-    else:
-        assert ranks[0].returncode != 0 and ranks[1].returncode != 0
-        assert "CollectiveError: rank 0: " in errors, errors[-4000:]

@@ -264,7 +264,7 @@ def _cases() -> dict[str, Callable[[torch.device], None]]:
         found[f"equal bits by {fusion}"] = lambda device, options=options: check_equal_bits(device, options)
     for name, options in {"small buckets": small, "unused": {"find_unused_parameters": True}}.items():
         found[f"module, {name}"] = lambda device, options=options: check_module(device, MODELS["resnet"], options)
-    found["module, inductor"] = lambda device: check_module(device, MODELS["gpt2"], {"backend": "inductor"})
+    found["module, inductor"] = lambda device: check_module(device, MODELS["mlp"], {"backend": "inductor"})
     found["module, dynamo"] = lambda device: check_module(device, MODELS["mlp"], {"capture": "dynamo"})
     found["module, dropout"] = lambda device: check_module_of_dropout(device)
     found["step, inductor"] = lambda device: check_step(device, MODELS["gpt2"], {"backend": "inductor"})
