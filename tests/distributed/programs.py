@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.harness import Ranks, rank_environment
+from tests.distributed.harness import RUN_TIMEOUT, Ranks, rank_environment
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_programs(
     files: Path,
     folder: Path,
     size: int = 2,
-    timeout: float = 45.0,
+    timeout: float = RUN_TIMEOUT,
 ) -> Sequence[Ended]:
     """How as many new processes end that call `function(*args)` in `folder`. What they print goes to `files`.
 

@@ -165,7 +165,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def test_an_output_that_cannot_be_written_is_bad_usage_before_measuring(ranks: Ranks) -> None:
     arguments = ("calibrate", "--seconds", "500", "--out", "no/where.json")
-    (code, said), (other, silent) = ranks.values(command, *arguments, timeout=60.0)
+    (code, said), (other, silent) = ranks.values(command, *arguments)
     assert (code, other) == (2, 2)
     assert said.splitlines()[-1] == "commfuse: --out no/where.json: there is no folder no; make it first"
     assert "commfuse:" not in silent
