@@ -26,8 +26,9 @@ from commfuse_fx.passes.declaration import Pass, Situation, Variants
 from commfuse_fx.solvers.pieces import PIECE
 
 # Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
-# same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels compute those
-# one by one, and may round them otherwise than in the middle of a flat tensor.
+# same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels of the CPU compute
+# those one by one, and round them otherwise than in the middle of a flat tensor: `runtime.execute.whole_vectors`
+# hands such tensors to them by themselves.
 ALIGNMENT = 64
 
 

@@ -34,6 +34,7 @@ from commfuse_fx.runtime.execute.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
 from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, take_memory, views_of_memory
+from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.shards import Shards
@@ -185,7 +186,8 @@ class Executor:
         if info(node).kept:
             name, spec = info(node).name, tensor_spec(node)
             return lambda *args, **kwargs: self.storage.pool.memory(name, spec)
-        return self.wire.bind(node) or self.rates.kernels.get(node) or node.target
+        found = self.wire.bind(node) or self.rates.kernels.get(node)
+        return found or in_whole_vectors(self.program, node) or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Run one step; returns the loss, the gradients and the auxiliary outputs of the program, in this order."""
