@@ -49,8 +49,11 @@ _COMPUTED_WRONGLY = (
 )
 """Ops of which Inductor computes something else (torch 2.13)."""
 
-_REFUSED = (aten._ctc_loss.default,)
-"""Ops that Inductor refuses, and their regions with them."""
+_REFUSED = (
+    aten._ctc_loss.default,
+    aten._grouped_mm.default,  # takes only bfloat16
+)
+"""Ops that Inductor refuses, and their regions with them (torch 2.13)."""
 
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 """Ops that go by how a tensor lies in memory. Inside of a region Inductor may have laid it out otherwise."""

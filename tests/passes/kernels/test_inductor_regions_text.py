@@ -232,3 +232,19 @@ def test_what_inductor_computes_otherwise_is_in_no_region(op: str, wrong: str, r
     check(text.format(wrong), InductorRegions(), marked(text.format(wrong), "exp.0 neg.0", "sin.0 sum.0"))
     if right:
         check(text.format(right), InductorRegions(), marked(text.format(right), "exp.0 neg.0 op.0 sin.0 sum.0"))
+
+
+def test_products_of_experts_are_in_no_region() -> None:
+    """Inductor refuses them in float32."""
+    text = """
+        in  %x: bf16[8,16] = input
+        in  %w: bf16[2,16,8] = input
+        fwd %/ends.0: i32[2] = aten.full([2], 8, dtype=i32, device=cpu)
+        fwd %/exp.0: bf16[8,16] = aten.exp(%x)
+        fwd %/neg.0: bf16[8,16] = aten.neg(%/exp.0)
+        fwd %/mm.0: bf16[8,8] = aten._grouped_mm(%/neg.0, %w, %/ends.0)
+        fwd %/sin.0: bf16[8,8] = aten.sin(%/mm.0)
+        fwd %/sum.0: bf16[] = aten.sum(%/sin.0)
+        return [%/sum.0]
+    """
+    check(text, InductorRegions(), marked(text, "ends.0 exp.0 neg.0", "sin.0 sum.0"))
