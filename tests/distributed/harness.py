@@ -157,13 +157,15 @@ class Ranks:
         self._workers.clear()
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
-        start = time.monotonic()
+        left = timeout
         found: dict[int, Outcome] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         while waiting:
-            ready = connection.wait(list(waiting), max(0.0, timeout - (time.monotonic() - start)))
+            ready = connection.wait(list(waiting), min(left, 1.0))
             if not ready:
-                raise Hung(self._give_up(workers, timeout, sorted(waiting.values())))
+                left -= 1.0  # also where all processes were held for minutes
+                if left <= 0:
+                    raise Hung(self._give_up(workers, timeout, sorted(waiting.values())))
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
                 try:
