@@ -70,3 +70,5 @@ class ModuleJoinHook(JoinHook):
         broadcast_parameters([tensor.detach() for tensor in held if tensor.numel()], int(found))
         # What runs behind the context is not in it; `Join` itself never says so.
         self._module._join_config = self._module._join_config.construct_disabled_join_config()
+        if self._session.uneven is not None:
+            self._session.uneven.leave()

@@ -57,7 +57,7 @@ class PlanTurns:
             return
         step = trials.seconds(0) or chosen.candidates[0].predicted
         count = min(max(ceil(TURN_SECONDS / max(step, 1e-6)), FEWEST), MOST)
-        if clock.steps + count >= self._budget.until:
+        if clock.steps + count + 1 > self._budget.until:
             trials.stop()
             self._next()
         else:

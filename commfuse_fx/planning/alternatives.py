@@ -109,10 +109,10 @@ def candidates(
     return found
 
 
-def worth_a_trial(found: Sequence[Candidate], most: int = MOST) -> list[Candidate]:
+def worth_a_trial(found: Sequence[Candidate], most: int | None = None) -> list[Candidate]:
     """The default, which stands first, and those of the others that may be faster: a few, the most promising first.
 
-    most: how many, the default among them. Plans that are the same but for their names count once.
+    most: how many, the default among them; None: MOST. Plans that are the same but for their names count once.
     """
     first, *others = found
     distinct: dict[str, Candidate] = {}
@@ -120,7 +120,7 @@ def worth_a_trial(found: Sequence[Candidate], most: int = MOST) -> list[Candidat
         distinct.setdefault(text_of(each), each)
     best = min(each.predicted for each in distinct.values())
     rivals = [each for each in distinct.values() if each is not first and each.predicted <= PROMISING * best]
-    return [first, *rivals[: most - 1]]
+    return [first, *rivals[: (most or MOST) - 1]]
 
 
 def untried(found: Sequence[Candidate], tried: Sequence[Candidate], profile: StepProfile) -> list[Candidate]:
