@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
-from commfuse_fx.planning import alternatives
+from commfuse_fx.planning import alternatives, trials
 from commfuse_fx.planning.trials import Trials
 
 MOST_STEPS = 400
@@ -17,12 +17,13 @@ MOST_STEPS = 400
 def quickly(winner: str = "") -> Iterator[None]:
     """Measure for a moment, try all plans, and let this one stay if one is named."""
 
-    def named(trials: Trials) -> int:
-        return next((number for number, each in enumerate(trials.names) if each.split(",")[0] == winner), 0)
+    def named(tried: Trials) -> int:
+        return next((number for number, each in enumerate(tried.names) if each.split(",")[0] == winner), 0)
 
     with (
         patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
-        patch.object(plan_turns, "TURN_SECONDS", 0.001),
+        patch.multiple(plan_turns, TURN_SECONDS=0.001, FEWEST=2),
+        patch.multiple(trials, FEWEST=2, MOST=3),
         patch.object(measured_steps, "ROUNDS", 2),
         patch.object(replan, "ROUNDS", 2),
         patch.multiple(alternatives, PROMISING=1e6, MOST=6, text_of=lambda candidate: str(id(candidate))),
