@@ -316,7 +316,8 @@ def trains_to_the_end(how: str) -> None:
 def test_how_programs_end(ranks: Ranks, tmp_path: Path, how: str) -> None:
     """With a captured step that is live or closed: soon, and without a word on stderr."""
     for ended in run_programs(ranks, trains_to_the_end, how, files=tmp_path, folder=tmp_path):
-        assert (ended.code, ended.out, ended.err) == (0, "ran [2]\n", "")
+        own = [line for line in ended.err.splitlines() if not re.match(r"nanobind: |See https://nanobind| - ", line)]
+        assert (ended.code, ended.out, own) == (0, "ran [2]\n", [])  # Triton of PyTorch 2.15 tells of leaks of its own
 
 
 def closes_a_step() -> str:
