@@ -301,6 +301,7 @@ class Replan:
             clock.next_at(pace.window, self._look_at_pace)
             return
         log.info("measuring again: %s", change)
+        self._is_known = False
         self.is_settled, self._before, self._budget = False, self._chosen, self._whole_budget()
         self._measure(0)
 

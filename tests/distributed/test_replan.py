@@ -438,6 +438,33 @@ def test_the_next_run_begins_with_the_plan_of_this_one(ranks: Ranks, tmp_path: P
     assert ranks.values(settles_with_a_cache, str(tmp_path), "default")[0][0] == ["default", "default stays"]
 
 
+def changes_pace_with_a_cache(folder: str) -> list[str]:
+    """What was logged when the pace changes after a plan of an earlier run has stayed."""
+    changes = iter(["", "steps take longer"])
+    with (
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6),
+        patch.object(pace.Pace, "change", lambda self, now: next(changes, "")),
+        patch.dict(os.environ, COMMFUSE_CACHE=folder),
+        quickly("default"),
+        logged() as messages,
+    ):
+        twins = Twins()
+        twins.settle()
+        while twins.is_settled:
+            twins.run()
+        twins.settle()
+        twins.check()
+    return messages
+
+
+def test_a_plan_of_an_earlier_run_is_tried_anew_when_the_pace_changes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(settles_with_a_cache, str(tmp_path), "default")
+    for messages in ranks.values(changes_pace_with_a_cache, str(tmp_path)):
+        assert "an earlier run has come to plan default, which is tried first" in messages
+        assert "measuring again: steps take longer" in messages
+        assert not any("no longer faster" in each for each in messages)
+
+
 def test_what_other_steps_have_left_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
     for options in (
         {},
