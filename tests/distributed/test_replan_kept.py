@@ -1,0 +1,298 @@
+"""Which steps try plans, for how long, what they keep for the next run, and when they try again."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.frontends import measured_plans
+from commfuse_fx.frontends.measured_steps import MeasuredSteps
+from commfuse_fx.planning import pace
+from commfuse_fx.planning.correction import slower
+from tests.distributed.harness import Ranks
+from tests.distributed.models_of_ranks import adamw, wide_mlp, xy
+from tests.distributed.quick_trials import quickly
+from tests.distributed.step_twins import Twins
+from tests.logs import logged
+
+pytestmark = pytest.mark.dist
+
+
+def keeps_its_plan(how: str) -> bool:
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        step = cf.compile(
+            wide_mlp(), loss_fn=F.cross_entropy, schedule="auto", **({"replan": False} if how == "replan" else {})
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    step(*xy(0))
+    return step.session.replan is None
+
+
+PLANNED: dict[str, Any] = {"comm_fusion": {"allreduce": {"mode": "optimal", "config": None}}}
+
+
+def buckets(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "all_reduce" in line and not line.startswith("#")]
+
+
+def measures_by_default() -> list[bool]:
+    """Whether a step tries plans; and whether it shows the plan by preset figures before, the running one after."""
+    found = []
+    for options in ({}, {"cluster": "default", **PLANNED}, {"cluster": "gloo-1gbit", **PLANNED}, PLANNED):
+        step = cf.compile(wide_mlp(), loss_fn=F.cross_entropy, **options)
+        found.append(step.session.replan is not None)
+    with quickly("default"):
+        twins = Twins(PLANNED)
+        model = wide_mlp()
+        options = {"optimizer": adamw(model), "cluster": "default", **PLANNED}
+        preset = cf.compile(model, loss_fn=F.cross_entropy, **options)
+        twins.run()
+        shown = twins.step.lower(*xy(0)).text()
+        twins.settle()
+        after = twins.step.lower(*xy(0)).text()
+    default = twins.plain.lower(*xy(0)).text()
+    return [*found, buckets(shown) == buckets(preset.lower(*xy(0)).text()), buckets(after) == buckets(default)]
+
+
+def test_plans_by_cost_are_measured_where_no_figures_are_given(ranks: Ranks) -> None:
+    assert ranks.values(measures_by_default) == 2 * [[False, False, False, True, True, True]]
+
+
+def goes_on_with_a_profile(replans: bool) -> tuple[str, list[str], str]:
+    """A checkpoint holds the profile: the plan of the first run, what the second one tries, and what it runs."""
+    with quickly("size 1"):
+        twins = Twins()
+        twins.settle()
+        text = twins.step.profile_used().to_json()
+        profile = cf.StepProfile.from_json(text)
+        options = {"schedule": "auto", "cluster": profile, "replan": replans}
+        if not replans:
+            model = wide_mlp()
+            step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=adamw(model), **options)
+            assert step.session.replan is None
+            fused = [each.bytes for each in step.lower(*xy(0)).collectives]
+            return profile.plan, [], str(fused == [each.bytes for each in twins.step.lower(*xy(0)).collectives])
+        with patch.object(MeasuredSteps, "run", side_effect=AssertionError("nothing is measured")):
+            other = Twins(options)
+            other.settle()
+            other.check()
+    return profile.plan, other.tried(), other.step.profile_used().plan
+
+
+def test_a_profile_with_a_plan_goes_on_where_a_run_has_ended(ranks: Ranks) -> None:
+    one, other = ranks.values(goes_on_with_a_profile, True)
+    assert one == other == ("size 1", ["default", "size 1", "size 1 stays"], "size 1")
+    one, other = ranks.values(goes_on_with_a_profile, False)
+    assert one == other == ("size 1", [], "True")
+
+
+def with_a_given_network() -> tuple[str, list[str]]:
+    with quickly("default"), patch.object(measured_plans, "measured_cluster", side_effect=AssertionError):
+        twins = Twins({"schedule": "auto", "cluster": "gloo-1gbit"})
+        twins.settle()
+        twins.check()
+    return twins.step.profile_used().cluster.name, twins.tried()
+
+
+def test_a_network_that_is_given_is_not_measured(ranks: Ranks) -> None:
+    one, other = ranks.values(with_a_given_network)
+    assert one == other and one[0] == "gloo-1gbit" and len(one[1]) > 2
+
+
+def ends_at_limits(limits: cf.TrialLimits) -> tuple[int, list[str]]:
+    with quickly():
+        twins = Twins({"schedule": "auto", "replan": limits})
+        twins.settle()
+        twins.check()
+    return twins.number, twins.tried()
+
+
+@pytest.mark.parametrize(("limits", "most"), [({"steps": 30}, 30), ({"seconds": 1e-9}, 12)], ids=["steps", "seconds"])
+def test_trials_end_at_their_limits(ranks: Ranks, limits: dict[str, Any], most: int) -> None:
+    one, other = ranks.values(ends_at_limits, cf.TrialLimits(**limits))
+    assert one == other and one[0] <= most + 4 and one[1][-1] == "default stays"
+
+
+def learns() -> list[str]:
+    """The trials teach that the network takes other times, which leads to one more plan."""
+
+    def taught(profile: cf.StepProfile, tried: Any) -> cf.StepProfile:
+        return replace(profile, cluster=slower(profile.cluster, 0.5))
+
+    with (
+        quickly("size 4"),
+        patch.object(measured_plans, "corrected", taught),
+        patch.object(measured_plans, "untried", lambda found, *_: [each for each in found if each.name == "size 4"]),
+    ):
+        twins = Twins()
+        twins.settle()
+        twins.check()
+    return twins.tried()
+
+
+def test_what_trials_teach_leads_to_more_plans(ranks: Ranks) -> None:
+    one, other = ranks.values(learns)
+    assert one == other and one[-2:] == ["size 4, corrected", "size 4 stays"]
+
+
+@pytest.mark.parametrize("how", ["replan", "deterministic"])
+def test_a_plan_may_be_kept(ranks: Ranks, how: str) -> None:
+    assert ranks.values(keeps_its_plan, how) == [True, True]
+
+
+def settles_with_a_cache(folder: str, winner: str, **options: Any) -> tuple[list[str], int]:
+    with patch.dict(os.environ, COMMFUSE_CACHE=folder), quickly(winner):
+        twins = Twins({"schedule": "auto", **options})
+        twins.settle()
+        twins.check()
+    return twins.tried(), twins.number
+
+
+def test_the_next_run_begins_with_the_plan_of_this_one(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = ranks.values(settles_with_a_cache, str(tmp_path), "across steps")
+    (file,) = tmp_path.iterdir()
+    one, other = ranks.values(settles_with_a_cache, str(tmp_path), "across steps")
+    assert one == other and one[0] == ["default", "across steps", "across steps stays"]
+    assert one[1] < first[1] and len(first[0]) > 3
+    assert list(tmp_path.iterdir()) == [file]
+    again, _ = ranks.values(settles_with_a_cache, str(tmp_path), "default")  # as it is no longer faster
+    assert len(again[0]) > 3 and again[0][-1] == "default stays"
+    assert ranks.values(settles_with_a_cache, str(tmp_path), "default")[0][0] == ["default", "default stays"]
+
+
+def changes_pace_with_a_cache(folder: str) -> list[str]:
+    """What was logged when the pace changes after a plan of an earlier run has stayed."""
+    changes = iter(["", "steps take longer"])
+    with (
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6),
+        patch.object(pace.Pace, "change", lambda self, now: next(changes, "")),
+        patch.dict(os.environ, COMMFUSE_CACHE=folder),
+        quickly("default"),
+        logged() as messages,
+    ):
+        twins = Twins()
+        twins.settle()
+        while twins.is_settled:
+            twins.run()
+        twins.settle()
+        twins.check()
+    return messages
+
+
+def test_a_plan_of_an_earlier_run_is_tried_anew_when_the_pace_changes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(settles_with_a_cache, str(tmp_path), "default")
+    for messages in ranks.values(changes_pace_with_a_cache, str(tmp_path)):
+        assert "an earlier run has come to plan default, which is tried first" in messages
+        assert "measuring again: steps take longer" in messages
+        assert not any("no longer faster" in each for each in messages)
+
+
+def test_what_other_steps_have_left_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
+    for options in (
+        {},
+        {"gradients_mean": False},
+        {"cluster": "measured", "schedule": cf.ScheduleConfig(memory_limit=1 << 30)},
+    ):
+        ranks.values(settles_and_leaves, str(tmp_path), options)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def settles_and_leaves(folder: str, options: dict[str, Any]) -> None:
+    with patch.dict(os.environ, COMMFUSE_CACHE=folder), quickly("default"):
+        model = wide_mlp()
+        step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=adamw(model), **{"schedule": "auto", **options})
+        number = 0
+        while step.session.replan is not None and not step.session.replan.is_settled:
+            step(*xy(number))
+            number += 1
+
+
+@pytest.mark.parametrize("damage", ["text", "other model", "no folder"])
+def test_a_bad_cache_is_ignored_with_a_warning(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "kept"
+    if damage == "no folder":
+        folder.write_text("a file")
+    else:
+        ranks.values(settles_with_a_cache, str(folder), "across steps")
+        (file,) = folder.iterdir()
+        text = file.read_text()
+        model = json.loads(text)["model"]
+        file.write_text(text[:100] if damage == "text" else text.replace(model, "0" * 64))
+    one, other = ranks.values(warned_of_a_cache, str(folder))
+    assert len(one[0]) > 3 and other[1] == ""
+    assert one[1].count("is not kept for the next run" if damage == "no folder" else "a kept plan is ignored") == 1
+
+
+def warned_of_a_cache(folder: str) -> tuple[list[str], str]:
+    with logged() as messages:
+        tried, _ = settles_with_a_cache(folder, "across steps")
+    return tried, "\n".join(each for each in messages if "kept" in each)
+
+
+def goes_on_at_another_pace(winner: str, slow_rank: int | None) -> tuple[list[str], list[str], list[str]]:
+    """What is tried when the pace changes, and what was logged. slow_rank: whose nodes take longer since then."""
+    changes = iter(["", "steps take longer", "", "steps take less"] if slow_rank is None else ["", "steps take longer"])
+    seconds = MeasuredSteps.seconds
+
+    def all_alike(steps: MeasuredSteps) -> dict[str, float] | None:
+        found = seconds(steps)
+        return found and dict.fromkeys(found, 1e-4)
+
+    def slower(steps: MeasuredSteps) -> dict[str, float] | None:
+        found = seconds(steps)
+        return found and dict.fromkeys(found, 9e-4)
+
+    with (
+        quickly(winner),
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6),
+        patch.object(pace.Pace, "change", lambda self, now: next(changes, "")),
+        patch.object(MeasuredSteps, "seconds", all_alike),
+        logged() as messages,
+    ):
+        twins = Twins()
+        twins.settle()
+        first = twins.tried()
+        for _ in range(1 if slow_rank is not None else 2):
+            while twins.is_settled:
+                twins.run()
+            with patch.object(MeasuredSteps, "seconds", slower if dist.get_rank() == slow_rank else all_alike):
+                twins.settle()
+        while twins.number < 100:
+            twins.run()
+        twins.check()
+    return first, twins.tried(), messages
+
+
+@pytest.mark.parametrize("winner", ["default", "across steps"])
+def test_plans_are_made_anew_when_the_pace_changes(ranks: Ranks, winner: str) -> None:
+    one, other = ranks.values(goes_on_at_another_pace, winner, None)
+    first, second, messages = one
+    assert (first, second) == other[:2]
+    assert [each for each in messages if each.startswith("measuring again")] == [
+        "measuring again: steps take longer",
+        "measuring again: steps take less",
+    ]
+    tried, last = second[:-1], second[-1]  # the plan that ran is among them, as it is planned now or as it was
+    assert tried[0] == "default" and tried[1] in first and tried[2:] in ([], [f"{winner}, as before"])
+    assert last in (f"{winner} stays", f"{winner}, as before stays")
+
+
+def test_a_slow_rank_is_named_and_no_reason_for_another_plan(ranks: Ranks) -> None:
+    for first, second, messages in ranks.values(goes_on_at_another_pace, "across steps", 1):
+        assert first == second
+        assert any(
+            each.startswith(("rank 1 computes ", "[rank 0] rank 1 computes", "[rank 1] rank 1")) for each in messages
+        )
+        assert "no other plan is made: the other ranks are as fast as before" in messages
