@@ -88,19 +88,11 @@ class HalvesExecutor(Executor):
         held: `.grad` of the parameters by name, for a program that adds to it; None counts as zero. Under
             `USED` a count for each trainable parameter (int32): 1 where backwards that did not reduce have reached it.
         """
-        self._add_held(saved, held)
-        saved.append([_given(value, spec) for value, spec in zip(gradients, self._gradient_specs, strict=True)])
-        with self._quietly():
-            try:
-                found = self._backward_half.run(saved)
-            except BaseException as error:
-                self._leave(error)
-                raise
-        return self._results(found)
+        return self.backward_by(self._backward_half.run, saved, gradients, held)
 
     def backward_by(
         self,
-        run: Callable[[Sequence[Any]], tuple[Any, ...]],
+        run: Callable[[list[Any]], tuple[Any, ...]],
         saved: list[Any],
         gradients: Sequence[torch.Tensor | None],
         held: Mapping[str, torch.Tensor | None],
