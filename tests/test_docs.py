@@ -91,11 +91,23 @@ def test_pages_that_quote_have_blocks_to_run(page: Path) -> None:
     assert page in WITH_PYTHON
 
 
+def prose(page: Path) -> str:
+    """What is not code."""
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may end with, by GitHub's rule."""
+    blocks = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in re.findall(r"(?m)^#+ +(.*)$", blocks)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)#:]+)\)", prose):
-        assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", prose(page)):
+        target = page.parent / path if path else page
+        assert target.is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
 
 
 def test_the_table_of_passes_is_that_of_the_code() -> None:

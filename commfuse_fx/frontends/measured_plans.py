@@ -50,6 +50,10 @@ class MeasuredPlans:
         self._device = device
         self.is_mixed = False
 
+    def pays_after(self, seconds: float) -> bool:
+        """Whether to measure for plans, after so much training."""
+        return seconds >= NETWORK_SECONDS
+
     def profile(self, seconds: Mapping[str, float]) -> StepProfile:
         """What the nodes take, as measured, with a network as given, or as measured now by all ranks together."""
         world, given = self._planner.mesh.world, self._asked.figures

@@ -36,7 +36,7 @@ from commfuse_fx.support.logs import logger
 log = logger("plan")
 
 WARM = 2
-"""Training steps before the first one that is measured."""
+"""Training steps before it is looked at whether to measure, besides the first one."""
 
 ATTEMPTS = 10
 """How often some more steps are measured, where a rank had too few of plans that had run before."""
@@ -80,9 +80,18 @@ class Replan:
         self._step_seconds = 0.0  # when the pace was last looked at
         self._computed = 0.0  # seconds that a step computed, on ranks that were not slow, when plans were last made
         self._calm = CALM_SECONDS / 2
-        self._attempts = 0
-        self._measure(WARM)
+        self._forget()
         self.clock.next_at(1, self._go_on_as_kept)
+
+    def _forget(self) -> None:
+        """Run the default plan."""
+        self._chosen = ChosenPlan(self._planner)
+        self._turns: PlanTurns | None = None
+        self._tried: dict[str, str] = {}
+        self._is_corrected = False
+        self._attempts = 0
+        self._is_measuring = False
+        self._measured = MeasuredSteps(self._voting)
 
     def _whole_budget(self) -> Budget:
         return Budget(self._limits.seconds, self.clock.steps + self._limits.steps)
@@ -123,8 +132,7 @@ class Replan:
 
     def measures(self, plan: Plan, runner: Runner) -> bool:
         """Whether a step of this plan is to be run by `run_measured`."""
-        is_time = self._turns is None and not self.is_settled and self.clock.steps >= self._from
-        return is_time and not self.clock.is_paused and self._measured.wants(plan, runner)
+        return self._is_measuring and not self.clock.is_paused and self._measured.wants(plan, runner)
 
     def run_measured(self, plan: Plan, runner: Runner, run_by: Callable[[Run], Result]) -> Result:
         """A training step, as `MeasuredSteps.run` runs it."""
@@ -144,7 +152,7 @@ class Replan:
         else:
             self._plans.is_mixed = self.clock.is_mixed = True
             self._budget, self.is_settled, self._before, self._is_known = self._whole_budget(), False, None, False
-            self._measure(0)
+            self._measure()
 
     # Where figures were given, or an earlier run of the same step has left its plan, nothing is measured.
 
@@ -165,22 +173,26 @@ class Replan:
         elif kept is not None and kept is given:
             known = worth_a_trial(found)
         else:
-            self._measure(WARM)
+            self._began = perf_counter()
+            self.clock.next_at(WARM, self._measure_in_long_runs)
             return
         self.profile = kept
         self._try(base, known)
 
     # Plans follow from what the nodes take and what the network takes.
 
-    def _measure(self, warm: int) -> None:
-        """Run the default plan, and measure its steps after so many others."""
-        self._chosen = ChosenPlan(self._planner)
-        self._turns: PlanTurns | None = None
-        self._tried: dict[str, str] = {}
-        self._is_corrected = False
-        self._measured = MeasuredSteps(self._voting)
-        self._from = self.clock.steps + warm
-        self.clock.next_at(warm + ROUNDS, self._plan_from_measured)
+    def _measure_in_long_runs(self) -> None:
+        """Measure, but not before the run has trained for as long as that takes: shorter ones would only lose."""
+        if all(self.clock.meet(self._plans.pays_after(perf_counter() - self._began))):
+            self._measure()
+        else:
+            self.clock.next_at(self.clock.steps, self._measure_in_long_runs)
+
+    def _measure(self) -> None:
+        """Run the default plan, and measure its steps."""
+        self._forget()
+        self._is_measuring = True
+        self.clock.next_at(ROUNDS, self._plan_from_measured)
 
     def _plan_from_measured(self) -> None:
         measured = self._measured
@@ -192,6 +204,7 @@ class Replan:
             else:
                 self._give_up("batches have too many sizes, so nothing was measured")
             return
+        self._is_measuring = False
         self._plans.is_mixed = self.clock.is_mixed = self._plans.is_mixed or any(mixed)
         began = perf_counter()
         if self._is_slow_alone([sum(each.values()) for each in everybody]):
@@ -235,7 +248,7 @@ class Replan:
         if self._is_known and name != known:
             log.info("plan %s is no longer faster: measuring anew", known)
             self._is_known = False
-            self._measure(0)
+            self._measure()
             return
         for number, each in enumerate(chosen.candidates):
             self._tried[each.label] = each.times(turns.trials.seconds(number))
@@ -277,7 +290,7 @@ class Replan:
         if before is not None:
             stays = before.candidate.name == self._chosen.candidate.name
             calm = self._calm = 2 * self._calm if stays else CALM_SECONDS
-        self.is_settled, self._before, self._attempts = True, None, 0
+        self.is_settled, self._before = True, None
         self._pace = Pace(step_seconds, calm)
         self.clock.next_at(self._pace.window, self._look_at_pace)
 
@@ -285,6 +298,7 @@ class Replan:
         """Run what was asked for as it is planned with assumed figures; with schedule="auto" that is the default."""
         log.info("no plan is made of what was measured: %s", why)
         self._measured.release()
+        self._is_measuring = False
         self._chosen, self.is_settled = ChosenPlan(self._planner), True
         self._planner.plan_as(self._preset)
 
@@ -303,7 +317,7 @@ class Replan:
         log.info("measuring again: %s", change)
         self._is_known = False
         self.is_settled, self._before, self._budget = False, self._chosen, self._whole_budget()
-        self._measure(0)
+        self._measure()
 
     def _is_slow_alone(self, seconds: Sequence[float]) -> bool:
         """Name ranks that compute longer than the others. Whether nothing else has changed since plans were made."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
+from commfuse_fx.frontends.measured_plans import MeasuredPlans
 from commfuse_fx.planning import alternatives, trials
 from commfuse_fx.planning.trials import Trials
 
@@ -22,6 +23,7 @@ def quickly(winner: str = "") -> Iterator[None]:
 
     with (
         patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
+        patch.object(MeasuredPlans, "pays_after", lambda self, seconds: True),
         patch.multiple(plan_turns, TURN_SECONDS=0.001, FEWEST=2),
         patch.multiple(trials, FEWEST=2, MOST=3),
         patch.object(measured_steps, "ROUNDS", 2),

@@ -125,6 +125,22 @@ def test_trials_end_at_their_limits(ranks: Ranks, limits: dict[str, Any], most: 
     assert one == other and one[0] <= most + 4 and one[1][-1] == "default stays"
 
 
+def trains_for_a_moment() -> tuple[list[bool], int]:
+    """Whether anything is measured in a short run, and in one that goes on; and after how many steps that is."""
+    twins, found = Twins(), []
+    for seconds in (1e9, 1e-9):
+        with patch.object(measured_plans, "NETWORK_SECONDS", seconds):
+            while twins.number < 30 or (seconds < 1 and twins.step.profile_used() is None and twins.number < 100):
+                twins.run()
+        found.append(twins.step.profile_used() is not None)
+    return found, twins.number
+
+
+def test_a_run_that_is_shorter_than_measuring_measures_nothing(ranks: Ranks) -> None:
+    one, other = ranks.values(trains_for_a_moment)
+    assert one == other == ([False, True], 54)  # looked at after 3, 6, 12, 24, 48 steps
+
+
 def learns() -> list[str]:
     """The trials teach that the network takes other times, which leads to one more plan."""
 
