@@ -4,45 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.voting import Voting
-from commfuse_fx.measure.probe import synchronize
+from commfuse_fx.measure.clocks import clock_of
 from commfuse_fx.planning.plan_cache import Plan
 
 
 class StepClock:
     """A clock of training steps. All ranks have the same number of them, and so come to a decision at the same one.
 
-    steps: how many there have been. first: seconds of the first one since the last decision. times: seconds of those
-    after it that followed another step of the same plan. is_paused: steps do not count now. is_mixed: whether steps of
-    other plans, for batches of other sizes, are timed alike.
+    steps: how many there have been. is_paused: steps do not count now. is_mixed: whether steps of other plans, for
+    batches of other sizes, are timed alike.
+
+    On CUDA the end of a step is an event on the current stream: the host is ahead of the device.
     """
 
     def __init__(self, voting: Voting, device: torch.device) -> None:
         self.steps = 0
-        self.first = 0.0
-        self.times: list[float] = []
         self.is_paused = False
         self.is_mixed = False
         self.last: Plan | None = None
         """The plan of the last step."""
         self._voting = voting
-        self._device = device
+        self._clock = clock_of([device.index] if device.type == "cuda" else [])
         self._runner: Runner | None = None  # of the last step
-        self._is_first = True
-        self._ended = perf_counter()  # the last step, or the last decision
+        self._ends = [self._clock.mark()]  # of the last decision, and of each step since then
+        self._alike: list[bool] = []  # whether each of these steps was one of the plan before
         self._due = -1
         self._decide: Callable[[], None] = lambda: None
 
     def next_at(self, steps: int, decide: Callable[[], None]) -> None:
         """Let all ranks make a decision after so many more steps; no others are timed until then."""
-        self._due, self._decide, self.times = self.steps + steps, decide, []
-        self._is_first, self._ended = True, perf_counter()
+        self._due, self._decide = self.steps + steps, decide
+        self._ends, self._alike = [self._clock.mark()], []
+
+    @property
+    def first(self) -> float:
+        """Seconds of the first step since the last decision. To be asked in a decision, as `times`."""
+        return self._seconds()[0]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of the steps after the first one that followed another step of the same plan."""
+        return [seconds for seconds, counts in zip(self._seconds()[1:], self._alike[1:], strict=True) if counts]
+
+    def _seconds(self) -> list[float]:
+        return [self._clock.seconds(*ends) for ends in pairwise(self._ends)]
 
     @property
     def is_due(self) -> bool:
@@ -69,14 +81,12 @@ class StepClock:
             return
         self.steps += 1
         self._runner = runner
+        if self.steps <= self._due:
+            self._ends.append(self._clock.mark())
+            self._alike.append(self.last is plan or self.is_mixed)
+        self.last = plan
         if self.steps == self._due:
-            synchronize(self._device)
-        now = perf_counter()
-        if self._is_first:
-            self._is_first, self.first = False, now - self._ended
-        elif self.last is plan or self.is_mixed:
-            self.times.append(now - self._ended)
-        self.last, self._ended = plan, now
+            self._clock.settle()
 
     def meet(self, mine: Any) -> list[Any]:
         """What each rank has, by rank: between two steps, after a vote.

@@ -29,7 +29,7 @@ def run(names: list[str]) -> None:
         ["step mlp", "equal bits by optimal"],
         ["equal bits by across steps", "equal bits by index"],
         ["module lstm", "module, unused"],
-        ["tensor parallel", "masks", "streams", "other streams", "recorded communication", "profile"],
+        ["tensor parallel", "masks", "streams", "other streams", "recorded communication", "profile", "trials"],
     ],
     ids=lambda names: names[0],
 )

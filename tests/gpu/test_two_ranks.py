@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("two_ranks")
     script = str(Path(__file__).with_name("two_rank_checks.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMFUSE_CACHE": "0"}
     try:
         ended = subprocess.run(
             [*command, str(CUDA), str(folder)], env=environment, capture_output=True, text=True, timeout=240

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
 from benchmarks.two_ranks import FUSIONS, join_as_host_of_its_own
+from tests.distributed.quick_trials import MOST_STEPS, quickly
 from tests.gpu.device_models import MODELS, RECURRENT, WITH_DROPOUT, DeviceModel
 from tests.gpu.step_checks import STEPS, assert_near, flat, has_graphs, no_host_synchronisation
 
@@ -252,6 +253,35 @@ def check_profile(device: torch.device) -> None:
     assert torch.equal(*everybody)
 
 
+def check_trials(device: torch.device) -> None:
+    """A step that tries plans while it trains equals DDP bit for bit, and comes to one plan on both ranks."""
+    case = MODELS["mlp"]
+    model = case.on(device, torch.float32)
+    twin = copy.deepcopy(model)
+    theirs, optimizer = ddp(twin), adamw(twin)
+    batches = case.batches(device, torch.float32, STEPS, seed=dist.get_rank())
+    with quickly():
+        step = cf.compile(model, optimizer=adamw(model), schedule="auto")
+        assert step.session.replan is not None
+        more, number = STEPS, 0
+        while more:
+            assert number < MOST_STEPS
+            step(**batches[number % STEPS])
+            optimizer.zero_grad()
+            theirs(**batches[number % STEPS]).backward()
+            optimizer.step()
+            number, more = number + 1, more - step.session.replan.is_settled
+    step.synchronize()
+    assert torch.equal(flat(model.parameters()), flat(twin.parameters()))
+    profile = step.profile_used()
+    assert profile is not None and sum(profile.node_seconds.values()) > 0
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, (profile.to_json(), step.lower(**batches[0]).fingerprint))
+    assert found[0] == found[1]
+    tried = [note for note in step.lower(**batches[0]).explain().notes if note.topic == "plans tried"]
+    assert len(tried) > 2
+
+
 def _cases() -> dict[str, Callable[[torch.device], None]]:
     """All checks by name, in the order in which ranks run them."""
     small: Options = {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}}
@@ -274,6 +304,7 @@ def _cases() -> dict[str, Callable[[torch.device], None]]:
     found["other streams"] = check_other_streams
     found["recorded communication"] = check_recorded_communication
     found["profile"] = check_profile
+    found["trials"] = check_trials
     return found
 
 
