@@ -197,7 +197,8 @@ def compile(
         tensors into several graphs. Each reduces its gradients in buckets of its own.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps. "auto": a
         step of several ranks measures itself while it trains, tries other buckets, other orders and communication
-        across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given.
+        across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given, and
+        ScheduleConfig(mode="auto") a memory limit and, with across_steps=False, updates within the step.
     replan: whether a plan may change while a step trains. False, as torch.use_deterministic_algorithms(True): never.
         A TrialLimits limits the time and the steps that finding it may take.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
@@ -215,7 +216,7 @@ def compile(
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
         file. "measured", and None where plans need prices: a step of several ranks measures network and nodes while it
         trains with the default plan; then what was asked for is planned with these figures, and stays if it is faster.
-        "default", and None where nothing can be measured (a virtual world, one rank, a module, semi_auto): 10 Gbit/s
+        "default", and None where nothing can be measured (a virtual world, one rank): 10 Gbit/s
         between CPU ranks, and nodes of 8 H100 for a model on CUDA. With schedule="auto" a StepProfile that has the name
         of a plan goes on with that plan.
 

@@ -136,7 +136,12 @@ class CompileConfig:
     @property
     def asks_to_measure(self) -> bool:
         """Whether the user has asked for plans that follow from what a step measures while it trains."""
-        return self.schedule == "auto" or self.cluster == MEASURED
+        return self.is_auto or self.cluster == MEASURED
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the schedule is one of several that are tried."""
+        return self.schedule == "auto" or (isinstance(self.schedule, ScheduleConfig) and self.schedule.mode == "auto")
 
     @property
     def measures(self) -> bool:
@@ -151,8 +156,11 @@ class CompileConfig:
     @property
     def unmeasured(self) -> CompileConfig:
         """The same where nothing can be measured, or the plan is to stay."""
-        if self.schedule == "auto":  # figures are what others plans than this one follow from
-            return replace(self, cluster=None, schedule="overlap")
+        if self.is_auto:  # figures are what other plans than this one follow from
+            limit = self.memory_limit
+            return replace(
+                self, cluster=None, schedule="overlap" if limit is None else ScheduleConfig(memory_limit=limit)
+            )
         return replace(self, cluster=self.figures)
 
     @property
@@ -165,7 +173,14 @@ class CompileConfig:
 
     @property
     def across_steps(self) -> bool:
-        return isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps
+        """Whether communication is to run on into the next step."""
+        return isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps is True
+
+    @property
+    def tries_across_steps(self) -> bool:
+        """Whether that is among the plans that are tried."""
+        is_refused = isinstance(self.schedule, ScheduleConfig) and self.schedule.across_steps is False
+        return self.across_steps or (self.is_auto and not is_refused)
 
     @property
     def memory_limit(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -84,19 +84,30 @@ class Default:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The options of the overlap schedule. `ScheduleConfig()` is the same as `schedule="overlap"`."""
+    """The options of a schedule.
+
+    `ScheduleConfig()` is the same as `schedule="overlap"`, and `ScheduleConfig(mode="auto")` as `schedule="auto"`.
+
+    Raises ConfigTypeError or ConfigValueError, which name the field.
+    """
 
     memory_limit: int | None = None
     """Hard cap in bytes on the step's peak memory as the compiler predicts it (parameters, optimizer state, gradients,
     activations; not the caches of the allocator), or None."""
-    across_steps: bool = False
+    across_steps: bool | None = None
     """Whether communication may run on into the next step: the call then returns before the last updates, and reading a
-    parameter or the optimizer's state waits for them."""
+    parameter or the optimizer's state waits for them. None: with "overlap" no, with "auto" where it measures faster."""
+    mode: str = field(default="overlap", repr=False)
+    """"overlap", or "auto"."""
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None:
             check_int(self.memory_limit, "ScheduleConfig.memory_limit", 1)
-        check_bool(self.across_steps, "ScheduleConfig.across_steps")
+        check_choice(self.mode, "ScheduleConfig.mode", ("overlap", "auto"))
+        if self.across_steps is not None:
+            check_bool(self.across_steps, "ScheduleConfig.across_steps")
+        elif self.mode == "overlap":
+            object.__setattr__(self, "across_steps", False)
 
 
 @dataclass(frozen=True, kw_only=True)

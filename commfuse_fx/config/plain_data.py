@@ -38,7 +38,7 @@ def config_to_dict(config: CompileConfig) -> dict[str, Any]:
     return {
         "comm_fusion": fusion_to_dict(config.comm_fusion),
         **plain,
-        "schedule": vars(schedule) if isinstance(schedule, ScheduleConfig) else schedule,
+        "schedule": _plain(schedule) if isinstance(schedule, ScheduleConfig) else schedule,
         "cluster": None if config.cluster is None else document_data(config.cluster),
     }
 
@@ -80,6 +80,11 @@ def fusion_from_dict(data: Any, where: str) -> FusionConfig:
         if isinstance(given, dict) and given.get("mode") == "optimal" and given.get("config") is not None:
             raise ConfigValueError(f'{where}.{kind}: mode "optimal" has a config; a file says null there')
     return FusionConfig.parse({} if data is None else data)
+
+
+def _plain(schedule: ScheduleConfig) -> dict[str, Any]:
+    """The options of a schedule that runs; what finds one is not saved."""
+    return {"memory_limit": schedule.memory_limit, "across_steps": schedule.across_steps}
 
 
 def _schedule(data: Any) -> Any:

@@ -108,7 +108,7 @@ def check_form_of_module(config: CompileConfig) -> None:
 
 def _measured(config: CompileConfig) -> str:
     """The option by which plans follow from measurement."""
-    return 'schedule="auto"' if config.schedule == "auto" else 'cluster="measured"'
+    return 'schedule="auto"' if config.is_auto else 'cluster="measured"'
 
 
 def check_form_of_step(config: CompileConfig) -> None:

@@ -95,7 +95,7 @@ class MeasuredPlans:
     def _vote_on(self, candidate: Candidate) -> int | None:
         """What ranks have to agree on; None if this one does not try the plan."""
         program = candidate.compiled.program
-        if self._asked.schedule == "auto" and candidate.name != DEFAULT and (count := regions_to_compile(program)):
+        if self._asked.is_auto and candidate.name != DEFAULT and (count := regions_to_compile(program)):
             log.info("plan %s is not tried: Inductor would have to compile %d regions", candidate.label, count)
             return None
         return hash62(communication_text(program))

@@ -42,13 +42,12 @@ def alternatives(
     """
     found: dict[str, CompileConfig] = {}
     planned = replace(first, comm_fusion=asked.comm_fusion, cluster=profile)
-    is_free = asked.schedule == "auto"
-    if is_free and not asked.comm_fusion.is_given:
+    if asked.is_auto and not asked.comm_fusion.is_given:
         planned = replace(planned, comm_fusion=_allreduce(KindFusion("optimal")))
         for size in SIZES:
             found[f"size {size}"] = replace(first, comm_fusion=_allreduce(KindFusion("size", size)))
     by_cost = {"optimal" if planned.comm_fusion.is_optimal else "planned": planned}
-    if form == "step" and (is_free or asked.across_steps):
+    if form == "step" and asked.tries_across_steps:
         across = ScheduleConfig(memory_limit=asked.memory_limit, across_steps=True)
         by_cost["across steps"] = replace(planned, schedule=across)
     return by_cost | found
@@ -57,7 +56,7 @@ def alternatives(
 def as_kept(asked: CompileConfig, first: CompileConfig, form: str) -> CompileConfig:
     """The plan for schedule="auto" whose name the given profile has, where no plan is tried; else the first one."""
     profile = asked.figures
-    if asked.schedule != "auto" or not isinstance(profile, StepProfile):
+    if not asked.is_auto or not isinstance(profile, StepProfile):
         return first
     return alternatives(asked, first, profile, form).get(profile.plan, first)
 

@@ -31,7 +31,8 @@ class KeptPlans:
 
     def __init__(self, captured: Program, asked: CompileConfig, machine: str) -> None:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun: how ranks lie on hosts
-        options = asked.schedule, asked.comm_fusion.is_given, asked.unmeasured.header()
+        tried = asked.is_auto, asked.tries_across_steps, asked.comm_fusion.is_given
+        options = tried, asked.unmeasured.header()
         text = "\n".join((canonical_text(captured), repr(options), machine, local))
         folder = _folder()
         name = f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -5,6 +5,7 @@ import pickle
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -284,8 +285,8 @@ def test_invalid_comes_before_not_available():
         (ConfigValueError, {"memory_limit": 0}, "memory_limit is 0"),
         (ConfigValueError, {"memory_limit": -1}, "memory_limit is -1"),
         (ConfigTypeError, {"across_steps": 1}, "across_steps is 1"),
-        (ConfigTypeError, {"across_steps": None}, "across_steps is None"),
         (ConfigTypeError, {"across_steps": "yes"}, "across_steps is 'yes'"),
+        (ConfigValueError, {"mode": "none"}, "mode is 'none'"),
     ],
 )
 def test_schedule_config_refuses(error, given, part):
@@ -309,6 +310,24 @@ def test_schedule_config_refuses(error, given, part):
 def test_what_makes_a_plan_by_cost(given, limit, across, by_cost):
     config = CompileConfig.resolve(given)
     assert (config.memory_limit, config.across_steps, config.plans_by_cost) == (limit, across, by_cost)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "auto", "across", "tries"),
+    [
+        ("overlap", False, False, False),
+        ("auto", True, False, True),
+        (ScheduleConfig(), False, False, False),
+        (ScheduleConfig(across_steps=True), False, True, True),
+        (ScheduleConfig(mode="auto"), True, False, True),
+        (ScheduleConfig(mode="auto", across_steps=False), True, False, False),
+        (ScheduleConfig(mode="auto", across_steps=True), True, True, True),
+    ],
+)
+def test_what_a_schedule_leaves_open(schedule: Any, auto: bool, across: bool, tries: bool) -> None:
+    config = CompileConfig.resolve({"schedule": schedule})
+    assert (config.is_auto, config.across_steps, config.tries_across_steps) == (auto, across, tries)
+    assert config.asks_to_measure is auto
 
 
 # --- cluster
@@ -418,5 +437,8 @@ def test_what_runs_before_anything_is_measured() -> None:
     first = asked.first
     assert first.cluster is None and not first.comm_fusion.is_optimal and first.comm_fusion.allgather.config == 2
     assert first.schedule == ScheduleConfig(memory_limit=1 << 30)
-    assert CompileConfig.resolve({"schedule": "auto"}).first == CompileConfig.resolve({})
+    for auto in ("auto", ScheduleConfig(mode="auto"), ScheduleConfig(mode="auto", across_steps=False)):
+        assert CompileConfig.resolve({"schedule": auto}).first == CompileConfig.resolve({})
+    limited = CompileConfig.resolve({"schedule": ScheduleConfig(mode="auto", memory_limit=5)})
+    assert limited.first.schedule == ScheduleConfig(memory_limit=5)
     assert CompileConfig.resolve({"schedule": "none", "cluster": "measured"}).first.schedule == "none"

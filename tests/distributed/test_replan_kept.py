@@ -125,6 +125,22 @@ def test_trials_end_at_their_limits(ranks: Ranks, limits: dict[str, Any], most: 
     assert one == other and one[0] <= most + 4 and one[1][-1] == "default stays"
 
 
+def within_limits() -> tuple[list[str], list[str], int | None]:
+    atomic = cf.ScheduleConfig(mode="auto", across_steps=False, memory_limit=1 << 30)
+    with quickly(), logged() as messages:
+        twins = Twins({"schedule": atomic})
+        twins.settle()
+        twins.check()
+    chosen = twins.step.session.replan._chosen.candidate.config
+    return twins.tried(), [each for each in messages if "plans by what" in each], chosen.memory_limit
+
+
+def test_updates_may_be_kept_within_a_step_and_memory_within_a_limit(ranks: Ranks) -> None:
+    one, other = ranks.values(within_limits)
+    assert one[0] == other[0] and {"default", "optimal", "size 1"} < set(one[0]) and one[2] == 1 << 30
+    assert one[1] and not any("across steps" in each for each in [*one[0], *one[1]])
+
+
 def trains_for_a_moment() -> tuple[list[bool], int]:
     """Whether anything is measured in a short run, and in one that goes on; and after how many steps that is."""
     twins, found = Twins(), []
