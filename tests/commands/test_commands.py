@@ -15,6 +15,8 @@ import torch
 
 import commfuse_fx as cf
 from commfuse_fx.cli import main
+from commfuse_fx.cost.priced import model_fingerprint
+from commfuse_fx.machine.presets import preset
 
 TARGET = """
 import torch
@@ -167,6 +169,20 @@ def test_a_saved_graph_is_explained_like_its_target(capsys: pytest.CaptureFixtur
     assert found["collectives"][0]["name"] == expected.collectives[0].name
     first = run(capsys, "explain", "saved", "--cluster", "gloo-1gbit")[1].splitlines()[0]
     assert " on cluster gloo-1gbit " in first and first != expected.text().splitlines()[0]
+
+
+def test_a_profile_of_a_step_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(TARGET, namespace)
+    fingerprint = model_fingerprint(dict(namespace["make"]()[0].named_parameters()))
+    seconds = {"0/addmm.0": 1.0}
+    profile = cf.StepProfile(
+        cluster=preset("gloo-1gbit"), world=2, model=fingerprint, node_seconds=seconds, plan="optimal"
+    )
+    profile.save(tmp_path / "profile.json")
+    for source in ("saved", "target.py:make"):
+        first = run(capsys, "explain", source, "--cluster", str(tmp_path / "profile.json"))[1].splitlines()[0]
+        assert first.startswith("predicted step: 1000.") and " on profile gloo-1gbit " in first, source
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
