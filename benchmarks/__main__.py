@@ -24,6 +24,9 @@ NAMES = (
     "plan_quality",
 )
 
+ELSEWHERE = 2
+"""Exit code of a benchmark that needs what this machine does not have. It does not spoil a run of all of them."""
+
 
 def main() -> int:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("all", [])
@@ -32,10 +35,10 @@ def main() -> int:
         for each in NAMES:
             print(f"== {each}")
             codes.append(run(each, []))
-        return max(codes)
+        return max(0 if code == ELSEWHERE else code for code in codes)
     if name not in NAMES:
         print(f"no benchmark {name!r}; use one of {', '.join(NAMES)}, or none for all", file=sys.stderr)
-        return 2
+        return ELSEWHERE
     return run(name, arguments)
 
 

@@ -102,12 +102,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table and write it as JSON. Exit code 1 where something failed, or two ranks differ from DDP."""
+    """Print the table and write it as JSON.
+
+    Exit code: 1 where something failed, or two ranks differ from DDP, 2 where there is no GPU.
+    """
     began = time.perf_counter()
     options = parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs a CUDA device; there is none here (--device cpu --small tries it)", file=sys.stderr)
-        return 0
+        return 2
     device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
     workloads = SMALL if options.small else LARGE
     torch.set_float32_matmul_precision("high")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import commfuse_fx as cf
+from benchmarks import __main__ as benchmarks
 from benchmarks import first_step, gpu, gpu_measure
 from benchmarks.chart import LEFT, blocked_and_sent, draw_timelines, spans_of_events
 from benchmarks.gpu_workloads import COMPILE, EAGER, GRAPH, INDUCTOR, PLAIN
@@ -324,6 +325,18 @@ class TestGPU:
         assert [row["workload"] for row in result["rows"]] == ["gpt2", "mlp", "llama", "resnet50"]
         for found in result["rows"]:
             assert found["ratio"] > 0 and f"{found['ratio']:.3f} goal 1.00" in shown
+
+    def test_without_a_gpu_it_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(benchmarks, "NAMES", ("gpu",))
+        codes = []
+        for arguments in ["gpu"], []:
+            monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+            codes.append(benchmarks.main())
+            assert "needs a CUDA device; there is none here" in capsys.readouterr().err
+        assert codes == [2, 0], "who runs all benchmarks does without it"
 
     def test_no_workload_begins_when_the_time_is_over(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -102,6 +103,16 @@ def needed(*names: str) -> set[str]:
                 wanted = [Requirement(each) for each in metadata.requires(name) or []]
                 left += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
     return found
+
+
+@pytest.mark.parametrize("asked", ["tests/gpu", "tests/gpu/test_steps.py::test_inductor"])
+def test_who_asks_for_the_checks_of_a_gpu_where_there_is_none_learns_why_they_do_not_run(asked: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", asked]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert ended.stderr.strip() == "ERROR: tests/gpu needs a CUDA device, and PyTorch sees none here"
 
 
 def test_checks_and_benchmark_of_a_gpu_need_no_other_packages() -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever asks for nothing but these tests learns why none of them runs."""
+    folder = Path(__file__).parent
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if not torch.cuda.is_available() and all(path.is_relative_to(folder) for path in asked):
+        raise pytest.UsageError("tests/gpu needs a CUDA device, and PyTorch sees none here")
 
 
 @pytest.fixture
