@@ -21,19 +21,33 @@ _QUICKER_ON_CPU = (
 """Ops whose own kernels take less time than those that Inductor makes of them: a convnet took 0.93."""
 
 _SCATTERING = (
+    aten._unsafe_index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+    aten.col2im.default,
     aten.embedding_dense_backward.default,
     aten.index_add.default,
     aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
     aten.index_put.default,
+    aten.index_reduce.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
+    aten.put.default,
     aten.scatter.reduce,
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter.value_reduce,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
+    aten.unfold_backward.default,
 )
-"""Ops that write anywhere in their result. In C++ Inductor may put what reads a row into the loop that still writes to
-it (torch 2.13)."""
+"""Ops that write anywhere in their result, or that Inductor decomposes into such.
+
+In C++ it may put what reads a row into the loop that still writes to it. Where it gives a loop other bounds, it forgets
+that the memory was written to (torch 2.13).
+"""
 
 _SIZED_BY_MACHINE = (lstm_layer, lstm_layer_backward)
 """Ops with results whose size only the machine knows, or that take such."""
@@ -60,6 +74,13 @@ _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_st
 
 _COMPARISONS = (aten.eq.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.ne.Tensor)
 """Ops that compare numbers. Inside of a region Inductor may not have rounded them: in bfloat16 none is the maximum."""
+
+SETTINGS = {"triton.mix_order_reduction": False}
+"""Settings under which Inductor computes what PyTorch does.
+
+On a GPU, a kernel that sums over rows and over columns may count rows behind the last one. Sums that are to lie in one
+tensor, such as the gradients of its halves, it leaves unwritten (torch 2.13).
+"""
 
 LEFT_OUT = frozenset((*_SIZED_BY_MACHINE, *_COMPUTED_WRONGLY, *_REFUSED))
 """Ops that are in no region."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.runtime.execute.inductor import compiled_regions
 
 
 class Resampled(nn.Module):
@@ -55,6 +60,40 @@ class IsLargest(nn.Module):
         return (x == x.amax(1, True)).to(x.dtype) + 0 * x
 
 
+PLACES = torch.arange(2560).flip(0).view(1, 1, 40, 64)
+
+SCATTERED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "index_fill": lambda x: torch.zeros_like(x).index_fill(0, PLACES[0, 0, :, 0] // 128, 1.0),
+    "put": lambda x: torch.zeros_like(x).put(PLACES[0, 0], x),
+    "max_unpool2d": lambda x: F.max_unpool2d(x.view(1, 1, 40, 64), PLACES, 1, 1),
+    "col2im": lambda x: F.fold(x.t().reshape(1, 64, 40), (40, 64), (1, 64)),
+    "max_pool2d": lambda x: torch.ops.aten.max_pool2d_with_indices_backward(
+        *[x.view(1, 1, 40, 64)] * 2, [3, 3], [1, 1], [1, 1], [1, 1], False, PLACES
+    ),
+    "unfold": lambda x: torch.ops.aten.unfold_backward(x.view(10, 64, 4), [40, 64], 0, 4, 4),
+}
+
+
+class ReadsScattered(nn.Module):
+    """What an op has scattered in one precision, read in another one beside layer norm of as many rows."""
+
+    def __init__(self, scattered: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scattered, self.rows, self.norm = scattered, nn.Embedding(40, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        read = self.scattered(x).view(40, 64).double()
+        return self.norm(self.rows(numbers)) * read, read
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_what_inductor_makes_a_scatter_of_is_complete_before_it_is_read(name: str) -> None:
+    torch.manual_seed(0)
+    model, x, numbers = ReadsScattered(SCATTERED[name]).double(), torch.randn(40, 64), torch.randint(40, (40,))
+    found = cf.compile(model, backend="inductor")(x, numbers)
+    torch.testing.assert_close(found, model(x, numbers), rtol=1e-10, atol=1e-10)
+
+
 class Attends(nn.Module):
     """Attention with keys that are permuted right into the shape that their product needs."""
 
@@ -74,3 +113,19 @@ def test_what_looks_like_attention_is_computed_as_it_stands() -> None:
     x = torch.randn(2, 4, 16).double()
     with torch.no_grad():
         torch.testing.assert_close(cf.compile(model, form="step", backend="inductor")(x), model(x))
+
+
+def test_no_kernel_sums_rows_and_columns_at_once() -> None:
+    """On a GPU such kernels count rows behind the last one, and leave sums unwritten that share a tensor."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Tanh())
+    step = cf.compile(model, loss_fn=F.mse_loss, backend="inductor", device_num=2)
+    program = step.lower(*torch.randn(2, 4, 8)).program
+    settings = []
+
+    def compiled(*_: object) -> Callable[..., tuple[()]]:
+        settings.append(config.triton.mix_order_reduction)
+        return lambda given: ()
+
+    with mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=compiled):
+        compiled_regions(program, rank=0)
+    assert settings and not any(settings)

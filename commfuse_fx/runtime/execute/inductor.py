@@ -18,7 +18,7 @@ from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.kernels import masks
-from commfuse_fx.kernels.inductor_ops import looks_like_attention
+from commfuse_fx.kernels.inductor_ops import SETTINGS, looks_like_attention
 from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
@@ -123,7 +123,8 @@ def _compiled(region: Region) -> RegionCode | str:
     try:
         # With this wrapper the code takes a list, which it empties: tensors go when the region needs them no more.
         module: Any = GmWrapper(_graph_module(region), lambda given: given)
-        with config.patch(pattern_matcher=config.pattern_matcher and not looks_like_attention(region.nodes)):
+        patterns = config.pattern_matcher and not looks_like_attention(region.nodes)
+        with config.patch({**SETTINGS, "pattern_matcher": patterns}):
             code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
         lines = str(error).strip().splitlines() or [""]
