@@ -91,6 +91,7 @@ LEFT_OUT_ON_CPU = frozenset((*_QUICKER_ON_CPU, *_SCATTERING))
 _POOLS_BACKWARD = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 _UPSAMPLES = (aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
 _DIVIDES = (aten.div.Scalar_mode, aten.div.Tensor_mode)
+_PLACES = (aten.argmax.default, aten.argmin.default)
 
 
 def is_computed_wrongly(node: fx.Node) -> bool:
@@ -98,7 +99,7 @@ def is_computed_wrongly(node: fx.Node) -> bool:
 
     It divides the gradient of a window that reaches over the border, as some do with `ceil_mode`, by the whole window.
     It applies a scale factor to a dimension that keeps its size. It rounds a quotient before it takes the floor: of
-    1.0 // 0.1 it makes 10, PyTorch 9.
+    1.0 // 0.1 it makes 10, PyTorch 9. It counts the place of the largest of all elements as they lie in memory.
     """
     args: Any = node.args
     if node.target in _POOLS_BACKWARD:
@@ -108,6 +109,9 @@ def is_computed_wrongly(node: fx.Node) -> bool:
         return any(scale is not None and new == old for new, old, scale in sizes)
     if node.target in _DIVIDES:
         return node.kwargs.get("rounding_mode") == "floor" and tensor_spec(node).dtype.is_floating_point
+    if node.target in _PLACES:
+        dim = args[1] if len(args) > 1 else node.kwargs.get("dim")
+        return dim is None and len(tensor_spec(args[0]).shape) > 1
     return False
 
 

@@ -45,6 +45,24 @@ def test_what_inductor_computes_otherwise_has_values_and_gradients_of_eager_pyto
         torch.testing.assert_close(model.weight.grad, twin.weight.grad, rtol=1e-10, atol=1e-10)
 
 
+class FindsLargest(nn.Module):
+    """Places of the largest and the smallest element of rows that lie in memory as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x * self.weight).t().tanh()
+        return y * y.argmax(), y * y.argmin(), y * y.argmax(1, True)
+
+
+def test_places_in_permuted_rows_are_counted_in_their_order() -> None:
+    torch.manual_seed(0)
+    model, x = FindsLargest(), torch.randn(5, 3)
+    torch.testing.assert_close(cf.compile(model, backend="inductor")(x), model(x))
+
+
 def test_in_half_precision_a_maximum_equals_its_element() -> None:
     """Inductor compares what it has not rounded with what it has."""
     model = nn.Sequential(nn.Linear(6, 37), IsLargest()).bfloat16()
