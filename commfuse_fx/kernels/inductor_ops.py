@@ -91,6 +91,7 @@ LEFT_OUT_ON_CPU = frozenset((*_QUICKER_ON_CPU, *_SCATTERING))
 _POOLS_BACKWARD = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 _UPSAMPLES = (aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
 _DIVIDES = (aten.div.Scalar_mode, aten.div.Tensor_mode)
+_FLOOR_DIVIDES = (aten.floor_divide.default, aten.floor_divide.Scalar)
 _PLACES = (aten.argmax.default, aten.argmin.default)
 
 
@@ -107,8 +108,8 @@ def is_computed_wrongly(node: fx.Node) -> bool:
     if node.target in _UPSAMPLES:
         sizes = zip(args[1], tensor_spec(args[0]).shape[2:], args[2:], strict=False)
         return any(scale is not None and new == old for new, old, scale in sizes)
-    if node.target in _DIVIDES:
-        return node.kwargs.get("rounding_mode") == "floor" and tensor_spec(node).dtype.is_floating_point
+    if node.target in _FLOOR_DIVIDES or (node.target in _DIVIDES and node.kwargs.get("rounding_mode") == "floor"):
+        return tensor_spec(node).dtype.is_floating_point
     if node.target in _PLACES:
         dim = args[1] if len(args) > 1 else node.kwargs.get("dim")
         return dim is None and len(tensor_spec(args[0]).shape) > 1
