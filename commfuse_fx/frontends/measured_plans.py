@@ -13,6 +13,8 @@ from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.frontends.chosen_plan import ChosenPlan
 from commfuse_fx.frontends.step_clock import StepClock
 from commfuse_fx.ir.text import communication_text
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.source import cluster_of, default_cluster
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.calibration import measured_cluster
@@ -59,13 +61,17 @@ class MeasuredPlans:
         world, given = self._planner.mesh.world, self._asked.figures
         figures = default_cluster(self._device.type, world).device
         return StepProfile(
-            cluster=measured_cluster(self._device, NETWORK_SECONDS, figures) if given is None else cluster_of(given),
+            cluster=self._measured_cluster(figures) if given is None else cluster_of(given),
             world=world,
             model=model_fingerprint(self._planner.watch.params),
             node_seconds=seconds,
             torch=torch.__version__,
             device=figures.name,
         )
+
+    def _measured_cluster(self, figures: Device) -> ClusterSpec:
+        with self._clock.outside_of_steps("measuring the network") as heed:
+            return measured_cluster(self._device, NETWORK_SECONDS, figures, heed)
 
     def of(self, base: Plan, profile: StepProfile) -> list[Candidate]:
         """The default, and all other plans of which every rank makes the same. All ranks come here.

@@ -47,8 +47,6 @@ class MeasuredSteps:
 
         run_by: runs the step by another function than its generated code. Returns what that does.
         """
-        self._voting.cast(runner)
-        self._voting.settle(runner)
         executor = runner.executor
         is_first = executor not in self._stopwatches
         if is_first:
@@ -56,8 +54,12 @@ class MeasuredSteps:
         stopwatch = self._stopwatches[executor]
         began = perf_counter()
 
+        def agree() -> None:  # a rank whose forward fails can still say so
+            self._voting.cast(runner)
+            self._voting.settle(runner)
+
         def run(given: Sequence[Any]) -> tuple[Any, ...]:
-            outputs, seconds = stopwatch.run(given)
+            outputs, seconds = stopwatch.run(given, agree)
             (self._first if is_first else self._later).append(seconds)
             return outputs
 

@@ -172,7 +172,7 @@ class ModuleSession(Session):
             self._told(error)
             raise error from None
         except BaseException as error:
-            agreement.leave_step(error, expected=True)
+            agreement.leave_step(error, expected=isinstance(error, Exception))
             self._told(error)
             raise
         agreement.end_step()

@@ -226,7 +226,7 @@ class Session:
             lost = self.running is not None and self.running.tail.failed
             lost = lost or (self.graphs is not None and self.graphs.is_lost)
             expected = self.planner.watch.trains or self.runners.some_evaluation_votes()
-            agreement.leave_step(error, expected=expected, lost=lost)
+            agreement.leave_step(error, expected=expected and isinstance(error, Exception), lost=lost)
             raise
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

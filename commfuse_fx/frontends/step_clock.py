@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -73,7 +73,11 @@ class StepClock:
     def before_step(self) -> None:
         """Before a training step. Where a decision is due, all ranks make it together."""
         if self.is_due:
-            self._decide()
+            try:
+                self._decide()
+            except KeyboardInterrupt as error:  # the others have met this rank, and wait to meet it again
+                self._voting.leave(error)
+                raise
 
     def after_step(self, plan: Plan, runner: Runner) -> None:
         """After a step that ran this plan."""
@@ -95,3 +99,7 @@ class StepClock:
         """
         assert self._runner is not None, "a step has run"
         return self._voting.meet(self._runner, mine)
+
+    def outside_of_steps(self, what: str) -> AbstractContextManager[Callable[[Any], Any]]:
+        """As that of the agreement, after `meet`."""
+        return self._voting.outside_of_steps(what)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from commfuse_fx.frontends.runners import Runner
@@ -95,6 +95,16 @@ class Voting:
         found = self._agreement.from_all(mine)
         self._agreement.begin_step()
         return found
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks, which meet this one more than once before a step, that it has left by this error."""
+        assert self._agreement is not None
+        self._agreement.leave_step(error, expected=True)
+
+    def outside_of_steps(self, what: str) -> AbstractContextManager[Callable[[Any], Any]]:
+        """As that of the agreement, after `meet`."""
+        assert self._agreement is not None
+        return self._agreement.outside_of_steps(what)
 
     def settle(self, runner: Runner) -> None:
         """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""

@@ -25,7 +25,7 @@ from commfuse_fx.measure.calibration_report import CalibrationReport, LevelRepor
 from commfuse_fx.measure.fit_alpha_beta import Fit, Sample, burst, fit
 from commfuse_fx.measure.network_probe import NetworkFigures, measure_group, shown
 from commfuse_fx.measure.probe import probe, slowest_figures
-from commfuse_fx.measure.probe_group import Group
+from commfuse_fx.measure.probe_group import Group, Heed
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.ranks.world import world_timeout
 from commfuse_fx.support.ranks import is_distributed
@@ -88,13 +88,13 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
     return _of_rank_0(Calibration(network.cluster(measured, where, source), report))
 
 
-def measured_cluster(device: torch.device, seconds: float, figures: Device) -> ClusterSpec:
+def measured_cluster(device: torch.device, seconds: float, figures: Device, heed: Heed | None = None) -> ClusterSpec:
     """The network of the running world as measured in about so many seconds, with these figures of a device.
 
-    All ranks call it. The result is the same on every rank.
+    heed: as `Group` takes it. All ranks call it. The result is the same on every rank.
     """
     with torch.no_grad():
-        network = measure_network(device, seconds)
+        network = measure_network(device, seconds, heed)
     source = _source(device, "a compiled step")
     return _of_rank_0(network.cluster(replace(figures, collective_overhead=network.overhead), device, source))
 
@@ -116,10 +116,10 @@ class Network:
         return ClusterSpec(name=f"{_backend(where)}-{world}", device=device, levels=levels, ranks=world)
 
 
-def measure_network(device: torch.device, seconds: float) -> Network:
+def measure_network(device: torch.device, seconds: float, heed: Heed | None = None) -> Network:
     """Measure each level of the network, all in about so many seconds. All ranks call it."""
     plan = _levels_of(_hosts())
-    return Network(tuple((planned, _measure_level(planned, device, seconds / len(plan))) for planned in plan))
+    return Network(tuple((planned, _measure_level(planned, device, seconds / len(plan), heed)) for planned in plan))
 
 
 def _backend(device: torch.device) -> str:
@@ -237,7 +237,7 @@ def _spec_of(planned: _Planned, level: LevelReport, source: str) -> Level:
 # The network.
 
 
-def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> LevelReport:
+def _measure_level(planned: _Planned, device: torch.device, seconds: float, heed: Heed | None) -> LevelReport:
     rank = dist.get_rank()
     # Every rank must make every group, in the same order.
     handles = [dist.new_group(list(ranks), timeout=world_timeout()) for ranks in planned.groups]
@@ -245,7 +245,7 @@ def _measure_level(planned: _Planned, device: torch.device, seconds: float) -> L
     own = [(handle, ranks) for handle, ranks in zip(handles, planned.groups, strict=True) if rank in ranks]
     mine = NetworkFigures()
     for handle, ranks in own:
-        mine = measure_group(Group(handle, ranks, device), planned.name, seconds)
+        mine = measure_group(Group(handle, ranks, device, heed), planned.name, seconds)
     everybody = _gather(mine)
     for handle, _ in own:
         dist.destroy_process_group(handle)

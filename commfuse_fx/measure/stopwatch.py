@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import mean
 from typing import Any
@@ -42,6 +42,8 @@ class Stopwatch:
         self.computed = computed(executor.program)
         self.made_once = executor.made_once
         self.dead_after = self._lifetimes()
+        sending = (node for node in self.nodes if info(node).sends or info(node).collective is not None)
+        self.first_to_send = next(sending, None)
         self.first_update = next(iter(self.nodes[first_commit(self.nodes) :]), None)
 
     def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
@@ -55,25 +57,27 @@ class Stopwatch:
                 dead.setdefault(node, []).append(node)
         return dead
 
-    def run(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
+    def run(
+        self, given: Sequence[Any], agree: Callable[[], None] = lambda: None
+    ) -> tuple[tuple[Any, ...], dict[str, float]]:
         """One step, whose updates are applied. Returns the program's outputs, and seconds by `profile_key`.
 
-        given: the values of the placeholders, or what a backward takes. Nothing has been updated if it fails before the
-        first update; what the collectives left is forgotten then.
+        given: the values of the placeholders, or what a backward takes. agree: called before the first collective.
+        Nothing has been updated if it fails before the first update; what the collectives left is forgotten then.
         """
         try:
-            outputs, seconds = self._run(given)
+            outputs, seconds = self._run(given, agree)
         except BaseException:
             self.executor.wire.abandon()
             self.executor.storage.pool.forget_memory()
             raise
         return outputs, self._by_key(seconds)
 
-    def _run(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[fx.Node, float]]:
+    def _run(self, given: Sequence[Any], agree: Callable[[], None]) -> tuple[tuple[Any, ...], dict[fx.Node, float]]:
         values: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
         taken: dict[fx.Node, tuple[Any, Any] | None] = {}
         with ExitStack() as uninterrupted:
-            outputs = self._run_nodes(values, taken, uninterrupted)
+            outputs = self._run_nodes(values, taken, agree, uninterrupted)
         self.clock.settle()
         seconds = {node: 0.0 if marks is None else self.clock.seconds(*marks) for node, marks in taken.items()}
         return outputs, seconds
@@ -82,10 +86,13 @@ class Stopwatch:
         self,
         values: dict[fx.Node, Any],
         taken: dict[fx.Node, tuple[Any, Any] | None],
+        agree: Callable[[], None],
         uninterrupted: ExitStack,
     ) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = ()
         for node in self.nodes:
+            if node is self.first_to_send:
+                agree()
             if node is self.first_update:
                 uninterrupted.enter_context(interrupts_deferred())
             if node.op == "get_attr":

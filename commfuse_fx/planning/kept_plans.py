@@ -43,7 +43,7 @@ class KeptPlans:
 
         world, model: as `StepProfile.check` takes them.
         """
-        if self.path is None or not self.path.exists():
+        if self.path is None or not os.path.exists(self.path):  # False also where the folder cannot be looked into
             return None
         try:
             found = StepProfile.load(self.path)

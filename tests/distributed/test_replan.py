@@ -1,11 +1,9 @@
-"""Steps that try plans while they train: the same training, one plan on all ranks, and no rank left behind."""
+"""Steps that try plans while they train: the same training, and one plan on all ranks."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +14,6 @@ import torch.distributed as dist
 import commfuse_fx as cf
 from commfuse_fx.ir.meta import info
 from commfuse_fx.planning.planner import Planner
-from commfuse_fx.runtime.execute.executor import Executor
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import xy
 from tests.distributed.quick_trials import MOST_STEPS, quickly
@@ -60,75 +57,6 @@ def test_what_is_asked_for_is_planned_with_measured_figures(ranks: Ranks, option
     tried, _, _ = one
     assert tried[0] == "default" and tried[-1] == f"{winner} stays"
     assert not any(each.startswith("size") for each in tried)
-
-
-def is_due(twins: Twins, tries: bool) -> bool:
-    """Whether the ranks meet before the next step: because plans are tried, or to make them."""
-    found = twins.step.session.replan
-    assert found is not None
-    return not found.is_settled and found.clock.is_due and (found._turns is not None) == tries
-
-
-def one_rank_fails(tries: bool, how: str) -> tuple[list[str], bool]:
-    """Rank 1 fails in a step before which the ranks meet. Then all go on."""
-    errors: list[str] = []
-
-    def fail(twins: Twins) -> None:
-        if errors or not is_due(twins, tries):
-            return
-        x, y = xy(twins.number)
-        step: Any = twins.step
-        if dist.get_rank() == 1:
-            x = {"no batch": object(), "wrong size": x[:, :3]}.get(how, x)
-            step = twins.plain if how == "other step" else step
-        elif how == "Ctrl-C":
-            return  # the other rank calls the same step once more
-        interrupt = patch.object(Executor, "gather", side_effect=KeyboardInterrupt)
-        with interrupt if how == "Ctrl-C" else nullcontext():
-            try:
-                step(x, y)
-            except (cf.CommFuseError, RuntimeError, KeyboardInterrupt) as error:
-                errors.append(type(error).__name__)
-
-    with quickly():
-        twins = Twins()
-        twins.settle(fail)
-        twins.check()
-    return errors, twins.is_settled
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("no batch", [["PeerFailedError"], ["ConfigTypeError"]]),
-        ("wrong size", [["PeerFailedError"], ["RuntimeError"]]),
-        ("Ctrl-C", [[], ["KeyboardInterrupt"]]),
-        ("other step", [["PlanMismatchError"], ["PlanMismatchError"]]),
-    ],
-)
-@pytest.mark.parametrize("tries", [True, False])
-def test_a_rank_that_fails_where_ranks_meet(ranks: Ranks, tries: bool, how: str, expected: list[list[str]]) -> None:
-    found = run_soon(ranks, one_rank_fails, tries, how)
-    assert [each.value for each in found] == [(errors, True) for errors in expected], [each.details for each in found]
-
-
-def is_killed_where_ranks_meet(tries: bool) -> str:
-    def leave(twins: Twins) -> None:
-        if is_due(twins, tries) and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with quickly():
-        try:
-            Twins().settle(leave)
-        except cf.CollectiveError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("tries", [True, False])
-def test_a_rank_that_is_killed_where_ranks_meet(ranks: Ranks, tries: bool) -> None:
-    one, other = run_soon(ranks, is_killed_where_ranks_meet, tries)
-    assert other.died is not None and one.value.startswith("rank 0: the agreement before the first collective")
 
 
 def with_other_things_between(what: str) -> list[str]:

@@ -14,8 +14,8 @@ a ring twice, and each hop would wait for a core that is busy with compute.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -100,7 +100,7 @@ class Agreement:
     def leave_step(self, error: BaseException, expected: bool, lost: bool = False) -> None:
         """End the step on this rank by `error`. Tell the other ranks if that is still possible.
 
-        expected: whether the other ranks wait for this rank's vote.
+        expected: whether the other ranks wait for this rank's vote, and the same call will not be made again.
         lost: whether collectives that the previous step left on the wire have failed.
         """
         if self._is_running or lost:
@@ -108,7 +108,7 @@ class Agreement:
             for held in (self._sent, self._votes, self._work):
                 keep_forever(held)
             self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
-        elif expected and not self.has_voted and isinstance(error, Exception):
+        elif expected and not self.has_voted:
             self._fail(error)
 
     def cast(self, signature: int, parameters: int = 0, kind: int = _VOTES, wish: int = 0) -> None:
@@ -168,6 +168,23 @@ class Agreement:
     def from_all(self, mine: Any) -> list[Any]:
         """Return the objects of all ranks, by rank. All ranks call this together, when no vote is under way."""
         return self._exchange(mine)
+
+    @contextmanager
+    def outside_of_steps(self, what: str) -> Iterator[Callable[[Any], Any]]:
+        """Inside of the block the ranks send to each other what is no part of a step, after `from_all`.
+
+        what: they do, for messages. Yields what lets the work of a Gloo collective end when a rank has left. Raises
+        CollectiveError for what the backend raises.
+        """
+        self._is_running = True  # a rank that leaves tells the others
+        try:
+            yield self.distress.heed
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: {what} failed. Another rank has died, is stuck or left early; its own output says "
+                f"why. Nothing was updated. [{type(error).__name__}: {error}]"
+            ) from error
+        self._is_running = False
 
     def _fail(self, error: BaseException) -> None:
         """Vote that this rank cannot go on with this step."""

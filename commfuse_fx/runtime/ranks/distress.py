@@ -49,6 +49,9 @@ class Heeding:
         self._distress = distress
         self._work = work
 
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         while True:
             try:
