@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 
@@ -20,29 +21,38 @@ _MARK = "chosen "
 _serials = count()
 
 
-class ChosenPlan:
-    """The plan that has been chosen among candidates, of which the first one is the default.
+def prices(base: Plan, profile: StepProfile) -> Seconds:
+    """What the nodes of a default plan take by a profile, for plans of all sizes."""
+    compiled = base.compiled
+    assert compiled.captured is not None
+    return seconds_by_name(compiled.captured, compiled.pipeline, CostModel(profile.cluster, profile.node_seconds))
 
-    base: the default plan that the candidates were made of. profile: what they were made from. common: what nodes take,
-    where ranks have batches of several sizes; all of them are then planned alike from the beginning. number: which
-    candidate is chosen. is_final: whether it stays; calls of other sizes are then planned alike.
+
+@dataclass(frozen=True)
+class FoundPlans:
+    """Plans to choose among, the same on all ranks. The first candidate is the default plan.
+
+    base: the default plan that the others are made of. profile: what they follow from. common: what nodes take, where
+    ranks have batches of several sizes; all of them are then planned alike from the beginning.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        base: Plan | None = None,
-        candidates: Sequence[Candidate] = (),
-        profile: StepProfile | None = None,
-        common: Seconds | None = None,
-    ) -> None:
-        self.base = base
-        self.candidates = list(candidates)
-        self.profile = profile
-        self.is_mixed = common is not None
+    candidates: list[Candidate]
+    base: Plan
+    profile: StepProfile
+    common: Seconds | None
+
+
+class ChosenPlan:
+    """The plan that has been chosen among those that were found; where none were, the default plan of a call.
+
+    number: which candidate is chosen. is_final: whether it stays; calls of other sizes are then planned alike.
+    """
+
+    def __init__(self, planner: Planner, found: FoundPlans | None = None) -> None:
+        self.found = found
+        self.candidates = [] if found is None else found.candidates
         self.number = 0
         self.is_final = False
-        self._given = common
         self._planner = planner
         self._serial = next(_serials)
 
@@ -52,15 +62,17 @@ class ChosenPlan:
 
     def of(self, plan: Plan) -> Plan:
         """What runs in place of the default plan of a call."""
-        for_all = self.is_final or self.is_mixed
-        if self.number == 0 or not plan.compiled.program.training or not (for_all or plan is self.base):
+        found = self.found
+        if self.number == 0 or found is None or not plan.compiled.program.training:
+            return plan
+        if not (self.is_final or found.common is not None or plan is found.base):
             return plan
         key = self._key()
         if key not in plan.others:
             if self.is_final:  # what earlier choices have left goes
                 plan.others = {other: each for other, each in plan.others.items() if not other[0].startswith(_MARK)}
             compiled, config = self._compiled(plan.compiled), self.candidate.config
-            common = self._given if plan is self.base else self._common
+            common = found.common if plan is found.base else self._common
             plan.others[key] = Plan(compiled, plan.signature, plan.guards, config=config, common=common)
         return plan.others[key]
 
@@ -73,26 +85,24 @@ class ChosenPlan:
         return self._compiled(compiled) if self.is_final and self.number and compiled.program.training else compiled
 
     def _compiled(self, compiled: Compiled) -> Compiled:
-        if self.base is not None and compiled is self.base.compiled:
+        if self.found is not None and compiled is self.found.base.compiled:
             return self.candidate.compiled
         return self._planner.planned_as(compiled, self.candidate.config, self._common)
 
     @cached_property
     def _common(self) -> Seconds | None:
         """What nodes take in all plans of other sizes: ranks whose batches differ in size come to the same plan."""
-        base, profile = self.base, self.profile
-        if self._given is not None:
-            return self._given
-        if base is None or profile is None or base.compiled.captured is None:
-            return None
-        costs = CostModel(profile.cluster, profile.node_seconds)
-        return seconds_by_name(base.compiled.captured, base.compiled.pipeline, costs)
+        found = self.found
+        if found is None or found.common is not None:
+            return None if found is None else found.common
+        return prices(found.base, found.profile)
 
     def stays(self, tried: Mapping[str, str]) -> None:
         """The plan that is chosen stays, and programs of the others may go.
 
         tried: what is known of each plan that was tried, by its name.
         """
+        assert self.found is not None, "the plans that were tried"
         self.is_final = True
         program = self.candidate.compiled.program
         program.notes = [note for note in program.notes if note.topic != TOPIC]
@@ -101,7 +111,7 @@ class ChosenPlan:
         program.note(TOPIC, self.candidate.label, "stays")
         if self.number:
             self._planner.publish(self.candidate.compiled)
-        if self.base is not None:
-            self.base.others = {key: plan for key, plan in self.base.others.items() if key == self._key()}
+        base = self.found.base
+        base.others = {key: plan for key, plan in base.others.items() if key == self._key()}
         self.candidates = [self.candidates[0], self.candidate] if self.number else [self.candidate]
         self.number = min(self.number, 1)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.frontends.chosen_plan import ChosenPlan
+from commfuse_fx.frontends.chosen_plan import ChosenPlan, FoundPlans, prices
 from commfuse_fx.frontends.step_clock import StepClock
 from commfuse_fx.ir.text import communication_text
 from commfuse_fx.machine.cluster import ClusterSpec
@@ -24,7 +23,6 @@ from commfuse_fx.planning.correction import corrected
 from commfuse_fx.planning.kept_plans import KeptPlans
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
-from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
 from commfuse_fx.planning.trials import Trials
 from commfuse_fx.runtime.execute.inductor import regions_to_compile
 from commfuse_fx.runtime.ranks.ballots import hash62
@@ -42,7 +40,7 @@ CORRECTED = "corrected"
 class MeasuredPlans:
     """Makes the plans that are tried.
 
-    asked: what the user has asked for. is_mixed: whether ranks have batches of several sizes. All ranks know it alike.
+    asked: what the user has asked for. clock: all ranks know alike whether it counts steps of several sizes.
     """
 
     def __init__(self, planner: Planner, asked: CompileConfig, clock: StepClock, device: torch.device) -> None:
@@ -50,7 +48,6 @@ class MeasuredPlans:
         self._asked = asked
         self._clock = clock
         self._device = device
-        self.is_mixed = False
 
     def pays_after(self, seconds: float) -> bool:
         """Whether to measure for plans, after so much training."""
@@ -73,30 +70,17 @@ class MeasuredPlans:
         with self._clock.outside_of_steps("measuring the network") as heed:
             return measured_cluster(self._device, NETWORK_SECONDS, figures, heed)
 
-    def of(self, base: Plan, profile: StepProfile) -> list[Candidate]:
+    def of(self, base: Plan, profile: StepProfile) -> FoundPlans:
         """The default, and all other plans of which every rank makes the same. All ranks come here.
 
         Where the user leaves all free, no plan is tried that Inductor would have to compile for.
         """
-        common = self.common(base, profile)
+        common = self._clock.meet(prices(base, profile))[0] if self._clock.is_mixed else None
         found = candidates(self._planner, self._asked, base.compiled, profile, common)
         everybody = self._clock.meet([self._vote_on(each) for each in found])
         votes = [{rank[number] for rank in everybody} for number in range(len(found))]
-        return [each for each, vote in zip(found, votes, strict=True) if len(vote) == 1 and None not in vote]
-
-    def chosen(self, base: Plan, found: Sequence[Candidate], profile: StepProfile) -> ChosenPlan:
-        """One of some plans that are made of `base`, the default at first. All ranks come here."""
-        return ChosenPlan(self._planner, base, found, profile, self.common(base, profile))
-
-    def common(self, base: Plan, profile: StepProfile) -> Seconds | None:
-        """What nodes take on rank 0, for plans of all sizes; None where batches have one size."""
-        if not self.is_mixed:
-            return None
-        compiled = base.compiled
-        assert compiled.captured is not None
-        costs = CostModel(profile.cluster, profile.node_seconds)
-        found: Seconds = self._clock.meet(seconds_by_name(compiled.captured, compiled.pipeline, costs))[0]
-        return found
+        alike = [each for each, vote in zip(found, votes, strict=True) if len(vote) == 1 and None not in vote]
+        return FoundPlans(alike, base, profile, common)
 
     def _vote_on(self, candidate: Candidate) -> int | None:
         """What ranks have to agree on; None if this one does not try the plan."""
@@ -106,20 +90,21 @@ class MeasuredPlans:
             return None
         return hash62(communication_text(program))
 
-    def taught(self, chosen: ChosenPlan, trials: Trials) -> list[Candidate]:
-        """The default, the fastest plan, and others that follow from what trials have taught; empty without these."""
-        base, profile = chosen.base, chosen.profile
-        assert base is not None and profile is not None, "plans that are tried follow from a profile"
+    def taught(self, chosen: ChosenPlan, trials: Trials) -> FoundPlans | None:
+        """The default, the fastest plan, and others that follow from what trials have taught; None without these."""
+        plans = chosen.found
+        assert plans is not None, "the plans that were tried"
         pairs = [(each.compiled.program, trials.seconds(number)) for number, each in enumerate(chosen.candidates)]
         tried = [(program, seconds) for program, seconds in pairs if seconds is not None]
-        found = corrected(profile, tried) if len(tried) > 1 else profile
-        if found is profile:
-            return []
-        more = untried(self.of(base, found), chosen.candidates, found)
+        profile = corrected(plans.profile, tried) if len(tried) > 1 else plans.profile
+        if profile is plans.profile:
+            return None
+        more = untried(self.of(plans.base, profile).candidates, chosen.candidates, profile)
         log.info("the trials have taught what the network takes; plans that follow from it: %d", len(more))
         best = chosen.candidate
         kept = [best] if best is chosen.candidates[0] else [chosen.candidates[0], best]
-        return [*kept, *(replace(each, remark=CORRECTED) for each in more)] if more else []
+        more = [replace(each, remark=CORRECTED) for each in more]
+        return replace(plans, candidates=[*kept, *more]) if more else None
 
     def kept(self, base: Plan) -> KeptPlans:
         """Where plans of earlier runs of this step are kept."""

@@ -17,7 +17,7 @@ import torch
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import TrialLimits
 from commfuse_fx.errors import PlanMismatchError
-from commfuse_fx.frontends.chosen_plan import TOPIC, ChosenPlan
+from commfuse_fx.frontends.chosen_plan import TOPIC, ChosenPlan, FoundPlans
 from commfuse_fx.frontends.measured_plans import MeasuredPlans
 from commfuse_fx.frontends.measured_steps import ROUNDS, MeasuredSteps, Result, Run, combined
 from commfuse_fx.frontends.plan_turns import Budget, PlanTurns
@@ -68,7 +68,7 @@ class Replan:
         self.clock = StepClock(voting, device)
         self._plans = MeasuredPlans(planner, asked, self.clock, device)
         # Each rank of a module has forwards of its own, whose backwards run with what is chosen by then.
-        self._plans.is_mixed = self.clock.is_mixed = planner.form == "module"
+        self.clock.is_mixed = planner.form == "module"
         self._begin()
 
     def _begin(self) -> None:
@@ -147,10 +147,10 @@ class Replan:
         """Batches of several sizes have led ranks to other plans, which all of them learn from the vote. Nothing has
         been sent yet; they run the default plan, and make others that suit all sizes."""
         log.info("batches of several sizes have led to other plans: %s", mismatch)
-        if self._plans.is_mixed:
+        if self.clock.is_mixed:
             self._give_up("plans for batches of several sizes differ between ranks")
         else:
-            self._plans.is_mixed = self.clock.is_mixed = True
+            self.clock.is_mixed = True
             self._budget, self.is_settled, self._before, self._is_known = self._whole_budget(), False, None, False
             self._measure()
 
@@ -165,19 +165,16 @@ class Replan:
         else:
             self._kept = self._plans.kept(base)
             kept = self.clock.meet(self._plans.read(self._kept) if self._rank == 0 else None)[0]
-        found = [] if kept is None else self._plans.of(base, kept)
-        known = [each for each in found if kept is not None and each.name in (DEFAULT, kept.plan)]
-        if kept is not None and kept.plan in [each.name for each in known]:
-            log.info("an earlier run has come to plan %s, which is tried first", kept.plan)
+        found = None if kept is None else self._plans.of(base, kept)
+        if found is not None and found.profile.plan in [each.name for each in found.candidates]:
+            log.info("an earlier run has come to plan %s, which is tried first", found.profile.plan)
             self._is_known = True
-        elif kept is not None and kept is given:
-            known = worth_a_trial(found)
+            self._try(found, [each for each in found.candidates if each.name in (DEFAULT, found.profile.plan)])
+        elif found is not None and kept is given:
+            self._try(found, worth_a_trial(found.candidates))
         else:
             self._began = perf_counter()
             self.clock.next_at(WARM, self._measure_in_long_runs)
-            return
-        self.profile = kept
-        self._try(base, known)
 
     # Plans follow from what the nodes take and what the network takes.
 
@@ -205,7 +202,7 @@ class Replan:
                 self._give_up("batches have too many sizes, so nothing was measured")
             return
         self._is_measuring = False
-        self._plans.is_mixed = self.clock.is_mixed = self._plans.is_mixed or any(mixed)
+        self.clock.is_mixed |= any(mixed)
         began = perf_counter()
         if self._is_slow_alone([sum(each.values()) for each in everybody]):
             log.info("no other plan is made: the other ranks are as fast as before")
@@ -216,27 +213,26 @@ class Replan:
         base = measured.plan
         assert base is not None
         measured.release()
-        profile = self._plans.profile(combined(everybody))
-        found = self._plans.of(base, profile)
+        plans = self._plans.of(base, self._plans.profile(combined(everybody)))
         before = self._before
         if before is None:
-            found = worth_a_trial(found)
+            found = worth_a_trial(plans.candidates)
         else:  # soon: the most promising plan, and that which ran
-            found = worth_a_trial(found, 2)
+            found = worth_a_trial(plans.candidates, 2)
             ran = text_of(before.candidate)
             if before.number and all(text_of(each) != ran for each in found):
                 found.append(replace(before.candidate, remark=BEFORE))
-        self.profile = profile
         self._budget.spent += measured.spent + perf_counter() - began
         log.info("plans by what was measured:\n%s", _lines({each.label: each.times(None) for each in found}))
         self._computed = median_low([sum(each.values()) for each in everybody])
-        self._try(base, found)
+        self._try(plans, found)
 
     # Plans take turns.
 
-    def _try(self, base: Plan, found: Sequence[Candidate]) -> None:
-        assert self.profile is not None
-        self._chosen = self._plans.chosen(base, found, self.profile)
+    def _try(self, plans: FoundPlans, candidates: list[Candidate]) -> None:
+        """Let some of the plans that were found take turns."""
+        self.profile = plans.profile
+        self._chosen = ChosenPlan(self._planner, replace(plans, candidates=candidates))
         self._turns = PlanTurns(self.clock, self._chosen, self._budget, self._decided)
         self._turns.begin()
 
@@ -257,9 +253,8 @@ class Replan:
             began = perf_counter()
             more = self._plans.taught(chosen, turns.trials)
             self._budget.spent += perf_counter() - began
-            if more:
-                assert chosen.base is not None
-                self._try(chosen.base, more)
+            if more is not None:
+                self._try(more, more.candidates)
                 return
         self._settle(turns.trials.seconds(turns.trials.winner) or chosen.candidate.predicted)
 
