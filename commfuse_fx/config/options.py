@@ -13,6 +13,7 @@ from typing import Any
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.support.checks import check_bool, check_choice, check_int, is_int, show
+from commfuse_fx.support.documents import is_path
 
 MAX_DEVICES = 4096
 """Largest `device_num`."""
@@ -220,7 +221,12 @@ def _check_cluster(value: object, where: str) -> object:
     """What `cluster=` stands for: figures, or one of the words; None where nothing is given."""
     if value is None or (isinstance(value, str) and value in (MEASURED, PRESETS)):
         return value
-    return resolve_costs(value, where)
+    try:
+        return resolve_costs(value, where)
+    except ConfigValueError as error:
+        if isinstance(value, str) and not is_path(value):
+            raise ConfigValueError(f'{error}; or "{MEASURED}" or "{PRESETS}"') from None
+        raise
 
 
 def _check_replan(value: object, where: str) -> bool | TrialLimits:

@@ -31,6 +31,7 @@ from commfuse_fx.planning.kept_plans import KeptPlans
 from commfuse_fx.planning.pace import CALM_SECONDS, CHANGED, Pace, slow_ranks
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.trials import Trials
 from commfuse_fx.support.logs import logger
 
 log = logger("plan")
@@ -256,11 +257,12 @@ class Replan:
             if more is not None:
                 self._try(more, more.candidates)
                 return
-        self._settle(turns.trials.seconds(turns.trials.winner) or chosen.candidate.predicted)
+        self._settle(turns.trials)
 
-    def _settle(self, step_seconds: float) -> None:
-        """Let the chosen plan stay. step_seconds: what its step takes."""
+    def _settle(self, trials: Trials) -> None:
+        """Let the chosen plan stay. trials: those that it comes from."""
         chosen = self._chosen
+        step_seconds = trials.seconds(trials.winner) or chosen.candidate.predicted
         chosen.stays(self._tried)
         label, spent = chosen.candidate.label, self._budget.spent
         log.info(
@@ -268,7 +270,8 @@ class Replan:
             *(label, self.clock.steps, spent, TOPIC, _lines(self._tried)),
         )
         self._stay(step_seconds)
-        if self._rank == 0 and self._kept is not None and not self._is_known and self.profile_used is not None:
+        is_new = trials.is_conclusive and not self._is_known
+        if self._rank == 0 and self._kept is not None and is_new and self.profile_used is not None:
             self._kept.write(self.profile_used)
 
     def _profile_of_plan(self) -> StepProfile:

@@ -73,6 +73,11 @@ class Trials:
         return median(found) if found else None
 
     @property
+    def is_conclusive(self) -> bool:
+        """Whether the plans that are left had turns enough; not where the trials have ended before their time."""
+        return all(len(self._pairs(plan)) >= FEWEST for plan in self._left if plan)
+
+    @property
     def winner(self) -> int:
         """The fastest plan among those that are clearly faster than the default; the default if there is none."""
         faster = [plan for plan in self._left if plan != 0 and self._is_clearly_faster(plan)]

@@ -337,6 +337,7 @@ def test_what_a_schedule_leaves_open(schedule: Any, auto: bool, across: bool, tr
     ("error", "value", "part"),
     [
         (ConfigValueError, "h100", "which is no preset; use one of"),
+        (ConfigValueError, "Measured", 'or "measured" or "default"'),
         (ConfigValueError, "h100-ib-1", "n in 2..512"),
         (ConfigTypeError, 8, "the name of a preset, or a path"),
         (ConfigTypeError, {"name": "x"}, "the name of a preset, or a path"),

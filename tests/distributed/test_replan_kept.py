@@ -204,6 +204,16 @@ def test_the_next_run_begins_with_the_plan_of_this_one(ranks: Ranks, tmp_path: P
     assert ranks.values(settles_with_a_cache, str(tmp_path), "default")[0][0] == ["default", "default stays"]
 
 
+def settles_in_no_time(folder: str) -> tuple[list[str], int]:
+    return settles_with_a_cache(folder, "", replan=cf.TrialLimits(seconds=1e-9))
+
+
+def test_a_plan_that_stays_as_its_time_is_up_is_not_kept(ranks: Ranks, tmp_path: Path) -> None:
+    """Nothing is known of the others, which the next run should try."""
+    one, other = ranks.values(settles_in_no_time, str(tmp_path))
+    assert one == other and one[0][-1] == "default stays" and not list(tmp_path.iterdir())
+
+
 def changes_pace_with_a_cache(folder: str) -> list[str]:
     """What was logged when the pace changes after a plan of an earlier run has stayed."""
     changes = iter(["", "steps take longer"])

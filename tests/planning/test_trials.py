@@ -65,7 +65,7 @@ def test_a_machine_that_gets_slower_does_not_decide() -> None:
 def test_a_hopeless_plan_has_two_turns() -> None:
     trials = run(lambda plan, _: [1.0, 3.0, 0.98][plan])
     assert [1 in each for each in trials.rounds] == [True, True, *[False] * (len(trials.rounds) - 2)]
-    assert trials.winner == 2
+    assert trials.winner == 2 and trials.is_conclusive
 
 
 def test_alone_there_is_nothing_to_try() -> None:
@@ -80,4 +80,4 @@ def test_trials_may_end_before_their_time(turns: int) -> None:
     for _ in range(turns):
         trials.add([1.0, 0.5][trials.next])
     trials.stop()
-    assert trials.is_over and trials.next == 0
+    assert trials.is_over and trials.next == 0 and not trials.is_conclusive
