@@ -18,7 +18,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, set_info, spec_of
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
 from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
 
@@ -160,7 +160,7 @@ def _annotate(program: Program) -> None:
             set_info(node, NodeInfo("input", spec_of(constant), name=program.names.numbered("constant")))
         elif node.op == "call_function":
             origin = _inherited(node, origin_of(node))
-            details = NodeInfo(origin.phase, spec_of(node.meta.get("val")), origin.module, source=origin.source)
+            details = NodeInfo(origin.phase, _spec_of_result(node), origin.module, source=origin.source)
             set_info(node, details)
             details.name = program.names.of_traced(node)
         else:
@@ -170,6 +170,17 @@ def _annotate(program: Program) -> None:
                 f"{info(node).name} at {info(node).source} makes a sparse gradient, which cannot be reduced in a "
                 "bucket: use sparse=False"
             )
+
+
+def _spec_of_result(node: fx.Node) -> Spec:
+    """What the op returns. PyTorch 2.11 records a tensor that was written into a copy of an expanded one as expanded,
+    though no memory of such strides could hold it."""
+    value = node.meta.get("val")
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    if isinstance(value, torch.Tensor) and len(returns) == 1 and returns[0].alias_info is None:
+        if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+            return spec_of(torch.empty_like(value))
+    return spec_of(value)
 
 
 def _inherited(node: fx.Node, origin: Origin) -> Origin:

@@ -106,7 +106,5 @@ def as_recorded(value: Any, spec: Spec) -> Any:
         return value
     if same_layout(spec.shape, value.stride(), spec.stride):
         return value
-    if any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.stride, strict=True)):
-        return value  # an op that writes into a copy of an expanded tensor: no memory of such strides holds its result
     memory = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device)
     return memory.copy_(value)
