@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -176,7 +177,7 @@ def _spec_of_result(node: fx.Node) -> Spec:
     """What the op returns. PyTorch 2.11 records a tensor that was written into a copy of an expanded one as expanded,
     though no memory of such strides could hold it."""
     value = node.meta.get("val")
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    returns: list[Any] = list(getattr(getattr(node.target, "_schema", None), "returns", ()))
     if isinstance(value, torch.Tensor) and len(returns) == 1 and returns[0].alias_info is None:
         if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
             return spec_of(torch.empty_like(value))

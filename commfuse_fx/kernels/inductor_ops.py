@@ -93,6 +93,15 @@ _UPSAMPLES = (aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, 
 _DIVIDES = (aten.div.Scalar_mode, aten.div.Tensor_mode)
 _FLOOR_DIVIDES = (aten.floor_divide.default, aten.floor_divide.Scalar)
 _PLACES = (aten.argmax.default, aten.argmin.default)
+_OF_BYTES = (
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.max.default,
+    aten.min.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bilinear2d.default,
+)
 
 
 def is_computed_wrongly(node: fx.Node) -> bool:
@@ -101,6 +110,7 @@ def is_computed_wrongly(node: fx.Node) -> bool:
     It divides the gradient of a window that reaches over the border, as some do with `ceil_mode`, by the whole window.
     It applies a scale factor to a dimension that keeps its size. It rounds a quotient before it takes the floor: of
     1.0 // 0.1 it makes 10, PyTorch 9. It counts the place of the largest of all elements as they lie in memory.
+    Of bytes it takes -1 for the smallest one, returns `any` as bool, and rounds pixels otherwise.
     """
     args: Any = node.args
     if node.target in _POOLS_BACKWARD:
@@ -110,6 +120,8 @@ def is_computed_wrongly(node: fx.Node) -> bool:
         return any(scale is not None and new == old for new, old, scale in sizes)
     if node.target in _FLOOR_DIVIDES or (node.target in _DIVIDES and node.kwargs.get("rounding_mode") == "floor"):
         return tensor_spec(node).dtype.is_floating_point
+    if node.target in _OF_BYTES:
+        return tensor_spec(args[0]).dtype == torch.uint8
     if node.target in _PLACES:
         dim = args[1] if len(args) > 1 else node.kwargs.get("dim")
         return dim is None and len(tensor_spec(args[0]).shape) > 1

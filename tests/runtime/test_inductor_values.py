@@ -66,6 +66,25 @@ def test_places_in_permuted_rows_are_counted_in_their_order() -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
+class OfBytes(nn.Module):
+    """The largest and smallest byte, whether there is any, and an image in other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = [(image + 1).max(), (image + 1).min(), (image + 1).any(), (image + 1).any(3)]
+        sizes = [F.interpolate(image, scale_factor=1.5, mode=mode) for mode in ("bilinear", "bicubic")]
+        return *(self.weight * each for each in (*found, *sizes)), (image + 1).any()
+
+
+def test_bytes_are_those_of_pytorch() -> None:
+    torch.manual_seed(0)
+    model, image = OfBytes(), torch.randint(9, (2, 3, 7, 5)).to(torch.uint8)
+    torch.testing.assert_close(cf.compile(model, backend="inductor")(image), model(image))
+
+
 def test_in_half_precision_a_maximum_equals_its_element() -> None:
     """Inductor compares what it has not rounded with what it has."""
     model = nn.Sequential(nn.Linear(6, 37), IsLargest()).bfloat16()
