@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +31,15 @@ def is_due(twins: Twins, tries: bool) -> bool:
     return not found.is_settled and found.clock.is_due and (found._turns is not None) == tries
 
 
+def all_go_on(fail: Callable[[Twins], None]) -> bool:
+    """Train until a plan stays, and call this between steps. Whether a plan stays; training is the same all the way."""
+    with quickly():
+        twins = Twins()
+        twins.settle(fail)
+        twins.check()
+    return twins.is_settled
+
+
 def one_rank_fails(tries: bool, how: str) -> tuple[list[str], bool]:
     """Rank 1 fails in a step before which the ranks meet. Then all go on."""
     errors: list[str] = []
@@ -51,11 +61,7 @@ def one_rank_fails(tries: bool, how: str) -> tuple[list[str], bool]:
             except (cf.CommFuseError, RuntimeError, KeyboardInterrupt) as error:
                 errors.append(type(error).__name__)
 
-    with quickly():
-        twins = Twins()
-        twins.settle(fail)
-        twins.check()
-    return errors, twins.is_settled
+    return errors, all_go_on(fail)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +156,7 @@ def has_a_bad_target_while_nodes_are_measured() -> tuple[list[str], bool]:
         except (cf.CommFuseError, IndexError) as error:
             errors.append(type(error).__name__)
 
-    with quickly():
-        twins = Twins()
-        twins.settle(fail)
-        twins.check()
-    return errors, twins.is_settled
+    return errors, all_go_on(fail)
 
 
 def test_a_rank_that_fails_while_nodes_are_measured(ranks: Ranks) -> None:

@@ -95,7 +95,8 @@ def test_the_most_promising_plans_are_tried_once_each(monkeypatch: pytest.Monkey
     monkeypatch.setattr(alternatives, "text_of", lambda each: each.remark or each.name)
 
     def tried(*predicted: float, remark: str = "") -> list[str]:
-        made: Any = [Candidate(str(number), None, None, each, remark) for number, each in enumerate(predicted)]  # type: ignore[arg-type]
+        nothing: Any = None
+        made = [Candidate(str(number), nothing, nothing, each, remark) for number, each in enumerate(predicted)]
         return [each.name for each in worth_a_trial(made)]
 
     assert tried(1.0, 0.9, 0.8, 0.81, 0.82, 0.83) == ["0", "2", "3", "4"]  # the default and three others
