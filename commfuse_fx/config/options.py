@@ -119,7 +119,8 @@ class TrialLimits:
     """
 
     seconds: float = 30.0
-    """Seconds that all of it may take longer than training with the default plan. 30 are 5% of ten minutes."""
+    """Seconds that all of it may take longer than training with the default plan. 30 are 5% of ten minutes. Below 2,
+    which measuring the network takes, nothing is measured, and the default plan stays."""
     steps: int = 2000
     """Training steps after which it ends."""
 

@@ -53,6 +53,10 @@ class MeasuredPlans:
         """Whether to measure for plans, after so much training."""
         return seconds >= NETWORK_SECONDS
 
+    def fits(self, seconds: float) -> bool:
+        """Whether all of it may be measured in so much time."""
+        return seconds >= NETWORK_SECONDS
+
     def profile(self, seconds: Mapping[str, float]) -> StepProfile:
         """What the nodes take, as measured, with a network as given, or as measured now by all ranks together."""
         world, given = self._planner.mesh.world, self._asked.figures

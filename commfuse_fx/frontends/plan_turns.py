@@ -46,7 +46,9 @@ class PlanTurns:
         self._void = 0  # turns
 
     def begin(self) -> None:
-        """Let the first plan have its turn; if there is only one, it stays."""
+        """Let the first plan have its turn. It stays if it is the only one, or if making them has taken too long."""
+        if max(self._clock.meet(self._budget.spent)) > self._budget.seconds:
+            self.trials.stop()
         self._next()
 
     def _next(self) -> None:

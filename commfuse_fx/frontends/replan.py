@@ -173,6 +173,8 @@ class Replan:
             self._try(found, [each for each in found.candidates if each.name in (DEFAULT, found.profile.plan)])
         elif found is not None and kept is given:
             self._try(found, worth_a_trial(found.candidates))
+        elif not self._plans.fits(limit := self._limits.seconds):
+            self._give_up(f"TrialLimits(seconds={limit}) is less than measuring takes")
         else:
             self._began = perf_counter()
             self.clock.next_at(WARM, self._measure_in_long_runs)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.frontends import measured_plans
+from commfuse_fx.frontends.measured_plans import MeasuredPlans
 from commfuse_fx.frontends.measured_steps import MeasuredSteps
 from commfuse_fx.planning import pace
 from commfuse_fx.planning.correction import slower
@@ -111,18 +112,36 @@ def test_a_network_that_is_given_is_not_measured(ranks: Ranks) -> None:
     assert one == other and one[0] == "gloo-1gbit" and len(one[1]) > 2
 
 
-def ends_at_limits(limits: cf.TrialLimits) -> tuple[int, list[str]]:
-    with quickly():
+def ends_at_limits(limits: cf.TrialLimits) -> tuple[int, list[str], list[bool]]:
+    """The number of steps, what stays, and whether it was measured."""
+    with quickly(), logged() as messages:
         twins = Twins({"schedule": "auto", "replan": limits})
         twins.settle()
         twins.check()
-    return twins.number, twins.tried()
+    return twins.number, twins.tried(), [" measured " in each for each in messages if " stays, after" in each]
 
 
-@pytest.mark.parametrize(("limits", "most"), [({"steps": 30}, 30), ({"seconds": 1e-9}, 12)], ids=["steps", "seconds"])
-def test_trials_end_at_their_limits(ranks: Ranks, limits: dict[str, Any], most: int) -> None:
-    one, other = ranks.values(ends_at_limits, cf.TrialLimits(**limits))
-    assert one == other and one[0] <= most + 4 and one[1][-1] == "default stays"
+def test_trials_end_at_the_limit_of_steps(ranks: Ranks) -> None:
+    one, other = ranks.values(ends_at_limits, cf.TrialLimits(steps=30))
+    assert one == other and one[0] <= 34 and one[1][-1] == "default stays" and one[2] == [True]
+
+
+def test_no_plan_is_tried_when_making_plans_has_taken_all_the_time(ranks: Ranks) -> None:
+    one, other = ranks.values(ends_at_limits, cf.TrialLimits(seconds=0.051))  # of which the network takes 0.05
+    assert one == other and one[1][-1] == "default stays" and one[2] == [False]
+
+
+def measures_nothing() -> tuple[list[str], bool]:
+    with quickly(), logged() as messages, patch.object(MeasuredPlans, "profile", side_effect=AssertionError):
+        twins = Twins({"schedule": "auto", "replan": cf.TrialLimits(seconds=0.04)})
+        twins.settle()
+        twins.check()
+    return [each for each in messages if "TrialLimits" in each], twins.step.profile_used() is None
+
+
+def test_a_limit_that_is_shorter_than_measuring_measures_nothing(ranks: Ranks) -> None:
+    told = ["no plan is made of what was measured: TrialLimits(seconds=0.04) is less than measuring takes"]
+    assert ranks.values(measures_nothing) == [(told, True)] * 2
 
 
 def within_limits() -> tuple[list[str], list[str], int | None]:
@@ -145,7 +164,8 @@ def trains_for_a_moment() -> tuple[list[bool], int]:
     """Whether anything is measured in a short run, and in one that goes on; and after how many steps that is."""
     twins, found = Twins(), []
     for seconds in (1e9, 1e-9):
-        with patch.object(measured_plans, "NETWORK_SECONDS", seconds):
+        measuring = patch.object(measured_plans, "NETWORK_SECONDS", seconds)
+        with measuring, patch.object(MeasuredPlans, "fits", lambda self, limit: True):
             while twins.number < 30 or (seconds < 1 and twins.step.profile_used() is None and twins.number < 100):
                 twins.run()
         found.append(twins.step.profile_used() is not None)
@@ -205,7 +225,7 @@ def test_the_next_run_begins_with_the_plan_of_this_one(ranks: Ranks, tmp_path: P
 
 
 def settles_in_no_time(folder: str) -> tuple[list[str], int]:
-    return settles_with_a_cache(folder, "", replan=cf.TrialLimits(seconds=1e-9))
+    return settles_with_a_cache(folder, "", replan=cf.TrialLimits(seconds=0.051))
 
 
 def test_a_plan_that_stays_as_its_time_is_up_is_not_kept(ranks: Ranks, tmp_path: Path) -> None:
