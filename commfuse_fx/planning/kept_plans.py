@@ -13,6 +13,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.machine.source import costs_label
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.writing import write_whole
@@ -31,7 +32,8 @@ class KeptPlans:
 
     def __init__(self, captured: Program, asked: CompileConfig, machine: str) -> None:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun: how ranks lie on hosts
-        tried = asked.is_auto, asked.tries_across_steps, asked.comm_fusion.is_given
+        figures = None if asked.figures is None else costs_label(asked.figures)
+        tried = asked.is_auto, asked.tries_across_steps, asked.comm_fusion.is_given, figures
         options = tried, asked.unmeasured.header()
         text = "\n".join((canonical_text(captured), repr(options), machine, local))
         folder = _folder()

@@ -131,6 +131,8 @@ def test_a_kept_plan_depends_on_step_options_machine_and_version(
         path(schedule=cf.ScheduleConfig(mode="auto", memory_limit=1 << 30)),
         path(comm_fusion={"allreduce": {"mode": "auto", "config": None}}),
         path(gradients_mean=False),
+        path(cluster="gloo-1gbit"),
+        path(cluster="gloo-10gbit"),
     ]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     others.append(path())
