@@ -36,7 +36,7 @@ def test_steps(name: str, dtype: torch.dtype, amp: torch.dtype | None) -> None:
     step_checks.check_step(MODELS[name], CPU, dtype, ADAMW, amp=amp, channels_last=name == "resnet")
 
 
-@pytest.mark.parametrize("name", ["AdamW foreach", "Adam amsgrad", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW foreach", "Adam amsgrad", "RMSprop", "Adagrad", "NAdam"])
 def test_optimizers(name: str) -> None:
     step_checks.check_step(MODELS["mlp"], CPU, torch.float64, OPTIMIZERS[name])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
@@ -14,8 +15,9 @@ from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.fixed_values import held_values
 from commfuse_fx.ir.fusible import fused_values
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.whole_updates import BY_OP
 
 
 def bytes_of(spec: Spec) -> int:
@@ -32,7 +34,8 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     two inputs share once; so is memory that is kept between steps, and what is computed once and needed by other nodes.
     All else lives from the node that makes it to its last use, what a collective sends or receives at least to its
     wait, and what a node of the following step uses to that node: such memory may be there twice, for this step and
-    for the one before. What a compiled region never writes to memory (`fused_values`) takes none.
+    for the one before. What a compiled region never writes to memory (`fused_values`) takes none. An update that
+    runs several ops inside of its own has their temporary tensors while it runs.
     """
     return Memory(program, roots).profile()
 
@@ -72,6 +75,10 @@ class Memory:
         for root, lifetime in self._lifetimes.items():
             if not info(root).kept:
                 self._add(lifetime)
+        for at, node in enumerate(self._order):
+            if update := BY_OP.get(node.target):
+                params: Any = node.args[0]
+                self._add(_Lifetime(at, at, -1, update.scratch_bytes([tensor_spec(param) for param in params])))
 
     def let_go(self, node: fx.Node) -> None:
         """Memory of this node was kept between steps, and no longer is."""

@@ -18,6 +18,7 @@ from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.whole_updates import BY_OP
 from commfuse_fx.machine.cluster_parts import Device
 
 # Matrix products: op -> positions of the left and the right matrix.
@@ -72,6 +73,7 @@ class _Op:
     picks: bool
     places: bool
     writes: bool
+    passes: int
 
 
 _ops: dict[Any, _Op] = {}
@@ -100,6 +102,7 @@ def _describe(node: fx.Node) -> _Op:
         picks=label in _PICKS,
         places=label in _PLACES,
         writes=schema is not None and any(arg.alias_info and arg.alias_info.is_write for arg in schema.arguments),
+        passes=BY_OP[node.target].passes if node.target in BY_OP else 0,
     )
 
 
@@ -121,7 +124,8 @@ def flops_and_bytes(node: fx.Node) -> tuple[float, float]:
     """(FLOPs, bytes read and written) of one run of a node; (0, 0) where `is_free`.
 
     Multiplications and additions count one each. Bytes are those of all arguments and results, each once: no
-    cache is modelled. A dimension that is expanded (stride 0) is read once.
+    cache is modelled. A dimension that is expanded (stride 0) is read once. Updates that run several ops inside of
+    theirs (`ir/whole_updates.py`) count what those read and write.
     """
     if is_free(node):
         return 0.0, 0.0
@@ -229,6 +233,8 @@ _WORK: dict[str, Callable[[fx.Node], float]] = {
 def _traffic(node: fx.Node, op: _Op) -> float:
     if op.reserves:
         return 0.0
+    if op.passes:
+        return float(op.passes * sum(_bytes(info(param).spec) for param in _tensor_lists(node)[0]))
     result = _bytes(info(node).spec)
     arguments = node.all_input_nodes
     if op.places:

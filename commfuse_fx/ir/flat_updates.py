@@ -11,7 +11,7 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
-from commfuse_fx.ir.updates import gradients_of, is_node_list
+from commfuse_fx.ir.updates import gradients_of, is_node_list, is_scalar
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def use_flat_parameters(build: Builder, owner: int, runs: Sequence[FlatRun], nod
     for state in _states(program, owner):
         details = info(state)
         assert isinstance(details.spec, tuple)
-        is_step = program.sources[state].name in ("steps", "step")
-        instead = {} if is_step else {i: tensor_spec(p) for i, p in params.items()}
+        instead = {} if is_scalar(program.sources[state].name) else {i: tensor_spec(p) for i, p in params.items()}
         details.spec = tuple(shorten(details.spec, instead))
 
 

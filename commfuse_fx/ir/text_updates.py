@@ -14,6 +14,7 @@ from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Program, Segment, Source, Update
 from commfuse_fx.ir.text_values import Unfinished
+from commfuse_fx.ir.updates import is_scalar
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "adam": ("amsgrad", "maximize", "decoupled"),
@@ -21,10 +22,18 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov", "maximize"),
     "adagrad": ("maximize",),
     "rmsprop": ("momentum", "centered", "maximize", "weight_decay"),
+    "nadam": ("decoupled", "maximize"),
 }
 """The flags of each rule, in the order in which the optimizer's groups have them."""
 
-_CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+_CLASSES = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+    "nadam": "NAdam",
+}
 
 _SHOWN_BY = {
     "amsgrad": "max_exp_avg_sq",
@@ -97,7 +106,7 @@ class UpdateReader:
             if not isinstance(details.spec, Unfinished):
                 continue
             segments = self.program.updates[source.owner].segments
-            if source.name in ("steps", "step"):
+            if is_scalar(source.name):
                 details.spec = (details.spec[0],) * details.spec.total
             elif len(segments) == details.spec.total:
                 details.spec = tuple(map(self._spec, segments))

@@ -10,6 +10,14 @@ from torch import fx
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 
+SCALARS = ("step", "mu_product")
+"""States of optimizers that are one number per parameter."""
+
+
+def is_scalar(state: str) -> bool:
+    """Whether an input of this name is a list of such numbers, one of each segment (`step`) or all (`steps`)."""
+    return state.removesuffix("s") in SCALARS
+
 
 def update_nodes(program: Program) -> list[list[fx.Node]]:
     """For each update the nodes that emit_update made for it."""

@@ -13,6 +13,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.plain_updates import plain_adagrad_, plain_adam_, plain_rmsprop_, plain_sgd_
 from commfuse_fx.ir.program import Update
+from commfuse_fx.ir.whole_updates import WHOLE_UPDATES
 from commfuse_fx.kernels.update_rules import RULES
 
 _LIKE = NodeInfo("update")
@@ -47,11 +48,14 @@ class _Emitter:
     def hyper(self, *names: str) -> dict[str, fx.Node]:
         return {name: self.build.placeholder("hyper", name, None, self.owner) for name in names}
 
+    def numbers_of_parameters(self, name: str) -> fx.Node:
+        """A list with one tensor per segment, which has a number for each parameter."""
+        one = TensorSpec((1,), torch.float32, (1,), tensor_spec(self.params[0]).device)
+        return self.build.placeholder("state", name, tuple(one for _ in self.params), self.owner)
+
     def steps(self) -> fx.Node:
         """Count the step; returns the list of step counts that kernels take, one number per segment."""
-        one = TensorSpec(
-            (), torch.float32, (), self.specs[0].device if isinstance(self.specs[0], TensorSpec) else "cpu"
-        )
+        one = TensorSpec((), torch.float32, (), tensor_spec(self.params[0]).device)
         specs = tuple(one for _ in self.params)
         steps = self.build.placeholder("state", "steps", specs, self.owner)
         firsts = self.build.placeholder("state", "step", specs, self.owner)
@@ -171,16 +175,19 @@ def _rmsprop(emit: _Emitter) -> None:
         emit.call(aten._foreach_addcdiv_.Scalar, (emit.params, grads, average, descent), "rmsprop")
 
 
-def _plain(op: Any, *states: str) -> Callable[[_Emitter], None]:
-    """For parameters that are no block of memory of their own. states: those that the op takes, in its order."""
+def _in_one_op(op: Any) -> Callable[[_Emitter], None]:
+    """By an op that makes the whole update, and counts the step. Its lists have the names of states, in the plural."""
 
-    def emit_plain(emit: _Emitter) -> None:
+    def emit_op(emit: _Emitter) -> None:
         used = emit.rule.states(emit.flags)
-        args: list[Any] = [emit.params, emit.grads, *(emit.state(name) if name in used else [] for name in states)]
-        if emit.rule.has_step:
-            device = tensor_spec(emit.params[0]).device
-            one = TensorSpec((1,), torch.float32, (1,), device)
-            args.append(emit.build.placeholder("state", "steps", tuple(one for _ in emit.params), emit.owner))
+        lists = [argument.name for argument in op._schema.arguments if not argument.kwarg_only][2:]
+        args: list[Any] = [emit.params, emit.grads]
+        for name in lists:
+            state = name.removesuffix("s")
+            if state in emit.rule.scalars:
+                args.append(emit.numbers_of_parameters(name))
+            else:
+                args.append(emit.state(state) if state in used else [])
         settings = [argument for argument in op._schema.arguments if argument.kwarg_only]
         flags = {
             each.name: emit.flags[each.name]
@@ -190,18 +197,18 @@ def _plain(op: Any, *states: str) -> Callable[[_Emitter], None]:
         numbers = emit.hyper(*(each.name for each in settings if each.name not in flags))
         emit.call(op, tuple(args), emit.rule.name, {**numbers, **flags})
 
-    return emit_plain
+    return emit_op
 
 
 _PLAIN = {
-    "adam": _plain(plain_adam_, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "sgd": _plain(plain_sgd_, "momentum_buffer"),
-    "adagrad": _plain(plain_adagrad_, "sum"),
-    "rmsprop": _plain(plain_rmsprop_, "square_avg", "momentum_buffer", "grad_avg"),
+    "adam": _in_one_op(plain_adam_),
+    "adamw": _in_one_op(plain_adam_),
+    "sgd": _in_one_op(plain_sgd_),
+    "adagrad": _in_one_op(plain_adagrad_),
+    "rmsprop": _in_one_op(plain_rmsprop_),
+    **{name: _in_one_op(update.plain) for name, update in WHOLE_UPDATES.items()},
 }
-
-
-_PLAIN["adamw"] = _PLAIN["adam"]
+"""For parameters that are no block of memory of their own."""
 
 
 _EMIT: dict[str, Callable[[_Emitter], None]] = {
@@ -210,4 +217,5 @@ _EMIT: dict[str, Callable[[_Emitter], None]] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "rmsprop": _rmsprop,
+    **{name: _in_one_op(update.op) for name, update in WHOLE_UPDATES.items()},
 }

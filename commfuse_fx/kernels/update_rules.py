@@ -8,7 +8,7 @@ as it is, as one opaque node at the end of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +22,21 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise update: its state tensors (shaped like the parameter), step count and numbers."""
+    """A rule is an elementwise update. Its functions take the flags of a param group, or the group itself.
+
+    states: the state tensors that have the parameter's shape.
+    flags: what decides the graph.
+    hyper: the numbers that are read at every step.
+    scalars: the states that are one number per parameter, in the order of torch.optim.
+    initial: the values that new states are filled with, where they are not 0.
+    """
 
     name: str
     states: Callable[[Flags], tuple[str, ...]]
     flags: Callable[[Mapping[str, Any]], dict[str, Any]]
     hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
-    has_step: bool = True
+    scalars: tuple[str, ...] = ("step",)
+    initial: Mapping[str, Callable[[Mapping[str, Any]], float]] = field(default_factory=dict)
 
 
 def _adam_flags(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +83,7 @@ SGD = Rule(
         "maximize": bool(group["maximize"]),
     },
     hyper=_floats("weight_decay", "momentum", "lr", "dampening"),
-    has_step=False,
+    scalars=(),
 )
 ADAGRAD = Rule(
     "adagrad",
@@ -98,6 +106,17 @@ RMSPROP = Rule(
     },
     hyper=_floats("lr", "alpha", "eps", "momentum", "weight_decay"),
 )
+NADAM = Rule(
+    "nadam",
+    states=lambda flags: ("exp_avg", "exp_avg_sq"),
+    flags=lambda group: {
+        "decoupled": bool(group["decoupled_weight_decay"]),
+        "maximize": bool(group["maximize"]),
+    },
+    hyper=lambda group: {**_adam_hyper(group), "momentum_decay": float(group["momentum_decay"])},
+    scalars=("step", "mu_product"),
+    initial={"mu_product": lambda group: 1.0},
+)
 
 _BY_CLASS: dict[type, Rule] = {
     torch.optim.Adam: ADAM,
@@ -105,8 +124,9 @@ _BY_CLASS: dict[type, Rule] = {
     torch.optim.SGD: SGD,
     torch.optim.Adagrad: ADAGRAD,
     torch.optim.RMSprop: RMSPROP,
+    torch.optim.NAdam: NADAM,
 }
-RULES = {rule.name: rule for rule in (ADAM, ADAMW, SGD, ADAGRAD, RMSPROP)}
+RULES = {rule.name: rule for rule in _BY_CLASS.values()}
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:

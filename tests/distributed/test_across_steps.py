@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
 }
 
 

@@ -29,7 +29,12 @@ from tests.distributed.models_of_ranks import (
 )
 from tests.logs import logged
 
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": momentum,
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+}
 
 
 class Masked(nn.Module):

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
 }
 LAYOUTS: list[dict[str, Any]] = [
     {},

@@ -35,7 +35,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": by_class(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "adagrad": by_class(torch.optim.Adagrad, lr=0.05, lr_decay=0.1, weight_decay=0.1),
     "rmsprop": by_class(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "opaque": by_class(torch.optim.NAdam, lr=0.01),
+    "nadam": by_class(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "opaque": by_class(torch.optim.Adafactor, lr=0.01),
 }
 
 SEMI: dict[str, Any] = {"parallel_mode": "semi_auto", "full_batch": True}

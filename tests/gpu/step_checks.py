@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    # On CUDA the update keeps its numbers on the device, and rounds them as with this flag.
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3, capturable=torch.cuda.is_available()),
 }
 
 CAPTURABLE: dict[str, MakeOptimizer] = {

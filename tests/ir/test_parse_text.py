@@ -23,6 +23,7 @@ from commfuse_fx.ir.parse_text import parse_program
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.text_updates import FLAGS
+from commfuse_fx.ir.updates import is_scalar
 from commfuse_fx.kernels.update_rules import RULES
 
 SMALL = """
@@ -87,7 +88,8 @@ CASES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
     "sgd": (sgd, {"comm_fusion": CUTS, "broadcast_buffers": True}),
     "rmsprop": (rmsprop, {"comm_fusion": OFF}),
     "adam": (adam, {"comm_fusion": OPTIMAL}),
-    "opaque": (lambda params: torch.optim.NAdam(params), {"full_batch": True}),
+    "nadam": (lambda params: torch.optim.NAdam(params, decoupled_weight_decay=True), {"comm_fusion": CUTS}),
+    "opaque": (lambda params: torch.optim.Adafactor(params), {"full_batch": True}),
     "across": (sgd, {"cluster": "gloo-1gbit", "schedule": cf.ScheduleConfig(across_steps=True)}),
 }
 
@@ -111,7 +113,7 @@ UNSAID = ("line", "origin", "module", "notes", "names", "fusion_id", "of", "cons
 constants are called."""
 
 
-@pytest.mark.parametrize("name", ["no optimizer", "sgd", "rmsprop", "adam", "across"])
+@pytest.mark.parametrize("name", ["no optimizer", "sgd", "rmsprop", "adam", "nadam", "across"])
 def test_what_passes_know_of_a_program_follows_from_its_text(name: str) -> None:
     program = program_of(name)
     assert list(_differences(to_dict(program), to_dict(parse_program(canonical_text(program))))) == []
@@ -173,11 +175,14 @@ def test_flags_are_those_of_the_rules() -> None:
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
         "rmsprop": torch.optim.RMSprop,
+        "nadam": torch.optim.NAdam,
     }
     assert made.keys() == RULES.keys() == FLAGS.keys()
     for name, optimizer in made.items():
         (group,) = optimizer([torch.zeros(1)], lr=0.1).param_groups
         assert tuple(RULES[name].flags(group)) == FLAGS[name]
+        assert all(is_scalar(state) and is_scalar(f"{state}s") for state in RULES[name].scalars)
+        assert not any(is_scalar(state) for state in RULES[name].states(RULES[name].flags(group)))
 
 
 TWO = """

@@ -200,6 +200,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
     "opaque": Plain,
 }
 

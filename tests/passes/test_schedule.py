@@ -138,10 +138,9 @@ def test_explain_says_why_optimal_fusion_cut_as_it_did() -> None:
     "make_optimizer",
     [
         None,
-        lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2),
-        lambda model: torch.optim.Adadelta(model.parameters(), lr=0.5),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     ],
-    ids=["no optimizer", "nadam", "adadelta"],
+    ids=["no optimizer", "adafactor"],
 )
 @pytest.mark.parametrize("fusion", [None, OPTIMAL], ids=["auto", "optimal"])
 def test_without_updates_of_its_own_a_step_is_complete_when_it_returns(

@@ -100,16 +100,22 @@ def optimizers(lr: float) -> dict[str, Make]:
         "RMSprop with all": lambda model: torch.optim.RMSprop(
             model.parameters(), lr=lr, momentum=0.5, centered=True, weight_decay=0.1, maximize=True
         ),
+        "NAdam": lambda model: torch.optim.NAdam(
+            model.parameters(), lr=lr, weight_decay=0.1, decoupled_weight_decay=True
+        ),
     }
     return made
 
 
 KINDS = [
     *((name, torch.float64, 1e-14) for name in optimizers(0.01)),
-    *((name, torch.float32, 1e-6) for name in ("RMSprop", "RMSprop with all")),
+    *((name, torch.float32, 1e-6) for name in ("RMSprop", "RMSprop with all", "NAdam")),
     ("RMSprop", torch.bfloat16, 0.02),
 ]
-"""Updates without a kernel that takes the rate from memory as it is, and how far from eager they may come."""
+"""Updates without a fused kernel that takes the rate from memory as it is, and how far from eager they may come."""
+
+OWN = {"NAdam"}
+"""Updates of which one op does everything, at a rate of any dtype in memory, too."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "close"), KINDS, ids=str)
@@ -140,7 +146,10 @@ def test_a_rate_acts_without_another_capture_in_updates_that_take_a_number(
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=close, atol=close)
     assert recorder.replays == ([8] if is_scheduled else [4, 4])
     ops = {str(op) for op, *_ in recorder.recordings[-1]._tape.calls}
-    assert "aten.lerp.Tensor" in ops and not any("tensor_lr" in op for op in ops), "whose rates are of float32"
+    if name in OWN:
+        assert f"commfuse.{name.lower()}_.tensor_lr" in ops
+    else:
+        assert "aten.lerp.Tensor" in ops and not any("tensor_lr" in op for op in ops), "whose rates are of float32"
 
 
 @pytest.mark.parametrize(("make", "cycles"), [(sgd, "momentum"), (adamw, "beta1")], ids=["SGD", "AdamW"])

@@ -26,7 +26,11 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-@pytest.mark.parametrize("make", [adamw, sgd, torch.optim.RMSprop, torch.optim.Adagrad], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [adamw, sgd, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam],
+    ids=lambda make: make.__name__,
+)
 def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:
     pair = Pair(make if make in (adamw, sgd) else lambda model: make(model.parameters(), lr=RATE))
     losses = [pair.run(number) for number in range(8)]

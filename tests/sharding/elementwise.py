@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
 }
 
 

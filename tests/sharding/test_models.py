@@ -269,6 +269,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.9, centered=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
     "adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
     "custom": lambda m: Custom(m.parameters()),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.models import BF16, MLP_CASE
+from tests.models import BF16, MLP_CASE, Batch
 from tests.oracle import (
     ACROSS_STEPS,
     APART_ACROSS_STEPS,
@@ -54,10 +55,22 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
     "rmsprop": (by_class(torch.optim.RMSprop, lr=1e-2), None),
     "rmsprop-all": (
         by_class(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=5, cycle_momentum=True),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=9, cycle_momentum=True),
     ),
-    "opaque": (by_class(torch.optim.Adadelta, lr=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
-    "opaque-nadam": (by_class(torch.optim.NAdam, lr=1e-2, weight_decay=0.1), None),
+    "nadam": (by_class(torch.optim.NAdam, lr=1e-2, weight_decay=0.1), None),
+    "nadam-all": (
+        by_class(
+            torch.optim.NAdam,
+            lr=1e-2,
+            betas=(0.8, 0.99),
+            weight_decay=0.1,
+            momentum_decay=0.1,
+            decoupled_weight_decay=True,
+            maximize=True,
+        ),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=9, cycle_momentum=True),
+    ),
+    "opaque": (by_class(torch.optim.Adafactor, lr=0.1), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
 }
 
 
@@ -68,7 +81,7 @@ OPTIMIZER_PLANS = ["fused", "unfused", "across", "apart-across"]
 @pytest.mark.parametrize("plan", [{}, {"comm_fusion": OFF}, ACROSS_STEPS, APART_ACROSS_STEPS], ids=OPTIMIZER_PLANS)
 def test_every_optimizer(name: str, plan: dict[str, Any]) -> None:
     make_optimizer, make_scheduler = OPTIMIZERS[name]
-    model, batches = MLP_CASE.model(), MLP_CASE.batches(3)
+    model, batches = MLP_CASE.model(), MLP_CASE.batches(7)
     want = train_reference(MLP_CASE, model, batches, 2, make_optimizer, make_scheduler)
     world = make_world(MLP_CASE, model, 2, make_optimizer, **plan)
     models = train_world(world, batches, make_scheduler)
@@ -97,8 +110,78 @@ def test_optimizer_state_after_training(plan: dict[str, Any]) -> None:
             assert_same_tensors(have[number], state, 1e-10)
 
 
+def _eager_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        for name, grad in eager_gradients(MLP_CASE, model, batch).items():
+            model.get_parameter(name).grad = grad
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "opaque" not in name])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@each_plan
+def test_eager_and_compiled_steps_take_turns(name: str, dtype: torch.dtype, plan: dict[str, Any]) -> None:
+    """Steps go on from a checkpoint of the eager optimizer, and eager steps from the state that they leave."""
+    make_optimizer, _ = OPTIMIZERS[name]
+    reference, batches = MLP_CASE.model(dtype), MLP_CASE.batches(9, dtype=dtype)
+    model = copy.deepcopy(reference)
+    optimizer = make_optimizer(reference)
+    world = make_world(MLP_CASE, model, 2, make_optimizer, **plan)
+    _eager_steps(reference, optimizer, batches[:3])
+    saved = copy.deepcopy(optimizer.state_dict())
+    for each, mine in zip((*world.models, reference), (*world.optimizers, optimizer), strict=True):
+        assert mine is not None
+        each.load_state_dict(reference.state_dict())
+        mine.load_state_dict(copy.deepcopy(saved))  # which gives numbers of the state the parameter's dtype
+    train_world(world, batches[3:6])
+    _eager_steps(reference, optimizer, batches[3:6])
+    close = 1e-10 if dtype == torch.float64 else 1e-5
+    for last in (batches[6:6], batches[6:]):
+        _eager_steps(reference, optimizer, last)
+        want = optimizer.state_dict()["state"]
+        for each, mine in zip(world.models, world.optimizers, strict=True):
+            assert mine is not None
+            _eager_steps(each, mine, last)
+            have = mine.state_dict()["state"]
+            for number, state in want.items():
+                assert [*have[number]] == [*state]
+                assert_same_tensors(have[number], state, close)
+        assert_same(world.models, [reference] * 2, close)
+
+
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    """The state of the second parameter."""
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+def _halve_mu_product(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    state["mu_product"] = state["mu_product"] * 0.5
+
+
+@pytest.mark.parametrize(("name", "change"), [("adam", _forget), ("nadam", _forget), ("nadam", _halve_mu_product)])
+@each_plan
+def test_parameters_with_numbers_of_their_own_are_updated_apart(
+    name: str, change: Callable[[torch.optim.Optimizer], None], plan: dict[str, Any]
+) -> None:
+    make_optimizer, _ = OPTIMIZERS[name]
+    reference, batches = MLP_CASE.model(), MLP_CASE.batches(6)
+    optimizer = make_optimizer(reference)
+    world = make_world(MLP_CASE, copy.deepcopy(reference), 2, make_optimizer, **plan)
+    train_world(world, batches[:2])
+    _eager_steps(reference, optimizer, batches[:2])
+    for each in (*world.optimizers, optimizer):
+        assert each is not None
+        change(each)
+    train_world(world, batches[2:])
+    _eager_steps(reference, optimizer, batches[2:])
+    assert_same(world.models, [reference] * 2)
+
+
 @pytest.mark.parametrize("fp32", [True, False])
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-dampening-maximize", "adamw-groups-schedule", "adagrad"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "sgd-nesterov", "sgd-dampening-maximize", "adamw-groups-schedule", "adagrad", "nadam"]
+)
 @each_plan
 def test_low_precision_training(name: str, fp32: bool, plan: dict[str, Any]) -> None:
     """bfloat16 has 8 bits: after each of three updates parameters of size 1/2 may be a step of 2**-9 away."""

@@ -11,6 +11,7 @@ from torch import fx
 
 from commfuse_fx.ir.bound_arguments import arguments_of
 from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.whole_updates import WHOLE_UPDATES
 from commfuse_fx.runtime.execute.bindings import bound
 
 aten = torch.ops.aten
@@ -25,6 +26,9 @@ _FUSED: dict[Any, str] = {
 
 _LISTS = (aten._foreach_add_.List, aten._foreach_addcdiv_.Scalar)
 """The last ops of updates that have no fused kernel."""
+
+_WHOLE: dict[Any, Any] = {update.op: update.at_rate for update in WHOLE_UPDATES.values() if update.at_rate is not None}
+"""Updates that take the rate as a tensor of any dtype too, and those overloads."""
 
 
 def updates_at(rate: fx.Node) -> dict[fx.Node, str]:
@@ -43,7 +47,7 @@ def dtype_of_rate(updates: Iterable[fx.Node]) -> torch.dtype | None:
 
     Updates of parameters that are no blocks of memory are of that kind: such parameters may share memory.
     """
-    if not all(update.target in _FUSED or update.target in _LISTS for update in updates):
+    if not all(update.target in (*_FUSED, *_LISTS, *_WHOLE) for update in updates):
         return None
     of_params = {tensor_spec(param).dtype for update in updates for param in _params(update)}
     if not of_params:
@@ -61,10 +65,12 @@ def has_kernel_for_tensors(update: fx.Node) -> bool:
 def at_any_rate(update: fx.Node, name: str) -> Callable[..., None]:
     """The op of an update, which also takes as a tensor the learning rate that is its argument `name`.
 
-    Parameters change in proportion to the rate. So the op runs at the rate one, and that part of the change is taken
-    which the rate says.
+    Where it has no overload for that, the op runs at the rate one, and that part of the change is taken which the rate
+    says: parameters change in proportion to it.
     """
     target: Any = update.target
+    if target in _WHOLE:
+        return _by_kind(target, _WHOLE[target], name)
     run = bound(target)
     place = next(place for place, argument in enumerate(target._schema.arguments) if argument.name == name)
 
@@ -84,6 +90,13 @@ def at_any_rate(update: fx.Node, name: str) -> Callable[..., None]:
             param.copy_(torch.lerp(old.to(rate.dtype), param.to(rate.dtype), rate))
 
     return run_at
+
+
+def _by_kind(with_number: Any, with_tensor: Any, name: str) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        (with_tensor if isinstance(kwargs[name], torch.Tensor) else with_number)(*args, **kwargs)
+
+    return run
 
 
 def _params(update: fx.Node) -> list[fx.Node]:

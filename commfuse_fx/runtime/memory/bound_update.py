@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,28 +16,11 @@ from commfuse_fx.ir.program import Program, Segment, Update
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import RULES, Rule
 from commfuse_fx.runtime.memory.flat_pool import FlatPool, part_of_flat
-from commfuse_fx.runtime.memory.own_storage import has_aliases, with_own_storage
+from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.memory.scalar_states import Optimizer, ScalarStates
 
 _VALUES = dict.values
 _END = (object(),)
-
-
-class States(Protocol):
-    """Optimizer states by parameter. Indexing with a parameter that has no state makes an empty one, as torch does."""
-
-    def __getitem__(self, param: Any, /) -> Any: ...
-
-    def get(self, param: Any, /) -> Any: ...
-
-
-class Optimizer(Protocol):
-    """The attributes of an optimizer that storage uses."""
-
-    @property
-    def state(self) -> States: ...
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -67,6 +50,7 @@ class BoundUpdate:
         assert program.optimizer is not None
         self.flags = dict(program.optimizer.groups[update.group].flags)
         self.names = self.rule.states(self.flags)
+        self.scalars = ScalarStates(self.rule, params, optimizer, update.group, pool)
         self.is_plain = not program.params[update.segments[0].members[0][0]].is_block
         self.flats: dict[str, torch.Tensor] = {}
         self.lists: dict[str, list[torch.Tensor]] = {}
@@ -122,10 +106,7 @@ class BoundUpdate:
     def check_uniform(self) -> None:
         """One update of several parameters needs one step count; SGD needs all or none of the momentum buffers."""
         for segment in self.update.segments:
-            if segment.is_flat and self.rule.has_step:
-                counts = [self._step_count(name) for name, _ in segment.members]
-                if any(count != counts[0] for count in counts):
-                    raise LayoutConflict("separate", "parameters of one bucket have different step counts")
+            self.scalars.check_uniform(segment)
         if self.rule.name == "sgd" and self.names:
             missing = [self._state_of(name, "momentum_buffer") is None for name in self.members()]
             group = self.optimizer.param_groups[self.update.group]
@@ -163,20 +144,27 @@ class BoundUpdate:
         self._shown = []
         self._published = False
         self.lists = {name: [] for name in self.names}
-        if self.rule.has_step:
-            self.lists["steps"] = []
-            self.lists["step"] = []
+        for name in self.rule.scalars:
+            self.lists |= {name: [], f"{name}s": []}
         if self.rule.name == "sgd":  # without momentum no step is the first, of which the kernel would warn
             self.first_step = bool(self.names) and all(
                 self._state_of(name, "momentum_buffer") is None for name in self.members()
             )
         for segment in self.update.segments:
-            if self.rule.has_step:
-                self._bind_steps(segment)  # first, as torch.optim has it in its state
+            for name in self.rule.scalars:  # first, as torch.optim has them in its state
+                self._bind_scalar(segment, name)
             for name in self.names:
                 self.lists[name].append(self._bind_state(segment, name))
         self._addresses = _addresses(self._placed)
         self._bound = True
+
+    def _bind_scalar(self, segment: Segment, state: str) -> None:
+        numbers, held = self.scalars.bind(segment, state)
+        for (name, _), number in zip(segment.members, held, strict=True):
+            self._shown.append((self.params[name], state, number))
+            self._placed.append(number)
+        self.lists[f"{state}s"].append(numbers)
+        self.lists[state].append(numbers[0])
 
     def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
         first = self.params[segment.members[0][0]]
@@ -214,23 +202,6 @@ class BoundUpdate:
             return held.shape == param.shape and TensorSpec.of(held).is_dense
         return same_layout(param.shape, held.stride(), param.stride())
 
-    def _bind_steps(self, segment: Segment) -> None:
-        """Every parameter keeps a step count of its own, so that eager steps can go on from here."""
-        names = [name for name, _ in segment.members]
-        held = [self._state_of(name, "step") for name in names]
-        by_index = Segment(tuple((name, i) for i, name in enumerate(names)), len(names))
-        counts = self.pool.find("step", by_index, [h if isinstance(h, torch.Tensor) else None for h in held])
-        if counts is None:
-            device = self.params[names[0]].device
-            counts = torch.tensor([self._step_count(name) for name in names], dtype=torch.float32, device=device)
-            held = [with_own_storage(count) for count in counts.unbind()]
-            self.pool.add("step", by_index, counts)
-        for name, count in zip(names, held, strict=True):
-            self._shown.append((self.params[name], "step", count))
-            self._placed.append(count)
-        self.lists["steps"].append(counts)
-        self.lists["step"].append(counts[0])
-
     def members(self) -> list[str]:
         return [name for segment in self.update.segments for name, _ in segment.members]
 
@@ -248,7 +219,3 @@ class BoundUpdate:
                 f"{tuple(param.shape)}: clear optimizer.state[parameter], or give it state of this shape"
             )
         return value
-
-    def _step_count(self, name: str) -> float:
-        held = self._state_of(name, "step")
-        return 0.0 if held is None else float(held)
