@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commfuse_fx.errors import (
     CaptureError,
+    CheckpointError,
     CollectiveError,
     CommFuseError,
     ConfigKeyError,
@@ -69,6 +70,7 @@ __all__ = [
     "Calibration",
     "CalibrationReport",
     "CaptureError",
+    "CheckpointError",
     "ClusterSpec",
     "Collective",
     "CollectiveCost",

@@ -49,6 +49,10 @@ class PeerFailedError(CommFuseError, RuntimeError):
     """Another rank failed in this step before its vote. Nothing was updated, and the ranks may go on."""
 
 
+class CheckpointError(CommFuseError, RuntimeError):
+    """A checkpoint cannot be written or read, or it is of another model. Nothing has changed."""
+
+
 class ForkError(CommFuseError, RuntimeError):
     """A forked process asks for what only its parent can do: communicate with the other ranks."""
 

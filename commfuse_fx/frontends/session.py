@@ -17,6 +17,7 @@ from commfuse_fx.frontends.finished_loss import finished
 from commfuse_fx.frontends.hand_out import hand_out
 from commfuse_fx.frontends.replan import Replan
 from commfuse_fx.frontends.runners import Runner, Runners
+from commfuse_fx.frontends.together import Together, let_first
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.machine.timeline import Timeline
@@ -32,12 +33,10 @@ from commfuse_fx.runtime.execute.step_graphs import StepGraphs
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.before_destroy import before_destroy
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of, making_a_step
-from commfuse_fx.runtime.ranks.exchange import LONGEST_WAIT
 from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.runtime.ranks.seeds import Seeds
-from commfuse_fx.runtime.ranks.world import world_timeout
 from commfuse_fx.support.logs import logger
 
 _PLAN = logger("plan")
@@ -59,6 +58,8 @@ class Session:
         self.replan: Replan | None = None
         """What tries other plans; None if the plan of a call stays."""
         self.is_closed = False
+        self.steps = 0
+        """Training steps so far, with those before a checkpoint that was loaded."""
         self._process = process()
         self._calls = 0
         self._undone_calls = 0  # of them, those of `profile`
@@ -70,6 +71,7 @@ class Session:
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
         self._voting = Voting(planner, self.agreement)
         self._seeds = Seeds(rank, None if self.agreement is None else self.agreement.name)
+        self.together = Together(planner, self.agreement, self.synchronize, lambda: self._is_lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied step makes what runs its own model."""
@@ -106,7 +108,7 @@ class Session:
                 try:
                     return self._call(agreement, args, kwargs)
                 except OutOfTurn as other:
-                    _let_first(agreement, other.first)
+                    let_first(agreement, other.first)
 
     def synchronize(self) -> None:
         """Wait until the last step is complete."""
@@ -186,7 +188,7 @@ class Session:
     def calls_undone(self, executor: Executor) -> Iterator[None]:
         """Calls inside the block do not count for what comes after: for seeds, for parameters that rank 0 has still to
         send, and for those that were whole."""
-        calls, started = self._calls, self._voting.is_started
+        calls, steps, started = self._calls, self.steps, self._voting.is_started
         shards = executor.shards
         whole = [] if shards is None or shards.is_divided else list(executor.params.values())
         kept = [param.detach().clone() for param in whole]
@@ -198,6 +200,7 @@ class Session:
                 yield
         finally:
             self._undone_calls += self._calls - calls
+            self.steps = steps
             if self.planner.config.parameter_broadcast:  # what was sent has been undone as well
                 self._voting.is_started = started
         if shards is not None and whole:
@@ -205,6 +208,16 @@ class Session:
             with torch.no_grad():
                 for param, before in zip(whole, kept, strict=True):
                     param.copy_(before)
+
+    @property
+    def seed(self) -> int | None:
+        """Where the sequence of seeds of a divided graph stands, the same on all ranks; None before its first step."""
+        return self._seeds.place(self._calls - self._undone_calls)
+
+    def go_on(self, steps: int, seed: int | None) -> None:
+        """The next step comes after so many, and after the one at which `seed` was the place of the seeds."""
+        self.steps = steps
+        self._seeds.go_on(seed, self._calls - self._undone_calls)
 
     def try_plans(self, asked: CompileConfig, preset: CompileConfig) -> None:
         """Measure steps while they train, and let the fastest plan stay. For a world of several ranks.
@@ -223,11 +236,15 @@ class Session:
             with lock_of(self.planner.model):
                 return self._run(args, kwargs)
         except BaseException as error:
-            lost = self.running is not None and self.running.tail.failed
-            lost = lost or (self.graphs is not None and self.graphs.is_lost)
             expected = self.planner.watch.trains or self.runners.some_evaluation_votes()
-            agreement.leave_step(error, expected=expected and isinstance(error, Exception), lost=lost)
+            agreement.leave_step(error, expected=expected and isinstance(error, Exception), lost=self._is_lost)
             raise
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether updates of the last step can no longer be completed."""
+        failed = self.running is not None and self.running.tail.failed
+        return failed or (self.graphs is not None and self.graphs.is_lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = self.planner.take_apart(args, kwargs)
@@ -303,6 +320,7 @@ class Session:
         hand_out(executor, others[:count])
         described = plan.compiled.outputs
         if executor.program.training:
+            self.steps += 1
             loss = finished(loss) if self.planner.config.return_loss else None
         return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
 
@@ -363,17 +381,6 @@ class Session:
                 self.graphs.close()
         self.running = self.replan = None
         self.runners.release()
+        self.together.release()
         self.agreement = None
         self._voting = Voting(self.planner, None)
-
-
-def _let_first(agreement: Agreement, first: int) -> None:
-    """The vote has shown that rank 0 runs this step next: if it is another one, its thread goes first here, too."""
-    if first == agreement.number:
-        return
-    try:
-        agreement.callers.let_first(first, agreement.number, min(world_timeout() / 2, LONGEST_WAIT).total_seconds())
-    except CommFuseError as error:
-        agreement.begin_step()
-        agreement.leave_step(error, expected=True)
-        raise

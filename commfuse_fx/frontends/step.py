@@ -10,7 +10,9 @@ import torch
 
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
+from commfuse_fx.frontends.checkpoints import Checkpoints
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.step_state import StepState
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
@@ -82,6 +84,42 @@ class CompiledStep(CompiledCall):
         communication fails; the step is closed all the same.
         """
         self.session.close()
+
+    @property
+    def steps(self) -> int:
+        """How many training steps have been run, with those before a checkpoint that was loaded."""
+        return self.session.steps
+
+    @user_frames_only
+    def state_dict(self) -> dict[str, Any]:
+        """What the step needs to go on, with whole tensors by name. `load_state_dict` takes it.
+
+        "model" is that of `model.state_dict()`, "optimizer" that of `optimizer.state_dict()` with names of parameters
+        in place of their numbers, and "step" holds the number of training steps and where the seeds of a divided graph
+        stand. As with these methods the tensors are those of the step, which the next call changes: copy them to keep
+        them. Where parameters are divided among ranks, all ranks call this together.
+
+        Raises CollectiveError when updates of the last step are still to come and their communication fails, or where
+        ranks do not come to read parts together.
+        """
+        self.synchronize()
+        return StepState(self.model, self.optimizer, self.session).full()
+
+    @user_frames_only
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, in any world. All ranks call this together.
+
+        Values of other types are cast, as `load_state_dict` of model and optimizer do it; states of the optimizer keep
+        the types that they were saved with.
+
+        Raises CheckpointError, which lists names and shapes, if it is the state of another model or optimizer, and
+        PeerFailedError if that is so on another rank. Nothing has changed on any rank then.
+        """
+        self._checkpoints.load_state_dict(state_dict)
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(StepState(self.model, self.optimizer, self.session), self.session)
 
     def retrace(self) -> None:
         """Forget all graphs, so that the next call traces the model again.

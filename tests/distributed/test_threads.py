@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.frontends import session
+from commfuse_fx.frontends import together
 from commfuse_fx.runtime.ranks.callers import making_a_step
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, mlp, momentum, snapshot, xy
@@ -248,7 +248,7 @@ def never_called() -> str:
     thread.start()
     called.wait(LIMIT)
     try:
-        with mock.patch.object(session, "LONGEST_WAIT", timedelta(seconds=1)):
+        with mock.patch.object(together, "LONGEST_WAIT", timedelta(seconds=1)):
             calls(steps[dist.get_rank()], 1)
     except cf.CommFuseError as error:
         return f"{type(error).__name__}: {error}"

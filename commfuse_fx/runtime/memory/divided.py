@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Parameter
+from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
 
@@ -35,6 +37,11 @@ class DividedParameter:
         self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False)
         self.state: dict[str, Any] = {}
         self.shown: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def place(self) -> Place:
+        """Where the part lies in the whole parameter."""
+        return Place.of_layout(self.whole.shape, self.layout, self.mesh, self.rank)
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The rank's tensors by keys that are the same on all ranks, in the same order."""
@@ -98,6 +105,22 @@ class DividedParameter:
                 held[name] = value
         return made
 
+    def put_state(self, states: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Take states of the part in place of those that it has. `show` has to follow.
+
+        Returns the tensors of `shown` that stand for nothing any more.
+        """
+        gone = [name for name in self.state if name not in states]
+        dropped = [self.shown.pop(name) for name in gone if name in self.shown]
+        for name in gone:
+            del self.state[name]
+        for name, value in states.items():
+            if self._is_like_the_part(value):
+                self._put_part(name, value)
+            else:
+                self.state[name] = value
+        return dropped
+
     def fill(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
         """Write the whole tensor from the parts of all ranks of the group, in the order of the mesh."""
         whole.copy_(whole_of(parts, self.layout, self.mesh, self.rank))
@@ -106,7 +129,10 @@ class DividedParameter:
         return part_of(whole.detach(), self.layout, self.mesh, self.rank)
 
     def _take_into(self, name: str, value: torch.Tensor) -> None:
-        part, old = self._part_of(value), self.state.get(name)
+        self._put_part(name, self._part_of(value))
+
+    def _put_part(self, name: str, part: torch.Tensor) -> None:
+        old = self.state.get(name)
         if isinstance(old, torch.Tensor) and old.shape == part.shape and old.dtype == part.dtype:
             if old.device == part.device:
                 old.copy_(part)

@@ -8,7 +8,7 @@ next step takes its parts from them again, with all values that the user has wri
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.shared_memory import is_part_of_storage
+from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free
@@ -156,6 +157,27 @@ class Shards:
         """All tensors that this rank holds parts of, by the keys of `DividedParameter.parts`."""
         return {key: part for each in self._divided for key, part in each.parts()}
 
+    def places(self) -> dict[int, tuple[torch.Tensor, Place]]:
+        """This rank's part of each of the user's tensors and its place there, by the `id` of the user's tensor.
+
+        Only while they are divided.
+        """
+        found: dict[int, tuple[torch.Tensor, Place]] = {}
+        for each in self._divided:
+            found[id(each.whole)] = each.part, each.place
+            found.update({id(shown): (each.state[name], each.place) for name, shown in each.shown.items()})
+        return found
+
+    def put_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the parts of all divided parameters these optimizer states, by the names of parameter and state.
+
+        Tensors of the part's shape are parts. Only while the parameters are divided.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for each in self._divided:
+                self._drop(each.put_state(states.get(each.name, {})))
+        self.show()
+
     def _gather(self, group: str) -> None:
         members = [each for each in self._divided if each.group == group]
         keyed = [pair for each in members for pair in each.parts()]
@@ -174,11 +196,14 @@ class Shards:
         if replaced:
             self._before_reading()  # a pending update belongs to the old state
         for each in replaced:
-            for dropped in each.take_state(self._state(each), is_whole=False):
-                # The user may still hold this tensor, which will never get values again.
-                self._guard.release(dropped)
-                _gone.mark(dropped)
+            self._drop(each.take_state(self._state(each), is_whole=False))
         return bool(replaced)
+
+    def _drop(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The user may still hold these whole tensors, which will never get values again."""
+        for tensor in tensors:
+            self._guard.release(tensor)
+            _gone.mark(tensor)
 
     def _state(self, each: DividedParameter) -> dict[str, Any]:
         held: dict[str, Any] = self._users.state.get(each.whole, {})

@@ -28,6 +28,7 @@ class Ballot:
     in_common: whether the plan follows from prices that all ranks share.
     others: whether other threads of this rank call steps too. Their steps may be the ones that other ranks called.
     is_module: whether the step is a compiled module. Then `captured` lists the parameters that have a gradient.
+    between_steps: what the rank does instead of a step, such as saving; "" for a step.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Ballot:
     in_common: bool = False
     others: bool = False
     is_module: bool = False
+    between_steps: str = ""
 
     @cached_property
     def signature(self) -> int:
@@ -54,6 +56,13 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                 f"  rank {one}: step {first.number}, of {first.model}\n"
                 f"  rank {other}: step {ballot.number}, of {ballot.model}\n"
                 "Compile the same steps in the same order on every rank, and call them in the same order."
+            )
+        if ballot.between_steps != first.between_steps:
+            here, there = first.between_steps or "the step", ballot.between_steps or "the step"
+            return (
+                f"ranks {one} and {other} called different methods of a step\n"
+                f"  rank {one}: {here}\n  rank {other}: {there}\n"
+                "All ranks call them together, with the same arguments, and between the same steps."
             )
         if (ballot.captured, ballot.plan) != (first.captured, first.plan):
             if first.is_module and ballot.captured != first.captured:

@@ -34,6 +34,15 @@ class Seeds:
             self._first = self._agree()
         return _mixed(self._first + number * _GOLDEN) >> 2
 
+    def place(self, number: int) -> int | None:
+        """Where the sequence stands after step `number`; None before the first step. `go_on` takes it."""
+        return None if self._first is None else (self._first + number * _GOLDEN) & _MASK
+
+    def go_on(self, place: int | None, number: int) -> None:
+        """After step `number`, go on from a place of this sequence or of another one. None: as it is."""
+        if place is not None:
+            self._first = (place - number * _GOLDEN) & _MASK
+
     def _agree(self) -> int:
         own = draw_seed()
         if self._name is None:
