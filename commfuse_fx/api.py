@@ -184,6 +184,10 @@ def compile(
         calls do not.
     gradients_mean: whether gradients are averaged over the ranks; False leaves the sum.
     gradient_fp32_sync: whether gradients of a lower precision are summed in float32 and cast back.
+    enable_parallel_optimizer: whether each rank updates some rows of each parameter, and holds the optimizer's state of
+        these alone. Reading the state then takes all ranks. Optimizers that the compiler has no rule for are refused.
+    parallel_optimizer_config: a dictionary: "parallel_optimizer_threshold" (KiB that a parameter must have, 64), "pad"
+        (whether rows that do not divide are padded), "level" (1 or 2) and "gradient_accumulation_shard".
     full_batch: whether every rank is handed the global batch and takes its rows of it.
     parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step. A module sends them,
         and buffers, when it is compiled, unless this is False.
@@ -232,7 +236,7 @@ def compile(
     config = CompileConfig.resolve(given, chosen)
     check_cuda_graph(config, model, chosen)
     if chosen == "step":
-        check_form_of_step(config)
+        check_form_of_step(config, optimizer)
         return CompiledStep(model, loss_fn, optimizer, config)
     check_form_of_module(config)
     return DynamoModule(model, config) if config.capture == "dynamo" else CompiledModule(model, config)

@@ -153,6 +153,19 @@ def test_shard_gpt2_trains_as_one_process_does(ranks: Ranks, tmp_path: Path) -> 
             assert float((whole[name] - want).norm()) < 1e-3 * float(want.norm()), name
 
 
+@pytest.mark.dist
+@pytest.mark.xdist_group("dist")
+def test_parallel_optimizer_shows_fusion_ids_and_what_they_merge(ranks: Ranks) -> None:
+    alone, together = run_example("parallel_optimizer.py"), run_on_ranks(ranks, "parallel_optimizer.py")
+    for output in (alone, together):
+        ids = re.findall(r"^The parameter (\d)\.\w+\.\w+'s fusion id is (\d)$", output, re.MULTILINE)
+        assert ids == [(layer, layer) for layer in "000011112222"]
+        merged = re.findall(r"^(all_gather|reduce_scatter) of (.+)$", output, re.MULTILINE)
+        counts = sorted((kind, members.count(",") + 1) for kind, members in merged)
+        assert counts == [(kind, count) for kind in ("all_gather", "reduce_scatter") for count in (1, 1, 1, 1, 4, 4)]
+    assert re.search(r"^loss \d\.\d{4}$", together, re.MULTILINE)
+
+
 def test_shard_gpt2_says_what_does_not_divide() -> None:
     with pytest.raises(SystemExit) as stopped:  # Python prints it, and exits with 1
         run_example("shard_gpt2.py", "--tensor", "2")

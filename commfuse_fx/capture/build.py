@@ -16,7 +16,7 @@ from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
+from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel, read_parallel_optimizer
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
@@ -124,6 +124,7 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
             is_block and not is_part_of_storage(param),
             is_block,
             shared.get(name, ()),
+            parallel_optimizer=read_parallel_optimizer(param, name),
         )
         sequence += param.requires_grad
     return params

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.frozen import Itself
-from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel
+from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel, read_parallel_optimizer
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.sharding.marking.marks import marks_of
 
@@ -26,7 +26,7 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(nn.modules.module, f"_global{name}") for name in HOOKS)
 """The global hooks, which run for all modules."""
 
-PARAMETER_MARKS = ("comm_fusion", "layerwise_parallel")
+PARAMETER_MARKS = ("comm_fusion", "layerwise_parallel", "parallel_optimizer")
 """Attributes of a parameter that hold marks, which users may set by hand."""
 
 
@@ -120,6 +120,7 @@ def marks_in(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
         if found := marks_of(module):
             yield f"of module {path or type(module).__name__}", found
     for name, param in model.named_parameters():
-        marks = read_fusion_id(param, name), read_layerwise_parallel(param, name), marks_of(param)
-        if marks != (None, False, ()):
+        may_divide = read_parallel_optimizer(param, name)
+        marks = read_fusion_id(param, name), read_layerwise_parallel(param, name), may_divide, marks_of(param)
+        if marks != (None, False, True, ()):
             yield f"of parameter {name}", marks

@@ -21,6 +21,7 @@ from commfuse_fx.config.options import (
     TrialLimits,
     validated,
 )
+from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
 from commfuse_fx.machine.source import Costs, costs_label, resolve_costs
 from commfuse_fx.support.checks import show
@@ -32,8 +33,6 @@ _AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", 
 # Options of which only the default is available, and what the default does.
 _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
     {
-        "enable_parallel_optimizer": "every rank keeps the whole optimizer state",
-        "parallel_optimizer_config": "every rank keeps the whole optimizer state",
         "search_mode": "nothing is searched in the parallel modes that are available",
         "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
         "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
@@ -65,6 +64,7 @@ class CompileConfig:
     gradient_fp32_sync: bool
     enable_parallel_optimizer: bool
     parallel_optimizer_config: dict[str, Any] | None
+    """As it was given; it has an effect with enable_parallel_optimizer only."""
     search_mode: str
     strategy_ckpt_load_file: str | os.PathLike[str] | None
     strategy_ckpt_save_file: str | os.PathLike[str] | None
@@ -134,6 +134,12 @@ class CompileConfig:
         return self.parallel_mode == "semi_auto"
 
     @property
+    def parallel_optimizer(self) -> ParallelOptimizer | None:
+        """How updates are divided among ranks; None where every rank makes all of them."""
+        is_on = self.enable_parallel_optimizer and self.parallel_mode != "stand_alone"
+        return ParallelOptimizer.parse(self.parallel_optimizer_config) if is_on else None
+
+    @property
     def asks_to_measure(self) -> bool:
         """Whether the user has asked for plans that follow from what a step measures while it trains."""
         return self.is_auto or self.cluster == MEASURED
@@ -196,6 +202,7 @@ class CompileConfig:
         """(name, value) of each option that affects the graph, in a fixed order, the same on every rank."""
         fusion = [(f"comm_fusion.{kind}", _fusion_text(getattr(self.comm_fusion, kind))) for kind in KINDS]
         schedule = "overlap" if self.schedule == ScheduleConfig() else str(self.schedule)
+        divided = self.parallel_optimizer
         names = ("parallel_mode", "gradients_mean", "gradient_fp32_sync", "full_batch", "parameter_broadcast")
         return [
             ("comm_fusion.openstate", str(self.comm_fusion.openstate)),
@@ -203,6 +210,8 @@ class CompileConfig:
             *((name, str(getattr(self, name))) for name in names),
             *((("broadcast_buffers", "True"),) if self.broadcast_buffers else ()),
             *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
+            *((("enable_parallel_optimizer", "True"),) if divided is not None else ()),
+            *((("parallel_optimizer_config", str(divided)),) if divided is not None and str(divided) else ()),
             ("schedule", schedule),
             *((("backend", self.backend),) if self.backend != "eager" else ()),
             *((("inductor_regions", self.inductor_regions),) if self.inductor_regions != "stretches" else ()),
@@ -229,6 +238,8 @@ def _check_available(settings: Mapping[str, Any]) -> None:
             f"parallel_mode={mode!r} is not available yet; use parallel_mode='data_parallel' "
             "(every rank holds the whole model and a part of the batch), or 'semi_auto' with cf.shard"
         )
+    if settings["enable_parallel_optimizer"]:
+        ParallelOptimizer.parse(settings["parallel_optimizer_config"]).check_available()
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:
             raise NotAvailableError(

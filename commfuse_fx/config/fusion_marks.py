@@ -12,6 +12,7 @@ from commfuse_fx.support.tracebacks import user_frames_only
 
 _FUSION_ID = "comm_fusion"
 _LAYERWISE_PARALLEL = "layerwise_parallel"
+_PARALLEL_OPTIMIZER = "parallel_optimizer"
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -51,6 +52,15 @@ def read_layerwise_parallel(param: torch.Tensor, name: str) -> bool:
     """
     value = getattr(param, _LAYERWISE_PARALLEL, False)
     return check_bool(value, f'layerwise_parallel of parameter "{name}"')
+
+
+def read_parallel_optimizer(param: torch.Tensor, name: str) -> bool:
+    """Whether the update of `param` may be divided among ranks: it is not marked with False. `name` is for the message.
+
+    Raises ConfigTypeError for a mark that is not a bool.
+    """
+    value = getattr(param, _PARALLEL_OPTIMIZER, True)
+    return check_bool(value, f'parallel_optimizer of parameter "{name}"')
 
 
 def check_fusion_id(value: object, where: str) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.support.checks import check_bool, check_choice, check_int, is_int, show
@@ -208,13 +209,8 @@ def _check_path(value: object, where: str) -> object:
 
 
 def _check_parallel_optimizer_config(value: object, where: str) -> object:
-    if value is None:
-        return value
-    if not isinstance(value, dict):
-        raise ConfigTypeError(f"{where} is {show(value)}; give a dict of options or None")
-    for key in value:
-        if not isinstance(key, str):
-            raise ConfigTypeError(f"{where} is {show(value)}; every key must be a str, not {show(key)}")
+    """The dictionary as it was given."""
+    ParallelOptimizer.parse(value, where)
     return value
 
 

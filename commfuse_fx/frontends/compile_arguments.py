@@ -75,6 +75,11 @@ def check_form_of_module(config: CompileConfig) -> None:
             "compile without loss_fn and optimizer): a loss over a rank's part of the output has no global meaning; "
             'pass loss_fn or form="step"'
         )
+    if config.parallel_optimizer is not None:
+        raise NotAvailableError(
+            "enable_parallel_optimizer=True is not available yet for the module form, whose caller updates the "
+            "parameters: pass loss_fn and optimizer for a step, or leave it out"
+        )
     if config.has_aux:
         raise ConfigValueError(
             "has_aux=True with the module form: a module returns all that the model returns; leave it out"
@@ -111,8 +116,13 @@ def _measured(config: CompileConfig) -> str:
     return 'schedule="auto"' if config.is_auto else 'cluster="measured"'
 
 
-def check_form_of_step(config: CompileConfig) -> None:
+def check_form_of_step(config: CompileConfig, optimizer: object) -> None:
     """Raise for options that only a module has, and for those that a divided step does not have yet."""
+    if config.parallel_optimizer is not None and optimizer is None:
+        raise ConfigValueError(
+            "enable_parallel_optimizer=True without an optimizer: the step only computes gradients, and nothing is "
+            "updated; pass optimizer=, or leave it out"
+        )
     if config.has_aux and config.divides_graphs:
         raise NotAvailableError(
             f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '

@@ -91,6 +91,13 @@ class Builder:
         made = reshaped(spec, tuple(shape))
         return self.call(target, (value, list(shape)), spec=made, like=info(value), name=name)
 
+    def padded(self, value: fx.Node, rows: int, like: NodeInfo, name: str) -> fx.Node:
+        """Make a copy of `value` with so many rows of zeros behind its own."""
+        spec = tensor_spec(value)
+        sizes = [0] * (2 * len(spec.shape) - 1) + [rows]
+        larger = spec.with_shape((spec.shape[0] + rows, *spec.shape[1:]))
+        return self.call(aten.constant_pad_nd.default, (value, sizes), spec=larger, like=like, name=name)
+
     def strided(self, base: fx.Node, spec: TensorSpec, offset: int, name: str, **fields: Any) -> fx.Node:
         """Make the part of a flat tensor that starts at `offset` elements, with this shape and these strides."""
         args = (base, list(spec.shape), list(spec.stride), offset)

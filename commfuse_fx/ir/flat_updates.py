@@ -11,6 +11,7 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
+from commfuse_fx.ir.shard_rows import is_parameter
 from commfuse_fx.ir.updates import gradients_of, is_node_list, is_scalar
 
 
@@ -65,7 +66,7 @@ def use_flat_parameters(build: Builder, owner: int, runs: Sequence[FlatRun], nod
         args = list(node.args)
         for i, arg in enumerate(args):
             if is_node_list(arg) and len(arg) == count:  # type: ignore[arg-type]
-                is_params = all(item.op == "placeholder" for item in arg)  # type: ignore[union-attr]
+                is_params = all(is_parameter(item) for item in arg)  # type: ignore[union-attr, arg-type]
                 args[i] = shorten(arg, params if is_params else grads)  # type: ignore[arg-type]
         node.args = tuple(args)
         details = info(node)

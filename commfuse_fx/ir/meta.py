@@ -173,7 +173,7 @@ class CollectiveInfo:
     sequence: int
     reduce_op: str | None = None
     fusion_id: int | None = None
-    role: str = "user"  # "gradient" | "rows" (numbers of rows) | "buffer" | "redistribution" | "user"
+    role: str = "user"  # "gradient" | "rows" (numbers of rows) | "buffer" | "redistribution" | "parameter" | "user"
 
 
 @dataclass(frozen=True)

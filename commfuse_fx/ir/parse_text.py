@@ -235,5 +235,5 @@ def _on(device: str, spec: Spec) -> Spec:
 def _module(name: str) -> str:
     """The module of a node: what stands before the first slash of its name, unless a pass has made that."""
     module, slash, _ = name.partition("/")
-    made = ("reduce", "rows", "buffers", "slice", "axis_index", "update", "bucket", RETURN)
+    made = ("reduce", "rows", "buffers", "slice", "axis_index", "shard", "update", "bucket", RETURN)
     return module if slash and module.partition(".")[0] not in made else ""

@@ -28,7 +28,10 @@ class Parameter:
     stays where whoever holds the rest expects it. `shares`: the parameters and buffers that have elements in common
     with it. `layout`: (group of mesh axes, placement) pairs by which it is divided among ranks, applied in order: the
     first divides the whole tensor, the next the parts. `spec` is then that of a rank's part, and `whole` that of the
-    tensor that the user sees.
+    tensor that the user sees. `parallel_optimizer`: whether its update may be divided among ranks. `shard`: the group
+    of mesh axes over which it is divided; "": every rank updates all that it has of the parameter. Ranks then update
+    equal numbers of rows (of the first dimension) in the order of the group, the last ones padded where they do not
+    divide.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Parameter:
     shares: tuple[str, ...] = ()
     layout: tuple[tuple[str, Placement], ...] = ()
     whole: TensorSpec | None = None
+    parallel_optimizer: bool = True
+    shard: str = ""
 
     def placement_on(self, group: str) -> Placement:
         """How a rank keeps it, as far as the ranks of this group are concerned."""

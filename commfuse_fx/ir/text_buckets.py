@@ -24,14 +24,14 @@ def describe_collectives(program: Program) -> None:
     for start in program.collectives():
         details, collective = info(start), collective_of(start)
         role = _role(program, collective, buffers)
-        if role in ("gradient", "rows"):
+        if role in ("gradient", "rows", "parameter"):
             sequence = min(program.params[name].sequence for name in _parameters(program, collective))
         elif role == "buffer":
             sequence = min(map(buffers.index, collective.members))
         else:
             sequence, others = others, others + len(collective.members)
         details.collective = replace(collective, role=role, sequence=sequence)
-        if role == "gradient" and collective.fusion_id is not None:
+        if role in ("gradient", "parameter") and collective.fusion_id is not None:
             for name in _parameters(program, collective):
                 program.params[name] = replace(program.params[name], fusion_id=collective.fusion_id)
         details.parts = _parts(start, details.collective)
@@ -41,7 +41,9 @@ def describe_collectives(program: Program) -> None:
 def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str]) -> str:
     members = collective.members
     if members and len(_parameters(program, collective)) == len(members):
-        return "rows" if members[0].startswith("rows/") else "gradient"
+        if members[0].startswith("rows/"):
+            return "rows"
+        return "parameter" if collective.kind == "all_gather" else "gradient"
     if members and all(name in buffers for name in members):
         return "buffer"
     return "redistribution" if program.config.divides_graphs else "user"

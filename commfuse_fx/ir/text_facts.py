@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from commfuse_fx.ir.builder import aten
+from commfuse_fx.ir.collectives import WAIT, group_of, is_start, kind_of
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Parameter, Program, Source
+from commfuse_fx.ir.shard_rows import gives_rows, group_of_rows, name_of_rows, parameter_of_rows
 from commfuse_fx.ir.text_buckets import describe_collectives
 from commfuse_fx.ir.text_lines import ErrorAt, TextLine
 from commfuse_fx.ir.text_updates import UpdateReader, flat_members
@@ -57,6 +61,7 @@ def fill_in(
         if unknown is not None:
             raise ValueError(f"flat storage has the member {unknown[:40]!r}, which is no parameter of the text")
         program.grads = _gradients(program, bool(updates.nodes), gradients)
+        _add_shards(program)
         updates.read(optimizer, flags)
     except ValueError as problem:
         raise error(last, str(problem)) from None
@@ -99,6 +104,21 @@ def _add_params(program: Program, lines: Mapping[fx.Node, TextLine]) -> None:
             shares=tuple(shared[1].split(", ")) if shared else (),
         )
         sequence += trainable
+
+
+def _add_shards(program: Program) -> None:
+    """Which parameters are updated in rows: of those the graph makes the rows, or reduces them. Raises ValueError."""
+    found = {parameter_of_rows(node): group_of_rows(node) for node in program.graph.nodes if gives_rows(node)}
+    for name, grad in program.grads.items():
+        while grad.target in (aten._to_copy.default, aten.clone.default, WAIT):
+            grad = grad.all_input_nodes[0]
+        if is_start(grad) and kind_of(grad) == "reduce_scatter":
+            if tensor_spec(grad).shape != program.params[name].spec.shape:
+                found[name] = group_of(grad)
+    for name, group in found.items():
+        if name not in program.params:
+            raise ValueError(f"{name_of_rows(name)} are rows of no parameter")
+        program.params[name] = replace(program.params[name], shard=group)
 
 
 def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:

@@ -13,6 +13,7 @@ import torch
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_config import KINDS, FusionConfig
 from commfuse_fx.config.options import DEFAULTS, ScheduleConfig
+from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.text import SCHEMA
@@ -94,6 +95,8 @@ def _config(values: Mapping[str, str], cluster: Costs | None) -> CompileConfig:
             given[name] = _bool(name, value)
         elif name == "parallel_mode":
             given[name] = value
+        elif name == "parallel_optimizer_config":
+            given[name] = ParallelOptimizer.dict_of(value)
         else:
             known = (*_OF_THE_GRAPH, *(f"{_FUSION}{kind}" for kind in KINDS), *DEFAULTS)
             raise ValueError(f"{name[:40]!r} is no name of a header line; use {', '.join(known)}")

@@ -13,6 +13,7 @@ from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Program, Segment, Source, Update
+from commfuse_fx.ir.shard_rows import gives_rows, is_parameter, parameter_of_rows, spec_of_rows
 from commfuse_fx.ir.text_values import Unfinished
 from commfuse_fx.ir.updates import is_scalar
 
@@ -131,9 +132,9 @@ class UpdateReader:
         raise ValueError(f"update.{number} has no list of parameters")
 
     def _is_parameter(self, node: Any) -> bool:
-        if not isinstance(node, fx.Node) or node.op != "placeholder":
+        if not isinstance(node, fx.Node) or not is_parameter(node):
             return False
-        return node in self.flats or self.program.sources[node].kind == "parameter"
+        return gives_rows(node) or node in self.flats or self.program.sources[node].kind == "parameter"
 
     def _keep_in_place(self, params: Sequence[fx.Node]) -> None:
         """These are updated by an op that is right for memory which is no block of its own."""
@@ -143,14 +144,18 @@ class UpdateReader:
 
     def _segment(self, param: fx.Node, number: int) -> Segment:
         members = self.flats.get(param)
-        if members is None:
+        if gives_rows(param):
+            members = ((parameter_of_rows(param), 0),)
+        elif members is None:
             members = ((self.program.sources[param].name, 0),)
         else:
             self.program.add_source(param, Source("flat", members[0][0], number))
-        return Segment(members, tensor_spec(param).numel)
+        numel = self.program.params[members[0][0]].spec.numel if gives_rows(param) else tensor_spec(param).numel
+        return Segment(members, numel)
 
     def _spec(self, segment: Segment) -> TensorSpec:
-        spec = self.program.params[segment.members[0][0]].spec
+        param = self.program.params[segment.members[0][0]]
+        spec = spec_of_rows(param, self.program.mesh)
         return TensorSpec.flat(segment.numel, spec) if segment.is_flat else spec
 
     def _flags(self, number: int, rule: str, given: Mapping[str, bool]) -> tuple[tuple[str, object], ...]:

@@ -9,6 +9,7 @@ from torch import fx
 
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.shard_rows import is_parameter
 
 SCALARS = ("step", "mu_product")
 """States of optimizers that are one number per parameter."""
@@ -39,6 +40,6 @@ def gradients_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The list of gradients that an update takes; `nodes`: those of the update."""
     for node in nodes:
         for arg in node.args:
-            if is_node_list(arg) and any(item.op != "placeholder" for item in arg):  # type: ignore[union-attr]
+            if is_node_list(arg) and not all(is_parameter(item) for item in arg):  # type: ignore[union-attr, arg-type]
                 return list(arg)  # type: ignore[arg-type]
     raise LookupError("an update has no gradients")

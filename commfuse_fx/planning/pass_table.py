@@ -10,10 +10,12 @@ from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
+from commfuse_fx.passes.distribute.gather_parameters import GatherParameters
 from commfuse_fx.passes.distribute.lower_redistributions import LowerRedistributions
 from commfuse_fx.passes.distribute.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.distribute.range_lookups import RangeLookups
 from commfuse_fx.passes.distribute.reduce_gradients import ReduceGradients
+from commfuse_fx.passes.distribute.shard_optimizer import ShardOptimizer
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.distribute.use_all_parameters import UseAllParameters
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
@@ -57,7 +59,8 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
-        UPDATE: (UpdateParameters,),
+        "shard": (ShardOptimizer,),
+        UPDATE: (UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),

@@ -13,6 +13,7 @@ from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
 from commfuse_fx.ir.program import Program, Source, Update
+from commfuse_fx.ir.shard_rows import spec_of_rows, updated
 from commfuse_fx.ir.update_layout import takes_blocks
 from commfuse_fx.ir.updates import gradients_of, update_nodes
 from commfuse_fx.kernels.emit_updates import emit_update
@@ -82,11 +83,9 @@ class _Old:
     def _param(self, position: int) -> fx.Node:
         segment = self.update.segments[position]
         name = segment.members[0][0]
-        found = (
-            self.program.placeholder("flat", name, self.owner)
-            if segment.is_flat
-            else self.program.placeholder("parameter", name)
-        )
+        if not segment.is_flat:
+            return updated(self.program, name)
+        found = self.program.placeholder("flat", name, self.owner)
         assert found is not None
         return found
 
@@ -146,7 +145,7 @@ def _lay_out_gradients(program: Program) -> bool:
             continue
         for segment, grad in zip(update.segments, gradients_of(nodes[owner]), strict=True):
             name, _ = segment.members[0]
-            spec, given = program.params[name].spec, tensor_spec(grad)
+            spec, given = spec_of_rows(program.params[name], program.mesh), tensor_spec(grad)
             if segment.is_flat or same_layout(spec.shape, spec.stride, given.stride):
                 continue
             with build.before(nodes[owner][0]):

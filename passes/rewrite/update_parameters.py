@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.edit import remove_dead_nodes
-from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.functions import axis_index, optimizer_step
 from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
+from commfuse_fx.ir.shard_rows import name_of_rows, padding_of, spec_of_rows
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.passes.declaration import Pass
 
@@ -63,7 +66,7 @@ def _emit_opaque(build: Builder, optimizer: OptimizerInfo, names: list[str]) -> 
 
 
 def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
-    program = build.program
+    program, rows = build.program, _RowsOfRank(build)
     for number, group in enumerate(optimizer.groups):
         # Fused kernels want one dtype and device per call, and blocks of memory.
         parts: dict[tuple[torch.dtype, str, bool], list[str]] = {}
@@ -74,10 +77,44 @@ def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
                 parts.setdefault((param.spec.dtype, param.spec.device, param.is_block), []).append(name)
         for names in parts.values():
             segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
-            params = [program.placeholder("parameter", name) for name in names]
+            params = [rows.updated(name) for name in names]
             grads = [program.grads[name] for name in names]
-            update = Update(optimizer.rule, number, segments)
-            emit_update(build, update, dict(group.flags), [param for param in params if param is not None], grads)
+            emit_update(build, Update(optimizer.rule, number, segments), dict(group.flags), params, grads)
+
+
+class _RowsOfRank:
+    """The rows of parameters that this rank updates."""
+
+    def __init__(self, build: Builder) -> None:
+        self._build = build
+        self._index: dict[str, fx.Node] = {}
+        self._begin: dict[tuple[str, int], fx.Node] = {}
+
+    def updated(self, name: str) -> fx.Node:
+        """The parameter, or the rows of it that this rank updates: a view, or of a padded one a copy."""
+        program = self._build.program
+        param, whole = program.params[name], program.placeholder("parameter", name)
+        assert whole is not None, "what has a gradient is an input"
+        if not param.shard:
+            return whole
+        rows, padding = spec_of_rows(param, program.mesh), padding_of(param, program.mesh)
+        with self._build.before(program.output):
+            if padding:
+                whole = self._build.padded(whole, padding, _LIKE, f"shard/{name}/padded")
+            begin = self._begin_of(param.shard, rows.shape[0])
+            args = (whole, 0, begin, rows.shape[0])
+            return self._build.call(aten.narrow.default, args, spec=rows, like=_LIKE, name=name_of_rows(name))
+
+    def _begin_of(self, group: str, rows: int) -> fx.Node:
+        """The first row of this rank, where each has so many."""
+        build = self._build
+        if group not in self._index:
+            name = f"shard/index/{group}"
+            self._index[group] = build.call(axis_index, (group,), spec=None, like=_LIKE, name=name)
+        if (group, rows) not in self._begin:
+            args, name = (self._index[group], rows), f"shard/begin.{rows}/{group}"
+            self._begin[group, rows] = build.call(operator.mul, args, spec=None, like=_LIKE, name=name)
+        return self._begin[group, rows]
 
 
 def _refuse_expanded(param: Parameter) -> None:

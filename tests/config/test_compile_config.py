@@ -246,14 +246,11 @@ def test_option_is_refused(error, given, parts):
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("enable_parallel_optimizer", True, "False"),
         ("parallel_mode", "auto", "'data_parallel'"),
         ("exchange_factors", "auto", "'never'"),
         ("exchange_factors", "always", "'never'"),
         ("gradient_compression", object, "None"),
         ("pipeline_stages", 2, "1"),
-        ("parallel_optimizer_config", {"gradient_accumulation_shard": True}, "None"),
-        ("parallel_optimizer_config", {}, "None"),
         ("strategy_ckpt_load_file", "./strategy.json", "None"),
         ("strategy_ckpt_save_file", Path("strategy.json"), "None"),
         ("search_mode", "recursive_programming", "'dynamic_programming'"),

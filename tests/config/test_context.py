@@ -269,7 +269,6 @@ def test_settings_of_earlier_calls_are_checked_together_with_the_new():
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"enable_parallel_optimizer": True}, "enable_parallel_optimizer=True"),
         ({"parallel_mode": "auto_parallel"}, "parallel_mode='auto'"),
         ({"pipeline_stages": 4}, "pipeline_stages=4"),
         ({"search_mode": "recursive_programming"}, "search_mode='recursive_programming'"),

@@ -53,7 +53,18 @@ def test_the_whole_from_the_parts(layout: Any, devices: Any) -> None:
         members = mesh.ranks(joined_group(kept, mesh), rank)
         parts = [part_of(whole, kept, mesh, member) for member in members]
         assert sum(part.numel() for part in parts) == whole.numel()
-        assert torch.equal(whole_of(parts, kept, mesh, rank), whole)
+        assert torch.equal(whole_of(parts, kept, mesh, rank, whole.shape), whole)
+
+
+@pytest.mark.parametrize("layout", [(("pp", S(0)),), (("tp", S(1)), ("pp,dp", S(0))), (("dp", S(0)), ("tp", S(0)))])
+def test_rows_that_do_not_divide_are_padded_with_zeros(layout: Any) -> None:
+    mesh = Mesh((2, 2, 2), ("dp", "tp", "pp"))
+    whole = torch.arange(1, 13 * 8 + 1).reshape(13, 8)
+    for rank in range(8):
+        members = mesh.ranks(joined_group(layout, mesh), rank)
+        parts = [part_of(whole, layout, mesh, member) for member in members]
+        assert len({part.shape for part in parts}) == 1 and sum(part.sum() for part in parts) == whole.sum()
+        assert torch.equal(whole_of(parts, layout, mesh, rank, whole.shape), whole)
 
 
 CASES: list[tuple[tuple[int, ...], Layouts]] = [((2, 2), ONE_AXIS), ((1, 2, 2), TWO_AXES), ((2, 2, 2), TWO_AXES)]

@@ -40,6 +40,8 @@ class FactReader(ValueReader):
                 for i, pair in enumerate(self.items(record, "layout", list, place))
             ),
             whole=None if whole is None else self.tensor(whole, f"{place}.whole"),
+            parallel_optimizer=self.get(record, "parallel_optimizer", bool, place, True),
+            shard=self.get(record, "shard", str, place, ""),
         )
 
     def _layout(self, pair: list[Any], place: str) -> tuple[str, Placement]:

@@ -182,6 +182,8 @@ def _parameter(param: Parameter) -> dict[str, Any]:
         **({"shares": list(param.shares)} if param.shares else {}),
         "layout": [[group, str(placement)] for group, placement in param.layout],
         "whole": write_spec(param.whole),
+        **({} if param.parallel_optimizer else {"parallel_optimizer": False}),
+        **({"shard": param.shard} if param.shard else {}),
     }
 
 

@@ -50,7 +50,7 @@ class Box:
 class Place:
     """A place says which boxes of a whole tensor a rank's part consists of.
 
-    whole, part: their shapes.
+    whole, part: their shapes. A part may have padding that lies in no box.
     """
 
     whole: tuple[int, ...]
@@ -66,18 +66,19 @@ class Place:
     @classmethod
     def of_layout(cls, shape: Sequence[int], layout: Sequence[tuple[str, Placement]], mesh: Mesh, rank: int) -> Place:
         """The place of the part that `rank` holds in this layout, as `part_of` cuts it out of the whole tensor."""
-        runs = [[(0, size)] for size in shape]
+        runs, part = [[(0, size)] for size in shape], list(shape)
         for group, placement in layout:
             if isinstance(placement, Shard):
                 ways, index = mesh.size(group), mesh.index(group, rank)
-                runs[placement.dim] = _divided(runs[placement.dim], placement.blocks, ways, index)
+                runs[placement.dim] = _divided(runs[placement.dim], part[placement.dim], placement.blocks, ways, index)
+                part[placement.dim] = placement.blocks * -(-part[placement.dim] // (placement.blocks * ways))
             elif not isinstance(placement, Replicate):
                 raise ValueError("a partial sum is not a part of a tensor")
         boxes = []
         for sides in product(*(_placed(each) for each in runs)):
             offsets, sizes, at = zip(*sides, strict=True) if sides else ((), (), ())
             boxes.append(Box(offsets, sizes, at))
-        return cls(tuple(shape), tuple(sum(size for _, size in each) for each in runs), tuple(boxes))
+        return cls(tuple(shape), tuple(part), tuple(boxes))
 
     @classmethod
     def of_range(cls, shape: Sequence[int], begin: int, end: int) -> Place:
@@ -107,10 +108,13 @@ def overlap(one: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[lis
     return of_one, of_other
 
 
-def _divided(runs: list[Run], blocks: int, ways: int, index: int) -> list[Run]:
-    """The runs of one of `ways` ranks, where `runs` are divided inside each of so many equal blocks."""
-    block = sum(size for _, size in runs) // blocks
-    size = block // ways
+def _divided(runs: list[Run], total: int, blocks: int, ways: int, index: int) -> list[Run]:
+    """The runs of one of `ways` ranks, where `runs` are divided inside each of so many equal blocks.
+
+    total: the size of what is divided, with padding behind the runs.
+    """
+    block = total // blocks
+    size = -(-block // ways)
     found: list[Run] = []
     for number in range(blocks):
         begin = number * block + index * size

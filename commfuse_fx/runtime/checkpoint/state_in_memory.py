@@ -33,7 +33,7 @@ class StateInMemory:
         found = {}
         for name, tensor in self._tensors.items():
             place = places.get(name) or Place.of_whole(tensor.shape)
-            found[name] = torch.empty(place.part, dtype=tensor.dtype, device=tensor.device)
+            found[name] = torch.zeros(place.part, dtype=tensor.dtype, device=tensor.device)
             for box, view in place.boxes_of(found[name]):
                 view.copy_(tensor.detach()[box.slices])
         return found

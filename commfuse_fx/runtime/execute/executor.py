@@ -74,7 +74,8 @@ class Executor:
         self.buffers = buffers
         self.optimizer = optimizer
         self.rank = rank
-        self.storage = Storage(program, self.values, optimizer if shards is None else shards.optimizer, pool, buffers)
+        updated, states = (params, optimizer) if shards is None else (shards.updated, shards.optimizer)
+        self.storage = Storage(program, updated, states, pool, buffers)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
@@ -196,13 +197,9 @@ class Executor:
             self.shards.release()  # with collectives, this happens after the vote
         given = self.gather(inputs)
         with self._quietly(), self._own_randomness():
-            try:
-                live, left = self.generated.produce(given)
-            except BaseException as error:
-                self._leave(error)
-                raise
+            live, left = self._or_leave(self.generated.produce, given)
             with interrupts_deferred():
-                outputs = self.generated.commit(live)
+                outputs: tuple[Any, ...] = self._or_leave(self.generated.commit, live)
                 if self._check is not None:
                     self.generated = self.generated.without(self._check.needless())
                     self._check = None
@@ -223,13 +220,17 @@ class Executor:
         """
         given = self.gather(inputs)
         with self.in_step():
-            try:
-                outputs = run(given)
-            except BaseException as error:
-                self._leave(error)
-                raise
+            outputs: tuple[Any, ...] = self._or_leave(run, given)
             self.publish()
         return outputs
+
+    def _or_leave(self, run: Callable[[Any], Any], given: Any) -> Any:
+        """Run a part of a step. If it fails, nothing is left of it that others wait for."""
+        try:
+            return run(given)
+        except BaseException as error:
+            self._leave(error)
+            raise
 
     @property
     def has_run(self) -> bool:

@@ -65,8 +65,12 @@ class RankExecutors:
 
     def hand_over(self, executor: Executor) -> None:
         """Before this executor runs: make parameters whole if it divides them in another way than the last one."""
-        if self.shards is not executor.shards:
-            self.open()
+        if self.shards is executor.shards:
+            return
+        if self.shards is not None and executor.shards is None and not executor.program.updates:
+            if not self.shards.divides_parameters:
+                return  # it neither reads nor writes optimizer states
+        self.open()
         self.shards = executor.shards
 
     def open(self) -> None:

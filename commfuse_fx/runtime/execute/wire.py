@@ -40,11 +40,13 @@ class Flight:
     """A collective that has been started.
 
     out: the tensor that its wait yields. work: the handle of the backend. tensors: the tensors that the backend uses.
+    finish: what is left to do once the backend is done, as often as anybody waits.
     """
 
     out: torch.Tensor
     work: Any
     tensors: tuple[torch.Tensor, ...]
+    finish: Callable[[], None] = lambda: None
 
 
 class Wire:
@@ -173,6 +175,7 @@ class Wire:
                     self.timeline.wait((start, number), work)
             except RuntimeError as error:
                 raise self._failure(start, error) from error
+            flight.finish()
 
     def complete(self) -> None:
         """Wait for whatever is on the wire. The graph's own waits come later, and find it done."""
@@ -184,10 +187,13 @@ class Wire:
         return f"{details.kind} {collective_text(details, self.program.mesh.size(details.group))}"
 
     def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
+        left = "Parameters and optimizer state on this rank are as before this step."
+        if info(node).phase == "update":
+            left = "This rank has updated its own rows, and has none of those of the other ranks: load a checkpoint."
         return CollectiveError(
             f"rank {self.rank}: {info(node).name} failed: {self._describe(node)}. "
-            "Another rank has died, is stuck or left the step early; its own output says why. Parameters and "
-            f"optimizer state on this rank are as before this step. [{type(error).__name__}: {error}]"
+            f"Another rank has died, is stuck or left the step early; its own output says why. {left} "
+            f"[{type(error).__name__}: {error}]"
         )
 
 
@@ -206,8 +212,27 @@ def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -
 
 
 def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> Flight:
+    if x.is_cpu and op == "sum":
+        return _exchange_and_add(group, x, size)
     given, out = x.contiguous(), x.new_empty((x.shape[0] // size, *x.shape[1:]))
     return Flight(out, reduce_scatter_single(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
+
+
+def _exchange_and_add(group: Any, x: torch.Tensor, size: int) -> Flight:
+    """A reduce_scatter by an all_to_all: Gloo's own one reduces all of it on every rank, which sends twice as much."""
+    given = x.contiguous()
+    received = torch.empty_like(given)
+    work = dist.all_to_all_single(received, given, group=group, async_op=True)
+    out, left = x.new_empty((x.shape[0] // size, *x.shape[1:])), [received]
+
+    def add() -> None:
+        if left:  # in the order of the ranks
+            first, second, *others = left.pop().chunk(size)
+            torch.add(first, second, out=out)
+            for row in others:
+                out.add_(row)
+
+    return Flight(out, work, (given, received), add)
 
 
 def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,18 +12,36 @@ from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.placement import S
 from commfuse_fx.ir.program import Parameter
+from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank
 from commfuse_fx.runtime.checkpoint.places import Place
-from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
+from commfuse_fx.runtime.memory.layout import Layout, dividing, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
 
 
+@dataclass(frozen=True)
+class HeldPart:
+    """A tensor of which this rank holds a part.
+
+    key: a name that is the same on all ranks. group: the mesh axes over which it is divided. part: what this rank
+    holds. whole: the user's tensor.
+    """
+
+    key: str
+    group: str
+    part: torch.Tensor
+    whole: torch.Tensor
+    layout: Layout
+
+
 class DividedParameter:
-    """A parameter of which this rank keeps a part, with its optimizer states.
+    """A parameter of which this rank keeps a part, or of whose optimizer states it does.
 
     whole: the user's parameter.
-    part: this rank's part of it.
-    state: the optimizer states of the part, by name.
+    part: what the graph reads of it: this rank's part, or the user's parameter if only its update is divided.
+    updated: what this rank updates of the part: the part itself, or some rows of it.
+    state: the optimizer states of what is updated, by name.
     shown: the whole tensors that the user's optimizer has for states of the parameter's shape. Other states, such as a
         step count, are the same objects in both.
     """
@@ -31,10 +50,14 @@ class DividedParameter:
         self.name = param.name
         self.whole = whole
         self.layout = dividing(param.layout, mesh)
-        self.group = joined_group(self.layout, mesh)
         self.mesh = mesh
         self.rank = rank
-        self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False)
+        self.is_divided = bool(self.layout)
+        self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False) if self.is_divided else whole
+        self.state_layout = (*self.layout, (param.shard, S(0))) if param.shard else self.layout
+        self._rows = rows_per_rank(param, mesh) if param.shard else 0
+        self._is_padded = bool(param.shard) and padding_of(param, mesh) > 0
+        self.updated = self._new_rows() if param.shard else self.part
         self.state: dict[str, Any] = {}
         self.shown: dict[str, torch.Tensor] = {}
 
@@ -43,20 +66,46 @@ class DividedParameter:
         """Where the part lies in the whole parameter."""
         return Place.of_layout(self.whole.shape, self.layout, self.mesh, self.rank)
 
-    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The rank's tensors by keys that are the same on all ranks, in the same order."""
-        yield self.name, self.part
-        for state in self.shown:
-            yield f"{self.name}/{state}", self.state[state]
+    @cached_property
+    def state_place(self) -> Place:
+        """Where the part of a state lies in the whole one."""
+        return Place.of_layout(self.whole.shape, self.state_layout, self.mesh, self.rank)
+
+    def _new_rows(self) -> nn.Parameter:
+        if self._is_padded:  # the graph makes a copy; this one says how the states lie
+            return nn.Parameter(self.part.detach().new_empty((self._rows, *self.part.shape[1:])), requires_grad=False)
+        return nn.Parameter(self._rows_of_part(), requires_grad=False)
+
+    def _rows_of_part(self) -> torch.Tensor:
+        group, _ = self.state_layout[-1]
+        return self.part.detach().narrow(0, self.mesh.index(group, self.rank) * self._rows, self._rows)
+
+    def follow(self) -> None:
+        """Let the rows that are updated lie in the parameter, which the user may have moved."""
+        if self._rows and not self._is_padded:
+            rows = self._rows_of_part()
+            if rows.data_ptr() != self.updated.data_ptr():
+                self.updated.data = rows
+
+    def held(self) -> Iterator[HeldPart]:
+        """The rank's parts, on all ranks in the same order."""
+        if self.is_divided:
+            yield HeldPart(self.name, joined_group(self.layout, self.mesh), self.part, self.whole, self.layout)
+        group = joined_group(self.state_layout, self.mesh)
+        for name, shown in self.shown.items():
+            yield HeldPart(f"{self.name}/{name}", group, self.state[name], shown, self.state_layout)
 
     def wholes(self) -> Iterator[torch.Tensor]:
-        """The user's tensors, in the order of `parts`."""
-        yield self.whole
+        """The user's tensors, in the order of `held`."""
+        if self.is_divided:
+            yield self.whole
         yield from self.shown.values()
 
     def take(self) -> None:
         """Copy this rank's part out of the whole parameter. Raises ConfigValueError if its shape has changed."""
-        part = self._part_of(self.whole)
+        if not self.is_divided:
+            return
+        part = self._part_of(self.whole, self.layout)
         if part.shape != self.part.shape:
             raise ConfigValueError(
                 f"parameter {self.name} has now shape {tuple(self.whole.shape)} and parts of {tuple(part.shape)}, but "
@@ -121,15 +170,15 @@ class DividedParameter:
                 self.state[name] = value
         return dropped
 
-    def fill(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Write the whole tensor from the parts of all ranks of the group, in the order of the mesh."""
-        whole.copy_(whole_of(parts, self.layout, self.mesh, self.rank))
+    def fill(self, piece: HeldPart, parts: list[torch.Tensor]) -> None:
+        """Write a whole tensor from the parts of all ranks of the group, in the order of the mesh."""
+        piece.whole.copy_(whole_of(parts, piece.layout, self.mesh, self.rank, piece.whole.shape))
 
-    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return part_of(whole.detach(), self.layout, self.mesh, self.rank)
+    def _part_of(self, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return part_of(whole.detach(), layout, self.mesh, self.rank)
 
     def _take_into(self, name: str, value: torch.Tensor) -> None:
-        self._put_part(name, self._part_of(value))
+        self._put_part(name, self._part_of(value, self.state_layout))
 
     def _put_part(self, name: str, part: torch.Tensor) -> None:
         old = self.state.get(name)
@@ -137,13 +186,13 @@ class DividedParameter:
             if old.device == part.device:
                 old.copy_(part)
                 return
-        self.state[name] = torch.empty_like(self.part, dtype=part.dtype, requires_grad=False).copy_(part)
+        self.state[name] = torch.empty_like(self.updated, dtype=part.dtype, requires_grad=False).copy_(part)
 
     def _is_like_the_whole(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.whole.shape
 
     def _is_like_the_part(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.part.shape
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.updated.shape
 
 
 def free(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Placement, Replicate, assemble, take
+from commfuse_fx.ir.placement import Placement, Replicate, Shard, assemble, local_shape, take
 from commfuse_fx.ir.program import Parameter, Program
 
 Layout = tuple[tuple[str, Placement], ...]
@@ -15,8 +15,9 @@ Layout = tuple[tuple[str, Placement], ...]
 
 
 def divided_parameters(program: Program) -> dict[str, Parameter]:
-    """The parameters of which a rank keeps only a part."""
-    return {name: param for name, param in program.params.items() if dividing(param.layout, program.mesh)}
+    """The parameters of which a rank keeps only a part, or of whose optimizer state it does."""
+    params = program.params.items()
+    return {name: param for name, param in params if param.shard or dividing(param.layout, program.mesh)}
 
 
 def dividing(layout: Layout, mesh: Mesh) -> Layout:
@@ -35,23 +36,57 @@ def joined_group(layout: Layout, mesh: Mesh) -> str:
 
 
 def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The part of the tensor that `rank` holds. Raises ValueError for a layout of partial sums."""
+    """The part of the tensor that `rank` holds, padded with zeros where parts are not equal otherwise.
+
+    Raises ValueError for a layout of partial sums.
+    """
     for group, placement in layout:
-        whole = take(whole, placement, mesh.size(group), mesh.index(group, rank))
+        ways = mesh.size(group)
+        whole = take(_padded(whole, placement, ways), placement, ways, mesh.index(group, rank))
     return whole
 
 
-def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The whole tensor from the parts of all ranks in the joined group of `rank`, in the order of the mesh."""
+def whole_of(
+    parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, rank: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """The whole tensor of this shape from the parts of all ranks in the joined group of `rank`, in the order of the
+    mesh."""
     members = mesh.ranks(joined_group(layout, mesh), rank)
     found = {
         tuple(mesh.index(group, member) for group, _ in layout): part
         for member, part in zip(members, parts, strict=True)
     }
+    shapes = [tuple(shape)]
+    for group, placement in layout:
+        shapes.append(local_shape(_padded_shape(shapes[-1], placement, mesh.size(group)), placement, mesh.size(group)))
     # Undo the last division first.
-    for _, placement in reversed(layout):
+    for place_in_layout in reversed(range(len(layout))):
         outer: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for place in sorted(found):
             outer.setdefault(place[:-1], []).append(found[place])
-        found = {place: assemble(siblings, placement) for place, siblings in outer.items()}
+        _, placement = layout[place_in_layout]
+        found = {
+            place: _without_padding(assemble(siblings, placement), shapes[place_in_layout], placement)
+            for place, siblings in outer.items()
+        }
     return found[()]
+
+
+def _padded_shape(shape: Sequence[int], placement: Placement, ways: int) -> tuple[int, ...]:
+    if not isinstance(placement, Shard):
+        return tuple(shape)
+    unit = ways * placement.blocks
+    return tuple(-(-size // unit) * unit if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def _padded(whole: torch.Tensor, placement: Placement, ways: int) -> torch.Tensor:
+    larger = _padded_shape(whole.shape, placement, ways)
+    if larger == whole.shape:
+        return whole
+    padded = whole.new_zeros(larger)
+    padded[tuple(slice(size) for size in whole.shape)] = whole
+    return padded
+
+
+def _without_padding(whole: torch.Tensor, shape: Sequence[int], placement: Placement) -> torch.Tensor:
+    return whole.narrow(placement.dim, 0, shape[placement.dim]) if isinstance(placement, Shard) else whole

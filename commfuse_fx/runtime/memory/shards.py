@@ -21,7 +21,7 @@ from commfuse_fx.ir.shared_memory import is_part_of_storage
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.modes import outside_modes
-from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free
+from commfuse_fx.runtime.memory.divided import DividedParameter, HeldPart, allocate, free
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.own_storage import has_aliases
 from commfuse_fx.runtime.ranks.exchange import Exchange
@@ -32,7 +32,8 @@ log = logging.getLogger("commfuse_fx.runtime")
 class Shards:
     """The divided parameters of one rank, shared by all programs of a step that divide them alike.
 
-    values: the tensors that a graph works on, by parameter name. They are parts, or the user's own undivided tensors.
+    values: the tensors that a graph reads, by parameter name. They are parts, or the user's own undivided tensors.
+    updated: what of them this rank updates, by the same names.
     optimizer: the user's optimizer with the states of the parts in place of the whole ones.
 
     before_reading: called before parts are gathered. It has to finish pending updates.
@@ -55,7 +56,8 @@ class Shards:
         divided = divided_parameters(program)
         self._divided = [DividedParameter(param, params[name], program.mesh, rank) for name, param in divided.items()]
         self.values: Mapping[str, nn.Parameter] = {**params, **{each.name: each.part for each in self._divided}}
-        self.optimizer = DividedOptimizer(optimizer, {each.part: each.state for each in self._divided})
+        self.updated: Mapping[str, nn.Parameter] = {**params, **{each.name: each.updated for each in self._divided}}
+        self.optimizer = DividedOptimizer(optimizer, {each.updated: each.state for each in self._divided})
         self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._has_released = self._has_warned = False
@@ -70,6 +72,11 @@ class Shards:
         """Whether the user's tensors have to be gathered to be read."""
         return self._guard.is_closed
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether parameters are divided, not their optimizer states alone."""
+        return any(each.is_divided for each in self._divided)
+
     def take(self) -> None:
         """Before a step, copy the values that the user has written since the last one into the parts."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -77,10 +84,12 @@ class Shards:
                 if self._take_replaced_states():
                     self.show()
             else:
-                finish_others(tensor for each in self._divided for tensor in each.wholes())
+                finish_others(tensor for each in self._divided for tensor in (each.whole, *self._states_of(each)))
                 for each in self._divided:
                     each.take()
                     each.take_state(self._state(each), is_whole=True)
+            for each in self._divided:
+                each.follow()
         self._taken = True
 
     def release(self) -> None:
@@ -101,8 +110,8 @@ class Shards:
     def _warn_of_aliases(self) -> None:
         """Warn once if another tensor uses the memory of a divided parameter: it keeps old values from now on."""
         for each in self._divided:
-            if self._has_warned:
-                break
+            if self._has_warned or not each.is_divided:
+                continue
             # After the first step only for a part of a larger storage: others may be entries of an old state_dict.
             if has_aliases(each.whole) and (not self._has_released or is_part_of_storage(each.whole)):
                 self._has_warned = True
@@ -131,8 +140,7 @@ class Shards:
             self.exchange.meet()
             # This also fills a state that the user has replaced: it may have become another parameter's state.
             with outside_modes():
-                for group in dict.fromkeys(each.group for each in self._divided):
-                    self._gather(group)
+                self._gather()
             self._kept.clear()
             self._taken = False
             self._guard.open()
@@ -154,8 +162,8 @@ class Shards:
             self._guard.close(wholes)
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """All tensors that this rank holds parts of, by the keys of `DividedParameter.parts`."""
-        return {key: part for each in self._divided for key, part in each.parts()}
+        """All tensors that this rank holds parts of, by their keys."""
+        return {piece.key: piece.part for each in self._divided for piece in each.held()}
 
     def places(self) -> dict[int, tuple[torch.Tensor, Place]]:
         """This rank's part of each of the user's tensors and its place there, by the `id` of the user's tensor.
@@ -164,8 +172,9 @@ class Shards:
         """
         found: dict[int, tuple[torch.Tensor, Place]] = {}
         for each in self._divided:
-            found[id(each.whole)] = each.part, each.place
-            found.update({id(shown): (each.state[name], each.place) for name, shown in each.shown.items()})
+            if each.is_divided:
+                found[id(each.whole)] = each.part, each.place
+            found.update({id(shown): (each.state[name], each.state_place) for name, shown in each.shown.items()})
         return found
 
     def put_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -178,14 +187,17 @@ class Shards:
                 self._drop(each.put_state(states.get(each.name, {})))
         self.show()
 
-    def _gather(self, group: str) -> None:
-        members = [each for each in self._divided if each.group == group]
-        keyed = [pair for each in members for pair in each.parts()]
-        targets = [(each, tensor) for each in members for tensor in each.wholes()]
-        arriving = self.exchange.gather(group, [key for key, _ in keyed], [part.detach() for _, part in keyed])
-        for (each, whole), parts in zip(targets, arriving, strict=True):
-            allocate(whole)
-            each.fill(whole, list(parts))
+    def _gather(self) -> None:
+        by_group: dict[str, list[tuple[DividedParameter, HeldPart]]] = {}
+        for each in self._divided:
+            for piece in each.held():
+                by_group.setdefault(piece.group, []).append((each, piece))
+        for group, pieces in by_group.items():
+            keys, parts = [piece.key for _, piece in pieces], [piece.part.detach() for _, piece in pieces]
+            arriving = self.exchange.gather(group, keys, parts)
+            for (each, piece), found in zip(pieces, arriving, strict=True):
+                allocate(piece.whole)
+                each.fill(piece, list(found))
 
     def _take_replaced_states(self) -> bool:
         """Take states that the user has loaded into the optimizer without touching a tensor.
@@ -193,6 +205,8 @@ class Shards:
         Returns whether there were any.
         """
         replaced = [each for each in self._divided if not each.has_state_of(self._state(each))]
+        # States that were loaded may be those of another step, which holds them in parts.
+        finish_others((tensor for each in replaced for tensor in self._states_of(each)), self._guard)
         if replaced:
             self._before_reading()  # a pending update belongs to the old state
         for each in replaced:
@@ -204,6 +218,10 @@ class Shards:
         for tensor in tensors:
             self._guard.release(tensor)
             _gone.mark(tensor)
+
+    def _states_of(self, each: DividedParameter) -> list[torch.Tensor]:
+        """The tensors that the user's optimizer has for a parameter."""
+        return [value for value in self._state(each).values() if isinstance(value, torch.Tensor)]
 
     def _state(self, each: DividedParameter) -> dict[str, Any]:
         held: dict[str, Any] = self._users.state.get(each.whole, {})
@@ -239,7 +257,7 @@ class _States:
 def layouts_of(program: Program) -> Any:
     """A key that is equal for programs that divide the same parameters alike, and so can share their parts."""
     divided = divided_parameters(program)
-    return (program.mesh, *((name, param.layout, param.spec) for name, param in divided.items()))
+    return (program.mesh, *((name, param.layout, param.shard, param.spec) for name, param in divided.items()))
 
 
 def _refuse() -> None:

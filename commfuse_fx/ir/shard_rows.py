@@ -1,0 +1,69 @@
+"""Parameters of which each rank updates some rows: how many, and the node of a graph that gives them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from commfuse_fx.ir.functions import axis_index
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import TensorSpec, has_info, info
+from commfuse_fx.ir.program import Parameter, Program
+
+_PART = "/rows"
+
+
+def rows_per_rank(param: Parameter, mesh: Mesh) -> int:
+    """How many rows each rank updates, padding included."""
+    return -(-param.spec.shape[0] // mesh.size(param.shard))
+
+
+def spec_of_rows(param: Parameter, mesh: Mesh) -> TensorSpec:
+    """What each rank updates of the parameter."""
+    if not param.shard:
+        return param.spec
+    return param.spec.with_shape((rows_per_rank(param, mesh), *param.spec.shape[1:]))
+
+
+def padding_of(param: Parameter, mesh: Mesh) -> int:
+    """The rows that the last ranks update beyond those that the parameter has."""
+    return rows_per_rank(param, mesh) * mesh.size(param.shard) - param.spec.shape[0]
+
+
+def name_of_rows(name: str) -> str:
+    """The name of the node that gives a rank its rows of this parameter."""
+    return f"shard/{name}{_PART}"
+
+
+def gives_rows(node: fx.Node) -> bool:
+    """Whether a node gives a rank its rows of a parameter."""
+    name = info(node).name
+    return name.startswith("shard/") and name.endswith(_PART)
+
+
+def parameter_of_rows(node: fx.Node) -> str:
+    """The name of the parameter of which a node gives a rank its rows."""
+    return info(node).name.removeprefix("shard/").removesuffix(_PART)
+
+
+def group_of_rows(node: fx.Node) -> str:
+    """The mesh axes over which these rows are divided. Raises ValueError for rows that do not follow from a rank."""
+    begin = node.args[2] if len(node.args) > 2 else None
+    index = begin.args[0] if isinstance(begin, fx.Node) and begin.args else None
+    if not isinstance(index, fx.Node) or index.target is not axis_index:
+        raise ValueError(f"{info(node).name} are no rows that follow from axis_index")
+    return str(index.args[0])
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether an update gets this as a parameter or as its state, not as a gradient."""
+    return node.op == "placeholder" or gives_rows(node)
+
+
+def updated(program: Program, name: str) -> fx.Node:
+    """The node that an update writes for this parameter: the parameter, or the rank's rows of it."""
+    found: fx.Node | None = program.placeholder("parameter", name)
+    if program.params[name].shard:
+        wanted = name_of_rows(name)
+        found = next((node for node in program.graph.nodes if has_info(node) and info(node).name == wanted), None)
+    assert found is not None, "what is updated is an input, or rows of one"
+    return found

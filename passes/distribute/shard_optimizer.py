@@ -1,0 +1,165 @@
+"""Divide updates among the ranks: of each reduced gradient a rank gets the rows that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
+from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
+from commfuse_fx.ir.shard_rows import padding_of, spec_of_rows
+from commfuse_fx.passes.declaration import Pass, Situation
+
+SHARDED, WHOLE = "sharded updates", "updated by every rank"
+"""Topics of notes."""
+
+_ELEMENTWISE = (aten._to_copy.default, aten.clone.default)
+
+
+@dataclass(frozen=True)
+class ShardOptimizer(Pass):
+    """The all_reduce of a gradient becomes a reduce_scatter of its rows (Rajbhandari et al., "ZeRO: memory
+    optimizations toward training trillion parameter models", 2020). `gather_parameters` gathers what is updated.
+
+    threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded.
+    """
+
+    name = "shard_optimizer"
+    numerics = "defines"
+    requires = ("reduced",)
+    ensures = ("sharded",)
+
+    threshold: int = 64
+    pad: bool = False
+
+    @classmethod
+    def when(cls, situation: Situation) -> ShardOptimizer | None:
+        asked = situation.config.parallel_optimizer
+        if asked is None:
+            return None
+        return cls(asked.parallel_optimizer_threshold, asked.pad)
+
+    def __call__(self, program: Program) -> bool:
+        if program.optimizer is None or not program.grads:
+            return False
+        _refuse_unknown(program.optimizer)
+        held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
+        build, done = Builder(program), False
+        for start, names in list(self._reductions(program, held)):
+            for name in names:
+                group = group_of(start)
+                program.params[name] = replace(program.params[name], shard=group)
+                ranks, rows = program.mesh.size(group), spec_of_rows(program.params[name], program.mesh).shape[0]
+                program.note(SHARDED, name, f"{ranks} ranks over {group} update {rows} rows each")
+            _scatter(build, start, names)
+            done = True
+        program.set_output()
+        return done
+
+    def _reductions(self, program: Program, held: dict[str, None]) -> Iterator[tuple[fx.Node, list[str]]]:
+        """The starts that reduce gradients of parameters to divide, each with their names."""
+        names_of: dict[fx.Node, list[str]] = {}
+        for name, grad in program.grads.items():
+            start = _reduction(grad)
+            if name not in held:
+                continue
+            if start is None:
+                program.note(WHOLE, name, "its gradient is not reduced over several ranks")
+            else:
+                names_of.setdefault(start, []).append(name)
+        for start, names in names_of.items():
+            reasons = {name: self._why_not(program, start, name) for name in names}
+            if any(reasons.values()):
+                for name, reason in reasons.items():
+                    program.note(WHOLE, name, reason or "its gradient is also that of a parameter which is not divided")
+            else:
+                yield start, names
+
+    def _why_not(self, program: Program, start: fx.Node, name: str) -> str:
+        """Why the update of a parameter is not divided; "" if it is."""
+        param = program.params[name]
+        ways, kib = program.mesh.size(group_of(start)), param.spec.nbytes / 1024
+        if not param.parallel_optimizer:
+            return "it is marked with parallel_optimizer = False"
+        if not param.spec.shape:
+            return "it is a scalar, which has no rows"
+        if kib < self.threshold:
+            return f"it has {kib:.3g} KiB, less than parallel_optimizer_threshold={self.threshold}"
+        if not param.is_block or not param.spec.is_contiguous:
+            return "it shares memory, or its rows do not lie one after another"
+        if tensor_spec(start).shape != param.spec.shape or not _serves_only(start, program):
+            return "its gradient is reduced together with other values"
+        if param.spec.shape[0] % ways and not self.pad:
+            return (
+                f"its first dimension of {param.spec.shape[0]} does not divide by {ways} ranks; "
+                'parallel_optimizer_config={"pad": True} pads it'
+            )
+        return ""
+
+
+def _refuse_unknown(optimizer: OptimizerInfo) -> None:
+    if optimizer.rule == "opaque":
+        raise ConfigValueError(
+            f"enable_parallel_optimizer=True with {optimizer.class_name}: {optimizer.why_opaque}, so it is not known "
+            "whether its update of some rows of a parameter is the same as that of the whole; use an optimizer that "
+            "the compiler has a rule for (docs: parallel optimizer), or leave enable_parallel_optimizer out"
+        )
+
+
+def _reduction(grad: fx.Node) -> fx.Node | None:
+    """The all_reduce that a gradient comes from, through casts and copies."""
+    while grad.target in _ELEMENTWISE:
+        grad = grad.all_input_nodes[0]
+    if not is_wait(grad):
+        return None
+    start = grad.all_input_nodes[0]
+    return start if is_start(start) and kind_of(start) == "all_reduce" else None
+
+
+def _chain(start: fx.Node) -> list[fx.Node]:
+    """The wait of a start, and the casts and copies that follow from it."""
+    found = [user for user in start.users if is_wait(user)]
+    for node in found:
+        found.extend(user for user in node.users if user.target in _ELEMENTWISE)
+    return found
+
+
+def _serves_only(start: fx.Node, program: Program) -> bool:
+    """Whether all that follows from a reduction are gradients."""
+    chain = _chain(start)
+    known = dict.fromkeys((*chain, program.output))
+    return not any(user not in known for node in chain for user in node.users)
+
+
+def _scatter(build: Builder, start: fx.Node, names: list[str]) -> None:
+    """Reduce and scatter the rows of a gradient in place of reducing all of them on every rank."""
+    program = build.program
+    param: Parameter = program.params[names[0]]
+    mesh, group, details = program.mesh, group_of(start), collective_of(start)
+    value, op = start.args[0], start.args[1]
+    assert isinstance(value, fx.Node)
+    rows, padding = spec_of_rows(param, mesh), padding_of(param, mesh)
+    wire = rows.with_dtype(details.dtype)
+    with build.before(start):
+        if padding:
+            value = build.padded(value, padding, info(start), f"shard/{names[0]}/padded_gradient")
+        made = build.call(
+            c10d.reduce_scatter_tensor.default,
+            (value, op, mesh.size(group), group),
+            spec=wire,
+            like=info(start),
+            name=f"reduce/{names[0]}/reduce_scatter",
+            collective=replace(details, kind="reduce_scatter"),
+            phase="backward",
+        )
+    for node in _chain(start):
+        info(node).spec = rows.with_dtype(tensor_spec(node).dtype)
+    replace_all(program, {start: made})
+    program.graph.erase_node(start)
+    program.names.release(info(start).name)

@@ -1,0 +1,227 @@
+"""Updates that real ranks share among them: the training of plain data parallel, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import commfuse_fx as cf
+from commfuse_fx.errors import CollectiveError
+from commfuse_fx.runtime.execute import wire
+from tests.distributed.harness import Ranks
+
+pytestmark = pytest.mark.dist
+
+STEPS = 5
+SMALL = {"parallel_optimizer_threshold": 0, "pad": True}
+OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "apart": {"comm_fusion": {"openstate": False}},
+    "optimal": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
+    "across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"},
+    "bf16 gradients in their own type": {"gradient_fp32_sync": False},
+    "level 2": {},
+}
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 26), nn.Tanh(), nn.Linear(26, 13), nn.Tanh(), nn.Linear(13, 4)).to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(6, 12, generator=made).to(dtype), torch.randint(0, 4, (6,), generator=made)
+
+
+def beside_ddp(name: str) -> float:
+    """The largest difference of a parameter or a state from those of DistributedDataParallel."""
+    options = {**SMALL, **({"level": 2} if name == "level 2" else {})}
+    net, twin = model(), DistributedDataParallel(model())
+    optimizer, eager = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (net, twin))
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=optimizer, enable_parallel_optimizer=True,
+        parallel_optimizer_config=options, **VARIANTS[name],
+    )  # fmt: skip
+    for number in range(STEPS):
+        x, y = batch(number)
+        loss = step(x, y)
+        eager.zero_grad()
+        want = F.cross_entropy(twin(x), y)
+        want.backward()
+        eager.step()
+        torch.testing.assert_close(loss, want.detach())
+    pairs = list(zip(net.parameters(), twin.parameters(), strict=True))
+    states, others = optimizer.state_dict()["state"], eager.state_dict()["state"]
+    pairs += [(states[i][key], others[i][key]) for i in others for key in others[i]]
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_is_that_of_ddp(ranks: Ranks, name: str, size: int) -> None:
+    assert max(ranks.values(beside_ddp, name, size=size)) < 1e-12
+
+
+def low_precision() -> list[list[torch.Tensor]]:
+    found = []
+    for options in ({}, {"enable_parallel_optimizer": True, "parallel_optimizer_config": SMALL}):
+        net = model(torch.bfloat16)
+        step = cf.compile(
+            net, loss_fn=F.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **options
+        )
+        for number in range(STEPS):
+            step(*batch(number, torch.bfloat16))
+        sums = [each for each in step.lower(*batch(0, torch.bfloat16)).collectives if each.phase == "backward"]
+        assert sums and all(each.dtype == torch.float32 for each in sums)
+        found.append([param.detach().clone() for param in net.parameters()])
+    return found
+
+
+def test_bf16_gradients_are_summed_in_fp32(ranks: Ranks) -> None:
+    (plain, divided), other = ranks.values(low_precision)
+    assert all(map(torch.equal, divided, other[1]))
+    for param, want in zip(divided, plain, strict=True):  # list kernels round the end of a tensor otherwise
+        torch.testing.assert_close(param, want, rtol=2**-7, atol=2**-9)
+
+
+def holds_rows() -> tuple[int, int]:
+    """Bytes of optimizer state that this rank allocates in its first step, divided and whole."""
+    found = []
+    for options in ({"enable_parallel_optimizer": True}, {}):
+        net = nn.Linear(512, 512, bias=False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = cf.compile(net, loss_fn=F.mse_loss, optimizer=optimizer, **options)
+        x = torch.randn(4, 512)
+        step(x, x)
+        with torch._C.DisableTorchFunctionSubclass():
+            seen = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+            shown = sum(value.untyped_storage().nbytes() for value in seen)
+        shards = step.session.runners.executors.shards
+        held = [] if shards is None else [value for each in shards._divided for value in each.state.values()]
+        found.append(shown + sum(value.untyped_storage().nbytes() for value in held if value.ndim))
+    return found[0], found[1]
+
+
+def test_a_rank_holds_the_states_of_its_rows(ranks: Ranks) -> None:
+    for size in (2, 4):
+        for held, whole in ranks.values(holds_rows, size=size):
+            assert whole == 2 * 4 * 512 * 512 and held == whole / size
+
+
+def goes_on_from_its_state() -> float:
+    """The state of a divided step, taken by one that divides nothing, and by one that divides otherwise."""
+    given: dict[str, Any] = {}
+    found: list[list[torch.Tensor]] = []
+    for options in (SMALL, None, {"parallel_optimizer_threshold": 0}):
+        net = model()
+        divided = {} if options is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": options}
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        step = cf.compile(net, loss_fn=F.cross_entropy, optimizer=optimizer, **divided)
+        if given:
+            step.load_state_dict(given)
+        else:
+            for number in range(STEPS):
+                step(*batch(number))
+            given = copy.deepcopy(step.state_dict())
+        for number in range(STEPS):
+            step(*batch(number))
+        found.append([param.detach().clone() for param in net.parameters()])
+    return max((one - two).abs().max().item() for other in found[1:] for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_sharding_goes_on_from_its_state(ranks: Ranks, size: int) -> None:
+    assert max(ranks.values(goes_on_from_its_state, size=size)) < 1e-13
+
+
+def reads_on_one_rank() -> str:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=optimizer, enable_parallel_optimizer=True,
+        parallel_optimizer_config=SMALL,
+    )  # fmt: skip
+    step(*batch(0))
+    if dist.get_rank() == 0:
+        copy.deepcopy(net.state_dict())  # parameters are whole on every rank
+        try:
+            copy.deepcopy(optimizer.state_dict())
+        except CollectiveError as error:
+            return str(error)
+    return ""
+
+
+def test_parameters_are_read_alone_and_states_together(ranks: Ranks) -> None:
+    said, _ = ranks.values(reads_on_one_rank, world_timeout=6.0)
+    assert "is done by all ranks together" in said and "optimizer's state" in said
+
+
+def is_killed_before_it_gathers() -> str:
+    net = model()
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        enable_parallel_optimizer=True, parallel_optimizer_config=SMALL,
+    )  # fmt: skip
+    step(*batch(0))
+    if dist.get_rank() == 1:
+        started = wire.all_gather_single
+
+        def die(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return started(*args, **kwargs)
+
+        wire.all_gather_single = die
+    try:
+        step(*batch(1))
+    except CollectiveError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_rank_that_dies_before_rows_are_gathered_leaves_nobody_waiting(ranks: Ranks) -> None:
+    one, other = ranks.run(is_killed_before_it_gathers, world_timeout=20.0)
+    assert other.died == -signal.SIGKILL
+    assert "all_gather failed" in one.value and "load a checkpoint" in one.value
+
+
+def refuses(what: str) -> str:
+    net = model()
+    given: dict[str, Any] = {
+        "module": {},
+        "no optimizer": {"loss_fn": F.cross_entropy},
+        "opaque": {"loss_fn": F.cross_entropy, "optimizer": Lamb(net.parameters(), lr=0.1)},
+    }[what]
+    try:
+        step = cf.compile(net, enable_parallel_optimizer=True, parallel_optimizer_config=SMALL, **given)
+        step(*batch(0))
+    except cf.CommFuseError as error:
+        return str(error)
+    return ""
+
+
+class Lamb(torch.optim.SGD):
+    """Its update mixes the elements of a parameter."""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("module", "not available yet for the module form"),
+        ("no optimizer", "without an optimizer"),
+        ("opaque", "enable_parallel_optimizer=True with Lamb: Lamb has no rule in the compiler"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks, what: str, message: str) -> None:
+    one, other = ranks.values(refuses, what)
+    assert one == other and message in one

@@ -1,0 +1,279 @@
+"""Updates that ranks share among them: parameters and states are those of one device and of plain data parallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.virtual.virtual_world import LockstepWorld
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01, weight_decay=0.01),
+}
+STEPS, ROWS = 5, 6
+SMALL = {"parallel_optimizer_threshold": 0, "pad": True}
+
+
+class Odd(nn.Module):
+    """Weights whose rows divide and others, a scalar, a tied weight, a frozen one and one of a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into = nn.Linear(12, 24)
+        self.odd = nn.Linear(24, 13)
+        self.back = nn.Linear(13, 24)
+        self.tied = nn.Linear(24, 13)
+        self.tied.weight = self.odd.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.row = nn.Parameter(torch.randn(1, 13))
+        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.odd(torch.tanh(self.into(x))) * self.scale + self.row
+        return self.tied(torch.tanh(self.back(hidden))) + self.frozen
+
+
+def batches(ranks: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(ranks * ROWS, 12, generator=made, dtype=torch.float64)
+    y = torch.randint(0, 13, (ranks * ROWS,), generator=made)
+    return list(zip(x.chunk(ranks), y.chunk(ranks), strict=True))
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
+
+
+def compiled(ranks: int, optimizer: str, options: dict[str, Any] | None, **others: Any) -> LockstepWorld:
+    model = Odd().double()
+    made = OPTIMIZERS[optimizer](groups_of(model))
+    divided = {} if options is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": options}
+    step = cf.compile(
+        model, loss_fn=F.cross_entropy, optimizer=made, device_num=ranks, global_rank=0, **divided, **others
+    )
+    return LockstepWorld(step)
+
+
+def trained(world: LockstepWorld, drop: Sequence[str] = ()) -> LockstepWorld:
+    for step in range(STEPS):
+        world(batches(len(world.models), step), drop=drop)
+    return world
+
+
+def on_one_device(ranks: int, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Odd().double()
+    made = OPTIMIZERS[optimizer](groups_of(model))
+    for step in range(STEPS):
+        made.zero_grad()
+        parts = batches(ranks, step)
+        sum(F.cross_entropy(model(x), y) for x, y in parts).div(ranks).backward()
+        made.step()
+    return model, made
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state_dict()["state"][number] for number in sorted(optimizer.state_dict()["state"])]
+
+
+@pytest.mark.parametrize("fusion", [None, {"openstate": False}], ids=["fused", "apart"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_is_that_of_one_device(optimizer: str, ranks: int, fusion: Any) -> None:
+    world = trained(compiled(ranks, optimizer, SMALL, comm_fusion=fusion))
+    model, eager = on_one_device(ranks, optimizer)
+    for each, other in zip(world.models, world.optimizers, strict=True):
+        for (name, param), (_, want) in zip(each.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(param, want, rtol=1e-9, atol=1e-12, msg=name)
+        assert other is not None
+        for state, want_state in zip(states_of(other), states_of(eager), strict=True):
+            assert list(state) == list(want_state)
+            torch.testing.assert_close(state, want_state, rtol=1e-9, atol=1e-12, check_dtype=False)
+
+
+@pytest.mark.parametrize("options", [{"parallel_optimizer_threshold": 0}, SMALL], ids=["divides", "padded"])
+def test_on_two_ranks_every_bit_is_that_of_plain_data_parallel(options: dict[str, Any]) -> None:
+    divided, plain = trained(compiled(2, "adamw", options)), trained(compiled(2, "adamw", None))
+    for one, other in zip(divided.models, plain.models, strict=True):
+        for param, want in zip(one.parameters(), other.parameters(), strict=True):
+            # Kernels round the last elements of a tensor, which fill no vector, otherwise than those in its middle.
+            torch.testing.assert_close(param, want, rtol=1e-14, atol=1e-16)
+
+
+def test_a_rank_holds_the_states_of_its_rows_alone() -> None:
+    world = trained(compiled(3, "adamw", SMALL))
+    held = [
+        sum(value.nbytes for each in shards._divided for value in each.state.values() if value.ndim)
+        for shards in (ranks.shards for ranks in world._ranks)
+        if shards is not None
+    ]
+    padded = sum(-(-param.shape[0] // 3) * 3 * param[0].numel() for param in world.models[0].parameters() if
+                 param.requires_grad and param.ndim)  # fmt: skip
+    assert held == [2 * 8 * padded // 3] * 3
+
+
+def collectives(world: LockstepWorld) -> list[Any]:
+    return world.step.lower(*batches(1, 0)[0]).collectives
+
+
+def test_one_reduce_scatter_and_one_all_gather_for_each_divided_parameter() -> None:
+    world = compiled(2, "adamw", SMALL, comm_fusion={"openstate": False})
+    kinds = [each.kind for each in collectives(world)]
+    # All that are trained but the scalar.
+    assert kinds.count("reduce_scatter") == kinds.count("all_gather") == 8 and kinds.count("all_reduce") == 1
+    for each in collectives(world):
+        if each.kind != "all_reduce":
+            param = dict(world.step.model.named_parameters())[each.members[0]]
+            assert each.bytes == param.nbytes and each.phase == ("update" if each.kind == "all_gather" else "backward")
+
+
+def test_every_collective_is_needed() -> None:
+    want = trained(compiled(3, "adamw", SMALL, comm_fusion={"openstate": False}))
+    names = [node.meta["commfuse"].name for node in _starts(want)]
+    assert len(names) == 17
+    for name in names:
+        world = trained(compiled(3, "adamw", SMALL, comm_fusion={"openstate": False}), drop=[name])
+        same = all(
+            torch.allclose(param, other, rtol=1e-7, atol=1e-9)
+            for one, two in zip(world.models, want.models, strict=True)
+            for param, other in zip(one.parameters(), two.parameters(), strict=True)
+        )
+        assert not same, name
+
+
+def _starts(world: LockstepWorld) -> list[Any]:
+    lowered = world.step.lower(*batches(1, 0)[0])
+    return [node for node in lowered.graph_module.graph.nodes if node.meta["commfuse"].collective is not None]
+
+
+class Weights(nn.Module):
+    """Two weights of 72 and 56 KiB, and one that is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(72, 256))
+        self.small = nn.Parameter(torch.randn(56, 256))
+        self.kept = nn.Parameter(torch.randn(72, 256))
+        self.kept.parallel_optimizer = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.large.t()).sum() + (x @ self.small.t()).sum() * (x @ self.kept.t()).sum()) / 1e3
+
+
+@pytest.mark.parametrize(
+    ("threshold", "divided"),
+    [(None, ["large"]), (100, []), (57, ["large"]), (56, ["small", "large"])],
+)
+def test_the_threshold_is_a_minimum_in_kib(threshold: int | None, divided: list[str]) -> None:
+    model = Weights()
+    options = None if threshold is None else {"parallel_optimizer_threshold": threshold}
+    step = cf.compile(
+        model, form="step", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device_num=4, global_rank=1,
+        enable_parallel_optimizer=True, parallel_optimizer_config=options, comm_fusion={"openstate": False},
+    )  # fmt: skip
+    lowered = step.lower(torch.randn(3, 256))
+    found = [each.members[0] for each in lowered.collectives if each.kind == "all_gather"]
+    assert sorted(found) == sorted(divided)
+    text = lowered.explain().text()
+    assert "kept: it is marked with parallel_optimizer = False" in text
+    if threshold == 100:
+        assert "large: it has 72 KiB, less than parallel_optimizer_threshold=100" in text
+
+
+def test_fusion_ids_sizes_and_modes_hold_for_both_kinds() -> None:
+    def buckets(fusion: Any, ids: Sequence[int] = ()) -> dict[str, list[int]]:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))  # 0.25 MiB each
+        for layer, number in zip(model, ids, strict=False):
+            cf.set_comm_fusion(layer, number)
+        step = cf.compile(
+            model, fusion, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device_num=4,
+            enable_parallel_optimizer=True,
+        )  # fmt: skip
+        x = torch.randn(2, 256)
+        found: dict[str, list[int]] = {}
+        for each in step.lower(x, x).collectives:
+            found.setdefault(each.kind, []).append(len(each.members))
+        return found
+
+    def both(*sizes: int) -> dict[str, list[int]]:
+        return {"reduce_scatter": list(sizes), "all_gather": list(sizes)}
+
+    size = {"mode": "size", "config": 1}
+    assert buckets(None) == both(6)
+    assert buckets({"openstate": False}) == both(1, 1, 1, 1, 1, 1)
+    assert buckets({"allgather": size, "reducescatter": size}) == both(4, 2)
+    assert buckets({"allgather": size}) == {"reduce_scatter": [6], "all_gather": [4, 2]}
+    apart = buckets({"openstate": True}, ids=[1, 1, 2, 2, 0, 0])
+    assert {kind: sorted(found) for kind, found in apart.items()} == both(1, 1, 2, 2)
+
+
+def test_evaluation_leaves_the_states_divided() -> None:
+    world = trained(compiled(2, "adamw", SMALL))
+    shards = world._ranks[0].shards
+    assert shards is not None and shards.is_divided
+    for model in world.models:
+        model.eval()
+    world(batches(2, 0))
+    for model in world.models:
+        model.train()
+    trained(world)
+    assert world._ranks[0].shards is shards and shards.is_divided
+
+
+def test_states_that_are_loaded_are_divided_again() -> None:
+    world, again = trained(compiled(2, "adamw", SMALL)), compiled(2, "adamw", SMALL)
+    for model, optimizer, source, other in zip(
+        again.models, again.optimizers, world.models, world.optimizers, strict=True
+    ):
+        assert optimizer is not None and other is not None
+        model.load_state_dict(source.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    trained(world)
+    trained(again)
+    for one, two in zip(world.models, again.models, strict=True):
+        for param, want in zip(one.parameters(), two.parameters(), strict=True):
+            assert torch.equal(param, want)
+
+
+def test_states_that_two_steps_share_are_gathered_before_the_other_one_takes_them() -> None:
+    """`load_state_dict` copies no tensor that has the right type and device."""
+    world, again = trained(compiled(2, "adamw", SMALL)), compiled(2, "adamw", SMALL)
+    trained(again)
+    for optimizer, other in zip(again.optimizers, world.optimizers, strict=True):
+        assert optimizer is not None and other is not None
+        optimizer.load_state_dict(other.state_dict())
+    want = [copy.deepcopy(states_of(other)) for other in world.optimizers if other is not None]
+    trained(world)  # which divides its states again
+    for optimizer, state in zip(again.optimizers, want, strict=True):
+        assert optimizer is not None and [each["exp_avg"].shape for each in states_of(optimizer)] == [
+            each["exp_avg"].shape for each in state
+        ]
+    trained(again)
+
+
+def test_parameters_that_the_user_writes_are_used() -> None:
+    world, plain = compiled(2, "sgd", SMALL), compiled(2, "sgd", None)
+    for each in (world, plain):
+        trained(each)
+        for model in each.models:
+            with torch.no_grad():
+                model.into.weight.mul_(0.5)
+                model.odd.bias.data = torch.ones(13, dtype=torch.float64)
+        trained(each)
+    for one, two in zip(world.models, plain.models, strict=True):
+        for param, want in zip(one.parameters(), two.parameters(), strict=True):
+            torch.testing.assert_close(param, want, rtol=1e-12, atol=1e-14)
