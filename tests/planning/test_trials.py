@@ -68,6 +68,19 @@ def test_a_hopeless_plan_has_two_turns() -> None:
     assert trials.winner == 2 and trials.is_conclusive
 
 
+def test_a_default_that_is_beaten_by_far_has_two_turns_too() -> None:
+    trials = run(lambda plan, _: [1.0, 0.7, 0.9][plan])  # 0.9 is hopeless beside 0.7
+    assert (trials.winner, len(trials.rounds)) == (1, 2) and trials.is_conclusive
+    close = run(lambda plan, number: [1.0, 0.7, 0.69][plan])
+    assert close.winner in (1, 2) and [0 in each for each in close.rounds][:3] == [True, True, False]
+    noisy = run(lambda plan, number: [1.0, 0.7 if number == 1 else 1.0, 1.0][plan])
+    assert noisy.winner == 0 and all(0 in each for each in noisy.rounds)
+
+
+def test_what_takes_the_place_of_the_default_may_be_beaten_itself() -> None:
+    assert run(lambda plan, number: [1.0, 0.7, 0.71 if number < 3 else 0.6][plan]).winner == 2
+
+
 def test_alone_there_is_nothing_to_try() -> None:
     assert Trials(["default"]).is_over and Trials(["default"]).next == 0
     assert run(lambda plan, _: [1.0, 2.0][plan], plans=2).winner == 0
@@ -78,6 +91,6 @@ def test_trials_may_end_before_their_time(turns: int) -> None:
     """With too few rounds nothing is clear, so the default stays."""
     trials = Trials(["default", "one"])
     for _ in range(turns):
-        trials.add([1.0, 0.5][trials.next])
+        trials.add([1.0, 0.9][trials.next])
     trials.stop()
     assert trials.is_over and trials.next == 0 and not trials.is_conclusive
