@@ -22,7 +22,7 @@ from commfuse_fx.capture.model_structure import (
     marks_in,
 )
 from commfuse_fx.capture.tree import Structure
-from commfuse_fx.kernels.update_rules import optimizer_key
+from commfuse_fx.kernels.described_optimizer import optimizer_key
 from commfuse_fx.sharding.marking.marks import marks_made
 
 _IS_TRAINING = operator.attrgetter("training")

@@ -15,7 +15,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
-from commfuse_fx.kernels.update_rules import check_optimizer
+from commfuse_fx.kernels.described_optimizer import check_optimizer
 from commfuse_fx.support.checks import check_choice, is_int, show
 
 

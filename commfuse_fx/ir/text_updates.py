@@ -23,7 +23,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov", "maximize"),
     "adagrad": ("maximize",),
     "rmsprop": ("momentum", "centered", "maximize", "weight_decay"),
-    "nadam": ("decoupled", "maximize"),
+    **dict.fromkeys(("nadam", "radam"), ("decoupled", "maximize")),
+    **dict.fromkeys(("adamax", "adadelta", "asgd", "rprop"), ("maximize",)),
 }
 """The flags of each rule, in the order in which the optimizer's groups have them."""
 
@@ -34,6 +35,11 @@ _CLASSES = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
     "nadam": "NAdam",
+    "radam": "RAdam",
+    "adamax": "Adamax",
+    "adadelta": "Adadelta",
+    "asgd": "ASGD",
+    "rprop": "Rprop",
 }
 
 _SHOWN_BY = {

@@ -11,7 +11,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.shard_rows import is_parameter
 
-SCALARS = ("step", "mu_product")
+SCALARS = ("step", "mu_product", "eta", "mu")
 """States of optimizers that are one number per parameter."""
 
 

@@ -1,8 +1,9 @@
 """Updates that are one op each, and run torch.optim's own code on the tensors of the op.
 
 On the CPU that is the code for one tensor after another, on CUDA the one for lists, with `capturable=True`: ops run in
-its order. Both are right for any strides. A list of numbers, such as step counts, has one tensor per tensor of
-parameters, with a number for each parameter in it. Parameters in one tensor have equal numbers.
+its order. Numbers are in double precision on both, and any strides are right. A list of numbers, such as step counts,
+has one tensor per tensor of parameters, with a number for each parameter in it. Parameters in one tensor have equal
+numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.adadelta import adadelta
+from torch.optim.adamax import adamax
+from torch.optim.asgd import asgd
 from torch.optim.nadam import nadam
+from torch.optim.radam import radam
+from torch.optim.rprop import rprop
 
 from commfuse_fx.ir.meta import TensorSpec
 
@@ -58,16 +64,17 @@ def _run(
     """counts: how many of the lists, the last ones, are of numbers. foreach: None leaves the choice to torch.optim."""
     states, numbers = lists[:-counts], lists[-counts:]
     firsts = [[each.view(-1)[0] for each in held] for held in numbers]
-    capturable = _on_cuda(self)
-    if not capturable and isinstance(settings.get("lr"), torch.Tensor):
+    if capturable := _on_cuda(self):
+        firsts = [[first.double() for first in held] for held in firsts]
+    elif isinstance(settings.get("lr"), torch.Tensor):
         settings["lr"] = float(settings["lr"])
     if "decoupled" in settings:
         settings["decoupled_weight_decay"] = settings.pop("decoupled")
     update(self, grads, *states, *firsts, foreach=foreach, capturable=capturable, **settings)
-    for held in numbers:
-        for each in held:
-            if each.numel() > 1:
-                each.fill_(each[0])
+    for held, found in zip(numbers, firsts, strict=True):
+        for each, first in zip(held, found, strict=True):
+            if capturable or each.numel() > 1:
+                each.fill_(first)
 
 
 def _on_cuda(params: Tensors) -> bool:
@@ -98,15 +105,43 @@ def _define(name: str, signature: str, kernel: Callable[..., None]) -> None:
     torch.library.impl(f"commfuse::{name}", "CompositeExplicitAutograd", lib=_library)(kernel)
 
 
+_ADAM = "float lr, float beta1, float beta2, float weight_decay, float eps"
+_DECOUPLED = "bool decoupled, bool maximize"
+
 WHOLE_UPDATES: dict[str, WholeUpdate] = {
     "nadam": _defined(
         nadam,
         "exp_avgs exp_avg_sqs",
         "mu_products steps",
-        "float lr, float beta1, float beta2, float weight_decay, float eps, float momentum_decay, "
-        "bool decoupled, bool maximize",
+        f"{_ADAM}, float momentum_decay, {_DECOUPLED}",
         passes=22,
         scratch=(2, 2),
+    ),
+    "radam": _defined(radam, "exp_avgs exp_avg_sqs", "steps", f"{_ADAM}, {_DECOUPLED}", passes=28, scratch=(5, 1)),
+    "adamax": _defined(adamax, "exp_avgs exp_infs", "steps", f"{_ADAM}, bool maximize", passes=16, scratch=(1, 2)),
+    "adadelta": _defined(
+        adadelta,
+        "square_avgs acc_deltas",
+        "steps",
+        "float lr, float rho, float eps, float weight_decay, bool maximize",
+        passes=27,
+        scratch=(2, 2),
+    ),
+    "asgd": _defined(
+        asgd,
+        "axs",
+        "mus etas steps",
+        "float lr, float lambd, float t0, float alpha, float weight_decay, bool maximize",
+        passes=7,
+        scratch=(0, 1),
+    ),
+    "rprop": _defined(
+        rprop,
+        "prevs step_sizes",
+        "steps",
+        "float etaminus, float etaplus, float step_size_min, float step_size_max, bool maximize",
+        passes=40,
+        scratch=(3, 3),
     ),
 }
 """By the rule of the optimizer."""

@@ -1,8 +1,6 @@
-"""The optimizers whose update the compiler writes into the graph, and how they map onto fused kernels.
+"""The optimizers whose update the compiler writes into the graph, and how they map onto kernels.
 
-The user's torch.optim object decides: its class picks the rule, its param groups give the flags (part
-of the graph) and the hyper-parameters (read at every step). An optimizer with no rule here is called
-as it is, as one opaque node at the end of the step.
+Flags of param groups are part of the graph. Hyper-parameters are read at every step.
 """
 
 from __future__ import annotations
@@ -12,10 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo
 
 Flags = Mapping[str, Any]
 
@@ -37,6 +31,10 @@ class Rule:
     hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
     scalars: tuple[str, ...] = ("step",)
     initial: Mapping[str, Callable[[Mapping[str, Any]], float]] = field(default_factory=dict)
+
+    def value_at_first(self, state: str, group: Mapping[str, Any]) -> float:
+        """What a new state is filled with."""
+        return self.initial[state](group) if state in self.initial else 0.0
 
 
 def _adam_flags(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +65,20 @@ def _floats(*names: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return lambda group: {name: _number(group[name]) if name == "lr" else float(group[name]) for name in names}
 
 
+def _only_maximize(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"maximize": bool(group["maximize"])}
+
+
+def _decoupled_flags(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"decoupled": bool(group["decoupled_weight_decay"]), "maximize": bool(group["maximize"])}
+
+
+def _rprop_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The learning rate is where step sizes begin, and is not read again."""
+    etas, sizes = map(float, group["etas"]), map(float, group["step_sizes"])
+    return dict(zip(("etaminus", "etaplus", "step_size_min", "step_size_max"), (*etas, *sizes), strict=True))
+
+
 ADAM = Rule(
     "adam",
     states=lambda flags: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags["amsgrad"] else ())),
@@ -88,7 +100,7 @@ SGD = Rule(
 ADAGRAD = Rule(
     "adagrad",
     states=lambda flags: ("sum",),
-    flags=lambda group: {"maximize": bool(group["maximize"])},
+    flags=_only_maximize,
     hyper=_floats("lr", "lr_decay", "weight_decay", "eps"),
 )
 RMSPROP = Rule(
@@ -109,97 +121,46 @@ RMSPROP = Rule(
 NADAM = Rule(
     "nadam",
     states=lambda flags: ("exp_avg", "exp_avg_sq"),
-    flags=lambda group: {
-        "decoupled": bool(group["decoupled_weight_decay"]),
-        "maximize": bool(group["maximize"]),
-    },
+    flags=_decoupled_flags,
     hyper=lambda group: {**_adam_hyper(group), "momentum_decay": float(group["momentum_decay"])},
     scalars=("step", "mu_product"),
     initial={"mu_product": lambda group: 1.0},
 )
+RADAM = Rule("radam", lambda flags: ("exp_avg", "exp_avg_sq"), _decoupled_flags, _adam_hyper)
+ADAMAX = Rule("adamax", lambda flags: ("exp_avg", "exp_inf"), _only_maximize, _adam_hyper)
+ADADELTA = Rule(
+    "adadelta",
+    states=lambda flags: ("square_avg", "acc_delta"),
+    flags=_only_maximize,
+    hyper=_floats("lr", "rho", "eps", "weight_decay"),
+)
+ASGD = Rule(
+    "asgd",
+    states=lambda flags: ("ax",),
+    flags=_only_maximize,
+    hyper=_floats("lr", "lambd", "t0", "alpha", "weight_decay"),
+    scalars=("step", "eta", "mu"),
+    initial={"eta": lambda group: float(group["lr"]), "mu": lambda group: 1.0},
+)
+RPROP = Rule(
+    "rprop",
+    states=lambda flags: ("prev", "step_size"),
+    flags=_only_maximize,
+    hyper=_rprop_hyper,
+    initial={"step_size": lambda group: float(group["lr"])},
+)
 
-_BY_CLASS: dict[type, Rule] = {
+BY_CLASS: dict[type, Rule] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAMW,
     torch.optim.SGD: SGD,
     torch.optim.Adagrad: ADAGRAD,
     torch.optim.RMSprop: RMSPROP,
     torch.optim.NAdam: NADAM,
+    torch.optim.RAdam: RADAM,
+    torch.optim.Adamax: ADAMAX,
+    torch.optim.Adadelta: ADADELTA,
+    torch.optim.ASGD: ASGD,
+    torch.optim.Rprop: RPROP,
 }
-RULES = {rule.name: rule for rule in _BY_CLASS.values()}
-
-
-def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Raise unless this is a torch.optim optimizer over parameters of this model."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigTypeError(f"optimizer of type {type(optimizer).__name__} is not a torch.optim.Optimizer: pass one")
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ConfigValueError(
-            f"optimizer={type(optimizer).__name__} holds no parameters: build it over model.parameters()"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigValueError(
-            "optimizer=LBFGS evaluates the loss several times in one step, which one traced step cannot: "
-            "compile with optimizer=None and call it with a closure, or use another optimizer"
-        )
-    known = {id(param) for param in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ConfigValueError(
-                    f"optimizer: parameter {position} of param group {number} (shape {tuple(param.shape)}) is not a "
-                    "parameter of the model: build the optimizer over model.parameters() of the very model passed "
-                    "to compile (after moving it to its device)"
-                )
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerInfo:
-    """The part of the optimizer that decides the graph: rule, groups and flags. Hashable, so it can be a cache key."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    rule, why = _rule_of(optimizer)
-    groups: list[OptimizerGroup] = []
-    for group in optimizer.param_groups:
-        members = tuple(names[id(param)] for param in group["params"])
-        flags = rule.flags(group) if rule else {}
-        groups.append(OptimizerGroup(members, tuple(flags.items())))
-    name = rule.name if rule else "opaque"
-    if name == "adam" and any(dict(group.flags)["decoupled"] for group in groups):
-        name = "adamw" if all(dict(group.flags)["decoupled"] for group in groups) else "opaque"
-        why = "its param groups mix coupled and decoupled weight decay" if name == "opaque" else ""
-    return OptimizerInfo(name, type(optimizer).__name__, tuple(groups), why)
-
-
-def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
-    rule = _BY_CLASS.get(type(optimizer))
-    if rule is None:
-        return None, f"{type(optimizer).__name__} has no rule in the compiler"
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooked:
-        return None, "it has step hooks"
-    if _is_replaced(vars(optimizer).get("step"), type(optimizer)):
-        return None, "its method step has been replaced"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return None, "it is differentiable"
-    if any(any(map(torch.is_complex, group["params"])) for group in optimizer.param_groups):
-        return None, "it updates complex parameters"
-    return rule, ""
-
-
-def _is_replaced(own: Any, cls: type) -> bool:
-    """Whether an optimizer's own `step` is another one than its class has. Schedulers of torch wrap that one."""
-    if own is None:
-        return False
-    return not getattr(own, "_wrapped_by_lr_sched", False) or own.__wrapped__ is not getattr(cls, "step", None)
-
-
-def optimizer_key(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Any:
-    """What of an optimizer decides the graph, cheap enough to look at before every step.
-
-    names: those of the model's parameters, by id. The key has None for any other parameter.
-    """
-    rule, why = _rule_of(optimizer)
-    groups = tuple(
-        (tuple(map(names.get, map(id, group["params"]))), tuple(rule.flags(group).items()) if rule else ())
-        for group in optimizer.param_groups
-    )
-    return (type(optimizer).__name__, why, groups)
+RULES = {rule.name: rule for rule in BY_CLASS.values()}

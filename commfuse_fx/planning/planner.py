@@ -24,7 +24,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Layouts, OptimizerInfo
 from commfuse_fx.ir.update_layout import LayoutConflict
-from commfuse_fx.kernels.update_rules import check_optimizer, describe_optimizer
+from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
 from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled

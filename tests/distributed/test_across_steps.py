@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05, t0=1),
 }
 
 

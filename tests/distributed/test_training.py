@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "momentum": momentum,
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.05, t0=1),
 }
 
 

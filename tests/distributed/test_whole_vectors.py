@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05, t0=3),
 }
 LAYOUTS: list[dict[str, Any]] = [
     {},

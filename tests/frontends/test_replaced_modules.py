@@ -132,7 +132,7 @@ each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name_
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
-    "opaque": lambda params: torch.optim.Adadelta(params, lr=0.5),
+    "opaque": lambda params: torch.optim.Adafactor(params, lr=0.1),
 }
 
 PLANS: dict[str, dict[str, Any]] = {

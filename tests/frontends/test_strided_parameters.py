@@ -36,6 +36,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adagrad": by_class(torch.optim.Adagrad, lr=0.05, lr_decay=0.1, weight_decay=0.1),
     "rmsprop": by_class(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
     "nadam": by_class(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "radam": by_class(torch.optim.RAdam, lr=0.01),
+    "adamax": by_class(torch.optim.Adamax, lr=0.01),
+    "adadelta": by_class(torch.optim.Adadelta, lr=0.5),
+    "asgd": by_class(torch.optim.ASGD, lr=0.05, t0=1, lambd=0.1),
+    "rprop": by_class(torch.optim.Rprop, lr=0.01),
     "opaque": by_class(torch.optim.Adafactor, lr=0.01),
 }
 

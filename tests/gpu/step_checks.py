@@ -25,8 +25,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
-    # On CUDA the update keeps its numbers on the device, and rounds them as with this flag.
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3, capturable=torch.cuda.is_available()),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-3),
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-3),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.1),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2, t0=2),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
 }
 
 CAPTURABLE: dict[str, MakeOptimizer] = {

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
     "rmsprop": (rmsprop, {"comm_fusion": OFF}),
     "adam": (adam, {"comm_fusion": OPTIMAL}),
     "nadam": (lambda params: torch.optim.NAdam(params, decoupled_weight_decay=True), {"comm_fusion": CUTS}),
+    "asgd": (torch.optim.ASGD, {"comm_fusion": CUTS}),
     "opaque": (lambda params: torch.optim.Adafactor(params), {"full_batch": True}),
     "across": (sgd, {"cluster": "gloo-1gbit", "schedule": cf.ScheduleConfig(across_steps=True)}),
 }
@@ -113,7 +114,7 @@ UNSAID = ("line", "origin", "module", "notes", "names", "fusion_id", "of", "cons
 constants are called."""
 
 
-@pytest.mark.parametrize("name", ["no optimizer", "sgd", "rmsprop", "adam", "nadam", "across"])
+@pytest.mark.parametrize("name", ["no optimizer", "sgd", "rmsprop", "adam", "nadam", "asgd", "across"])
 def test_what_passes_know_of_a_program_follows_from_its_text(name: str) -> None:
     program = program_of(name)
     assert list(_differences(to_dict(program), to_dict(parse_program(canonical_text(program))))) == []
@@ -176,6 +177,11 @@ def test_flags_are_those_of_the_rules() -> None:
         "adagrad": torch.optim.Adagrad,
         "rmsprop": torch.optim.RMSprop,
         "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam,
+        "adamax": torch.optim.Adamax,
+        "adadelta": torch.optim.Adadelta,
+        "asgd": torch.optim.ASGD,
+        "rprop": torch.optim.Rprop,
     }
     assert made.keys() == RULES.keys() == FLAGS.keys()
     for name, optimizer in made.items():

@@ -201,6 +201,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
     "opaque": Plain,
 }
 

@@ -103,19 +103,25 @@ def optimizers(lr: float) -> dict[str, Make]:
         "NAdam": lambda model: torch.optim.NAdam(
             model.parameters(), lr=lr, weight_decay=0.1, decoupled_weight_decay=True
         ),
+        "RAdam": lambda model: torch.optim.RAdam(
+            model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1, decoupled_weight_decay=True
+        ),
+        "Adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=lr),
+        "Adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=lr),
+        "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=lr, lambd=0.1, t0=2),
     }
     return made
 
 
+OWN = {"NAdam", "RAdam", "Adamax", "Adadelta", "ASGD"}
+"""Updates of which one op does everything, at a rate of any dtype in memory, too."""
+
 KINDS = [
     *((name, torch.float64, 1e-14) for name in optimizers(0.01)),
-    *((name, torch.float32, 1e-6) for name in ("RMSprop", "RMSprop with all", "NAdam")),
+    *((name, torch.float32, 1e-6) for name in ("RMSprop", "RMSprop with all", *sorted(OWN))),
     ("RMSprop", torch.bfloat16, 0.02),
 ]
 """Updates without a fused kernel that takes the rate from memory as it is, and how far from eager they may come."""
-
-OWN = {"NAdam"}
-"""Updates of which one op does everything, at a rate of any dtype in memory, too."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "close"), KINDS, ids=str)

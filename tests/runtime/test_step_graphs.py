@@ -28,7 +28,18 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.mark.parametrize(
     "make",
-    [adamw, sgd, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam],
+    [
+        adamw,
+        sgd,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    ],
     ids=lambda make: make.__name__,
 )
 def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:

@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
 }
 
 

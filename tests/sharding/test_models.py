@@ -271,6 +271,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.9, centered=True),
     "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
     "adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), t0=1),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=1e-3),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
     "custom": lambda m: Custom(m.parameters()),
 }
 

@@ -70,6 +70,35 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
         ),
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=9, cycle_momentum=True),
     ),
+    "radam": (by_class(torch.optim.RAdam, lr=1e-2), None),
+    "radam-all": (
+        by_class(
+            torch.optim.RAdam,
+            lr=1e-2,
+            betas=(0.8, 0.9),
+            weight_decay=0.1,
+            decoupled_weight_decay=True,
+            maximize=True,
+        ),
+        lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    ),
+    "adamax": (by_class(torch.optim.Adamax, lr=1e-2), None),
+    "adamax-all": (
+        by_class(torch.optim.Adamax, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, maximize=True),
+        lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    ),
+    "adadelta": (by_class(torch.optim.Adadelta, lr=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
+    "adadelta-all": (by_class(torch.optim.Adadelta, lr=0.5, rho=0.8, weight_decay=0.1, maximize=True), None),
+    "asgd": (by_class(torch.optim.ASGD, lr=1e-2), None),
+    "asgd-all": (
+        by_class(torch.optim.ASGD, lr=0.05, lambd=0.1, alpha=0.5, t0=2, weight_decay=0.1, maximize=True),
+        lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    ),
+    "rprop": (by_class(torch.optim.Rprop, lr=1e-3), lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
+    "rprop-all": (
+        by_class(torch.optim.Rprop, lr=1e-3, etas=(0.4, 1.5), step_sizes=(9e-4, 2e-3), maximize=True),
+        None,
+    ),
     "opaque": (by_class(torch.optim.Adafactor, lr=0.1), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.3)),
 }
 

@@ -168,10 +168,11 @@ class BoundUpdate:
 
     def _bind_state(self, segment: Segment, state: str) -> torch.Tensor:
         first = self.params[segment.members[0][0]]
+        value = self.rule.value_at_first(state, self.optimizer.param_groups[self.update.group])
         if not segment.is_flat:
             held: torch.Tensor | None = self._state_of(segment.members[0][0], state)
             if held is None or held.dtype != first.dtype or not self._lies_well(held, first):
-                old, held = held, torch.zeros_like(first.detach(), memory_format=torch.preserve_format)
+                old, held = held, torch.full_like(first.detach(), value, memory_format=torch.preserve_format)
                 if old is not None:
                     held.copy_(old)
             self._shown.append((first, state, held))
@@ -184,8 +185,7 @@ class BoundUpdate:
             flat = torch.zeros(segment.numel, dtype=first.dtype, device=first.device)
             for i, (name, offset) in enumerate(segment.members):
                 place = part_of_flat(flat, self.params[name], offset)
-                if parts[i] is not None:
-                    place.copy_(parts[i])
+                place.fill_(value) if parts[i] is None else place.copy_(parts[i])
                 parts[i] = place
             self.pool.add(state, segment, flat)
         for part, (name, _) in zip(parts, segment.members, strict=True):

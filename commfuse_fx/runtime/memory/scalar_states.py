@@ -78,8 +78,7 @@ class ScalarStates:
     def _number(self, name: str, state: str) -> float:
         held = self._held(name, state)
         if held is None:
-            initial = self.rule.initial.get(state)
-            return 0.0 if initial is None else initial(self.optimizer.param_groups[self.group])
+            return self.rule.value_at_first(state, self.optimizer.param_groups[self.group])
         if isinstance(held, torch.Tensor) and held.numel() != 1:
             raise ConfigValueError(
                 f"the optimizer's {state} of {name} has the shape {tuple(held.shape)}, and has to be one number: clear "
