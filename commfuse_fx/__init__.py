@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from commfuse_fx.inspect.explanation import CollectiveReport, Explanation, ParameterLayout
     from commfuse_fx.inspect.lowered import Lowered
     from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
+    from commfuse_fx.inspect.rank_memory import HeldBytes, RankMemory
     from commfuse_fx.ir.program import Note, Redistribution
     from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
     from commfuse_fx.machine.cluster_parts import Device, Level
@@ -90,6 +91,7 @@ __all__ = [
     "GraphDiff",
     "GraphsExplanation",
     "GroupSplit",
+    "HeldBytes",
     "Level",
     "LevelReport",
     "Lockstep",
@@ -102,6 +104,7 @@ __all__ = [
     "PassRecord",
     "PeerFailedError",
     "PlanMismatchError",
+    "RankMemory",
     "Redistribution",
     "ScheduleConfig",
     "SimulatedCollective",
@@ -155,6 +158,7 @@ _HOMES = {
     "commfuse_fx.inspect.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),
     "commfuse_fx.inspect.lowered": ("Lowered",),
     "commfuse_fx.inspect.lowered_graphs": ("LoweredGraphs",),
+    "commfuse_fx.inspect.rank_memory": ("HeldBytes", "RankMemory"),
     "commfuse_fx.ir.program": ("Note", "Redistribution"),
     "commfuse_fx.machine.cluster": ("ClusterSpec", "GroupSplit"),
     "commfuse_fx.machine.cluster_parts": ("Device", "Level"),

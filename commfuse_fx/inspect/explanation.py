@@ -9,6 +9,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_ms
+from commfuse_fx.inspect.rank_memory import RankMemory, rank_memory
 from commfuse_fx.ir.collectives import collective_of, is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
@@ -76,6 +77,8 @@ class Explanation:
     cluster: what the times are predicted for.
     layouts: how the parameters of a divided step lie on the mesh.
     redistributions: changes of layout in a divided step, with the bytes of the tensor and who needs it so.
+    memory: the bytes of parameters, gradients and optimizer state that a rank holds, and what they would be if nothing
+        were divided. `text` shows them where something is.
     """
 
     collectives: tuple[CollectiveReport, ...]
@@ -83,6 +86,7 @@ class Explanation:
     notes: tuple[Note, ...]
     simulation: Simulation
     cluster: str
+    memory: RankMemory
     layouts: tuple[ParameterLayout, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
 
@@ -117,6 +121,8 @@ class Explanation:
         if self.redistributions:
             lines.append("redistributions (P summands)")
             lines.extend(f"  {_redistribution(each)}" for each in self.redistributions)
+        if self.memory.is_divided:
+            lines.extend(self.memory.text().splitlines())
         topics = dict.fromkeys(note.topic for note in self.notes)
         for topic in topics:
             lines.append(topic)
@@ -191,4 +197,5 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
     ]
     notes = tuple(note for note in program.notes if note.topic != LAYOUT)
     layouts, changes = _layouts(program), tuple(program.redistributions)
-    return Explanation(tuple(reports), tuple(flat), notes, simulation, label, layouts, changes)
+    memory = rank_memory(program, simulation.peak_memory)
+    return Explanation(tuple(reports), tuple(flat), notes, simulation, label, memory, layouts, changes)

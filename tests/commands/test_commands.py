@@ -171,6 +171,22 @@ def test_a_saved_graph_is_explained_like_its_target(capsys: pytest.CaptureFixtur
     assert " on cluster gloo-1gbit " in first and first != expected.text().splitlines()[0]
 
 
+def test_what_ranks_hold_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("--set", "enable_parallel_optimizer=true")
+    small = ("--set", 'parallel_optimizer_config={"parallel_optimizer_threshold": 0}')
+    code, text, _ = run(capsys, "explain", "target.py:make", "--devices", "4", "--memory", *settings, *small)
+    assert code == 0 and text.splitlines()[0].startswith("memory per rank on dp=4, in bytes")
+    params = 4 * (16 * 8 + 16 + 4 * 16 + 4)
+    assert [line.split() for line in text.splitlines()[2:5]] == [
+        ["parameters", str(params), str(params)],
+        ["gradients", str(params), str(params // 4)],
+        ["optimizer", "state", "0", "0"],
+    ]
+    found = json.loads(run(capsys, "explain", "saved", "--memory", "--json")[1])
+    assert found["mesh"] == "dp=2" and found["held"][1] == {"kind": "gradients", "whole": params, "per_rank": params}
+    assert found == json.loads(run(capsys, "explain", "saved", "--json")[1])["memory"]
+
+
 def test_a_profile_of_a_step_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(TARGET, namespace)

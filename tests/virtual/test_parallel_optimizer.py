@@ -126,6 +126,22 @@ def test_a_rank_holds_the_states_of_its_rows_alone() -> None:
     assert held == [2 * 8 * padded // 3] * 3
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_explain_says_how_many_bytes_a_rank_holds(optimizer: str) -> None:
+    world = trained(compiled(3, optimizer, SMALL))
+    found = world.step.lower(*batches(1, 0)[0]).explain().memory
+    shards = world._ranks[0].shards
+    assert shards is not None
+    apart = {each.whole: each.state for each in shards._divided}
+    with torch._C.DisableTorchFunctionSubclass():
+        states = [apart.get(param, state) for param, state in shards._users.state.items()]
+        held = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        params = sum(param.nbytes for param in world.models[0].parameters())
+    assert [each.per_rank for each in found.held if each.kind == "parameters"] == [params]
+    assert [each.per_rank for each in found.held if each.kind == "optimizer state"] == [held]
+    assert (held > 0) == (optimizer != "plain sgd") and found.is_divided
+
+
 def collectives(world: LockstepWorld) -> list[Any]:
     return world.step.lower(*batches(1, 0)[0]).collectives
 

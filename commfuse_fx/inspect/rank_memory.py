@@ -1,0 +1,122 @@
+"""What one rank holds from step to step, and what it would hold if nothing were divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from commfuse_fx.inspect.table import aligned
+from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.shard_rows import spec_of_rows
+from commfuse_fx.ir.updates import is_scalar
+
+_HEAD = ("", "whole", "per rank")
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes of one kind of tensors.
+
+    kind: "parameters", "gradients" as the update reads them, or "optimizer state".
+    whole: bytes where nothing is divided, as on one device and in plain data parallel.
+    per_rank: bytes that each rank holds in this step, with the padding of rows that do not divide.
+    """
+
+    kind: str
+    whole: int
+    per_rank: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank, as the graph has it.
+
+    mesh: the ranks, as in "dp=8".
+    held: the bytes of each kind of tensors. State of an optimizer that has no rule is not among them.
+    peak: predicted bytes that the step has allocated at most, activations included.
+    unknown: what the graph does not show; "" if it shows everything.
+    """
+
+    mesh: str
+    held: tuple[HeldBytes, ...]
+    peak: int
+    unknown: str = ""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a rank holds only a part of anything."""
+        return any(each.per_rank != each.whole for each in self.held)
+
+    def text(self) -> str:
+        """The same as a table for people."""
+        total = HeldBytes("together", sum(each.whole for each in self.held), sum(each.per_rank for each in self.held))
+        rows = [(f"  {each.kind}", str(each.whole), str(each.per_rank)) for each in (*self.held, total)]
+        unknown = f"  {self.unknown}\n" if self.unknown else ""
+        return (
+            f"memory per rank on {self.mesh}, in bytes (whole: where nothing is divided, as on one device)\n"
+            f"{aligned((_HEAD, *rows), _HEAD[1:])}{unknown}"
+            f"  predicted peak of the step, with activations: {self.peak} bytes\n"
+        )
+
+
+def rank_memory(program: Program, peak: int) -> RankMemory:
+    """What a rank holds of this program, whose predicted peak memory is given."""
+    graded = [program.params[name] for name in _with_gradients(program)]
+    held = (
+        _held("parameters", ((_whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
+        _held("gradients", ((_whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes) for param in graded)),
+    )
+    optimizer = program.optimizer
+    if optimizer is not None and optimizer.rule == "opaque":
+        unknown = f"{optimizer.class_name} holds its state itself, so the graph does not show how much that is"
+        return RankMemory(str(program.mesh), held, peak, unknown)
+    return RankMemory(str(program.mesh), (*held, _held("optimizer state", _states(program))), peak)
+
+
+def _held(kind: str, each: Iterable[tuple[int, int]]) -> HeldBytes:
+    """The sums of pairs of bytes: of all, and of what a rank holds."""
+    pairs = list(each)
+    return HeldBytes(kind, sum(whole for whole, _ in pairs), sum(part for _, part in pairs))
+
+
+def _whole(param: Parameter) -> TensorSpec:
+    return param.whole or param.spec
+
+
+def _once(params: dict[str, Parameter]) -> Iterator[Parameter]:
+    """Of parameters that share memory the largest."""
+    seen: dict[str, None] = {}
+    for param in sorted(params.values(), key=lambda each: -each.spec.nbytes):
+        if not any(other in seen for other in param.shares):
+            seen[param.name] = None
+            yield param
+
+
+def _with_gradients(program: Program) -> list[str]:
+    """The parameters whose gradients the step computes: for its update, or for its caller."""
+    updated = [name for update in program.updates for segment in update.segments for name, _ in segment.members]
+    for node in program.graph.find_nodes(op="call_function", target=optimizer_step):
+        params: Any = node.args[0]
+        updated += [program.sources[param].name for param in params]
+    return [*updated, *program.grads]
+
+
+def _states(program: Program) -> Iterator[tuple[int, int]]:
+    """(bytes of all of it, bytes that a rank holds) of each state of each parameter."""
+    views = program.aliases()
+    for node, source in program.sources.items():
+        if source.kind != "state" or node in views:
+            continue
+        specs = info(node).spec
+        assert isinstance(specs, tuple), "a state is a list of tensors"
+        for segment, spec in zip(program.updates[source.owner].segments, specs, strict=True):
+            assert isinstance(spec, TensorSpec)
+            size = spec.dtype.itemsize
+            for param in [program.params[name] for name, _ in segment.members]:
+                if is_scalar(source.name):
+                    yield size, size
+                else:
+                    yield _whole(param).numel * size, spec_of_rows(param, program.mesh).numel * size
