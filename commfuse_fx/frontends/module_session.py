@@ -133,7 +133,7 @@ class ModuleSession(Session):
         with self.step_of_ranks():
             if self.replan is not None:
                 self.replan.clock.is_paused = self.uneven.roll is not None  # where ranks may be without batches
-                self.replan.clock.before_step()
+                self.replan.before_step()
             return self._backward(forward, gradients, mode, keep)
 
     @contextmanager

@@ -50,11 +50,18 @@ class Replan:
     """Decides which plan runs in place of the default one of a call.
 
     asked: what the user has asked for. preset: the same with figures that are assumed. is_settled: whether the plan
-    that runs stays. profile: what was measured of network and nodes, or given; None until then.
+    that runs stays. profile: what was measured of network and nodes, or given; None until then. let_go: gives back
+    what plans keep between steps, when another one is to run, so that no two of them are in memory.
     """
 
     def __init__(
-        self, planner: Planner, voting: Voting, asked: CompileConfig, preset: CompileConfig, rank: int
+        self,
+        planner: Planner,
+        voting: Voting,
+        asked: CompileConfig,
+        preset: CompileConfig,
+        rank: int,
+        let_go: Callable[[], None],
     ) -> None:
         planner.keeps_captured = True
         self.is_settled = False
@@ -65,6 +72,7 @@ class Replan:
         self._preset = preset
         self._limits = asked.replan if isinstance(asked.replan, TrialLimits) else TrialLimits()
         self._rank = rank
+        self._let_go = let_go
         device = next((param.device for param in planner.model.parameters()), torch.device("cpu"))
         self.clock = StepClock(voting, device)
         self._plans = MeasuredPlans(planner, asked, self.clock, device)
@@ -98,6 +106,15 @@ class Replan:
         return Budget(self._limits.seconds, self.clock.steps + self._limits.steps)
 
     # What the session asks and tells.
+
+    def before_step(self) -> None:
+        """Before a training step. Where a decision is due, all ranks make it together."""
+        if not self.clock.is_due:
+            return
+        chosen, number, is_settled = self._chosen, self._chosen.number, self.is_settled
+        self.clock.before_step()
+        if (chosen, number, is_settled) != (self._chosen, self._chosen.number, self.is_settled):
+            self._let_go()
 
     def paused(self) -> AbstractContextManager[None]:
         """Steps inside of the block do not count, and the plan that runs stays."""

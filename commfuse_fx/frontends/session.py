@@ -30,6 +30,7 @@ from commfuse_fx.runtime.execute.cuda_graph import CudaRecorder, Recorder
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.random_states import RandomStates
 from commfuse_fx.runtime.execute.step_graphs import StepGraphs
+from commfuse_fx.runtime.memory.host_memory import give_freed_memory_back
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.before_destroy import before_destroy
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of, making_a_step
@@ -224,7 +225,14 @@ class Session:
 
         asked, preset: as `Replan` takes them.
         """
-        self.replan = Replan(self.planner, self._voting, asked, preset, self.rank)
+        self.replan = Replan(self.planner, self._voting, asked, preset, self.rank, self._let_go)
+
+    def _let_go(self) -> None:
+        """Give back the memory that plans keep between steps. The last step is complete then."""
+        self.synchronize()
+        self.runners.executors.let_go()
+        if self.replan is not None and self.replan.is_settled:
+            give_freed_memory_back()
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What runs in place of the default plan of a call."""
@@ -294,7 +302,7 @@ class Session:
         if self.running is not None:
             self.running.tail.check()
         if self.replan is not None and self.planner.watch.trains:
-            self.replan.clock.before_step()
+            self.replan.before_step()
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()

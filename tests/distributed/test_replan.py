@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import commfuse_fx as cf
@@ -160,3 +162,31 @@ def test_ranks_whose_sizes_lead_to_other_plans_find_one_that_suits_all(ranks: Ra
     one, other = ranks.values(other_plans, until)
     assert len(one[0]) == len(other[0]) == said
     assert one[1] == other[1]
+
+
+def memory_in_trials() -> tuple[int, int, int]:
+    """Bytes of the flat tensors of the default plan, the most that there are at once, and how many are made in all."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    sizes: list[int] = []
+
+    def look(twins: Twins) -> None:
+        pool = twins.step.session.runners.executors._pool
+        for tensor in (*pool._flats.values(), *pool.held()):
+            if all(ref() is not tensor for ref in made):
+                made.append(weakref.ref(tensor))
+        sizes.append(sum(tensor.nbytes for ref in made if (tensor := ref()) is not None))
+
+    with quickly("size 1"):
+        twins = Twins()
+        twins.settle(look)
+        for _ in range(3):
+            twins.run()
+            look(twins)
+        twins.check()
+    return sizes[0], max(sizes), len(made)
+
+
+def test_memory_is_that_of_the_plan_that_runs(ranks: Ranks) -> None:
+    """Not that of all plans that are tried, which each have flat parameters, states and gradients of their own."""
+    for default, most, made in ranks.values(memory_in_trials):
+        assert most < 1.1 * default and made > 20

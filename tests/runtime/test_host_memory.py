@@ -41,3 +41,21 @@ def test_steps_use_the_memory_of_the_steps_before() -> None:
 
 def test_settings_of_the_user_stay() -> None:
     assert faults(MALLOC_MMAP_THRESHOLD_="131072") > PAGES / 2
+
+
+def test_what_was_freed_may_be_given_back() -> None:
+    program = (
+        PROGRAM
+        + """
+from commfuse_fx.runtime.memory.host_memory import give_freed_memory_back
+resident = lambda: int(open("/proc/self/statm").read().split()[1])
+blocks = [torch.ones(16 << 20) for _ in range(4)]
+del blocks[:3]  # the last one stands behind them
+before = resident()
+give_freed_memory_back()
+print(before - resident())
+"""
+    )
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, check=True)
+    assert int(run.stdout.split()[-1]) > 3 * (64 << 20) // 4096 * 0.9

@@ -33,7 +33,7 @@ from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
 from commfuse_fx.runtime.execute.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
-from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, take_memory, views_of_memory
+from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, TakenMemory, views_of_memory
 from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
@@ -178,7 +178,7 @@ class Executor:
 
     def _bind_in_code(self, node: fx.Node) -> Any:
         if node in self._views:
-            return take_memory(self.storage.pool, node, self._views[node])
+            return TakenMemory(self.storage.pool, node, self._views[node])
         return self._bind(node)
 
     def _bind(self, node: fx.Node) -> Any:

@@ -78,6 +78,10 @@ class RankExecutors:
         if self.shards is not None:
             self.shards.open()
 
+    def let_go(self) -> None:
+        """Give back what executors keep between steps and the next one need not have. No step may be pending."""
+        self._pool.let_go()
+
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """Inside the `with` block divided parameters have memory but no values.

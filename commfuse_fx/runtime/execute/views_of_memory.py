@@ -6,7 +6,7 @@ gradients, and it is used again when they have been dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,23 +68,31 @@ def _seen_by_others(program: Program) -> dict[fx.Node, None]:
     return seen
 
 
-def take_memory(pool: FlatPool, memory: fx.Node, views: MemoryViews) -> Callable[..., tuple[torch.Tensor, ...]]:
+class TakenMemory:
     """What runs in place of an allocation: it returns the memory, its own views, and the lent ones."""
-    name, spec = info(memory).name, tensor_spec(memory)
-    own, lent = [_place(node) for node in views.own], [_place(node) for node in views.lent]
-    made: tuple[torch.Tensor, ...] = ()
-    parts: list[torch.Tensor] = []
 
-    def take(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        nonlocal made, parts
-        free = pool.lend(name, spec) if lent else None
-        block = pool.memory(name, spec) if free is None else free.memory
-        if not made or made[0] is not block:
-            made = (block, *(block.as_strided(part.shape, part.stride, offset) for part, offset in own))
-            parts = [] if free is None else [free.part(*place) for place in lent]
-        return (*made, *[part.detach() for part in parts])
+    _made: tuple[torch.Tensor, ...]
+    _parts: list[torch.Tensor]
 
-    return take
+    def __init__(self, pool: FlatPool, memory: fx.Node, views: MemoryViews) -> None:
+        self._pool = pool
+        self._name, self._spec = info(memory).name, tensor_spec(memory)
+        self._own, self._lent = [_place(node) for node in views.own], [_place(node) for node in views.lent]
+        self.forget()
+        pool.holders.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        free = self._pool.lend(self._name, self._spec) if self._lent else None
+        block = self._pool.memory(self._name, self._spec) if free is None else free.memory
+        if not self._made or self._made[0] is not block:
+            own = (block.as_strided(part.shape, part.stride, offset) for part, offset in self._own)
+            self._made = (block, *own)
+            self._parts = [] if free is None else [free.part(*place) for place in self._lent]
+        return (*self._made, *[part.detach() for part in self._parts])
+
+    def forget(self) -> None:
+        """Let go of the views, and with them of the memory."""
+        self._made, self._parts = (), []
 
 
 def _place(node: fx.Node) -> tuple[TensorSpec, int]:

@@ -52,6 +52,11 @@ class BoundUpdate:
         self.names = self.rule.states(self.flags)
         self.scalars = ScalarStates(self.rule, params, optimizer, update.group, pool)
         self.is_plain = not program.params[update.segments[0].members[0][0]].is_block
+        self.forget()
+        pool.holders.add(self)
+
+    def forget(self) -> None:
+        """Let go of all tensors. The update has to be bound again before it runs."""
         self.flats: dict[str, torch.Tensor] = {}
         self.lists: dict[str, list[torch.Tensor]] = {}
         self.first_step = False

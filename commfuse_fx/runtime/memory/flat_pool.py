@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -21,6 +23,13 @@ def part_of_flat(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.T
     return with_own_storage(flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset))
 
 
+class MemoryHolder(Protocol):
+    """A memory holder keeps parts of flat memory between steps."""
+
+    def forget(self) -> None:
+        """Let go of them, and ask for others at the next step."""
+
+
 class FlatPool:
     """A flat pool holds the flat tensors of a step. All its programs share them, so a new input shape moves nothing."""
 
@@ -29,6 +38,8 @@ class FlatPool:
         self._memory: dict[tuple[str, TensorSpec], torch.Tensor] = {}
         self._lent: dict[tuple[str, TensorSpec], LentMemory] = {}
         self._warned: list[str] = []
+        self.holders: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()
+        """Who keeps parts of its memory between steps."""
         self.lost = 0
         """How often memory was dropped because collectives may still write to it."""
 
@@ -64,6 +75,12 @@ class FlatPool:
         keys = dict.fromkeys(wanted)
         self._memory = {key: tensor for key, tensor in self._memory.items() if key in keys}
         self._lent = {key: lent for key, lent in self._lent.items() if key in keys}
+
+    def let_go(self) -> None:
+        """Give back the memory of gradients, and that where parameters and states no longer lie. No step is pending."""
+        self.keep_memory(())
+        for each in self.holders:
+            each.forget()
 
     def forget_memory(self) -> None:
         """Drop the gradients' memory: after a step has failed, collectives may still write to it."""

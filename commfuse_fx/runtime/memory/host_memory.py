@@ -25,9 +25,19 @@ def keep_freed_memory() -> None:
 
     It does nothing if the process does not use glibc's malloc, or if the environment has settings for it.
     """
-    if platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ or any(name in os.environ for name in SETTINGS):
+    if not _uses_glibc() or any(name in os.environ for name in SETTINGS):
         return
     mallopt = ctypes.CDLL(None).mallopt
     # The heap's end is not given back, and no block is a mapping of its own.
     mallopt(_M_TRIM_THRESHOLD, _NEVER)
     mallopt(_M_MMAP_MAX, 0)
+
+
+def give_freed_memory_back() -> None:
+    """Let the system have what this process has freed, and will not need in its next steps."""
+    if _uses_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _uses_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc" and "LD_PRELOAD" not in os.environ
