@@ -22,6 +22,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01, weight_decay=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01, betas=(0.8, 0.9)),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05, t0=1),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
 }
 STEPS, ROWS = 5, 6
 SMALL = {"parallel_optimizer_threshold": 0, "pad": True}
