@@ -123,7 +123,7 @@ class TrialLimits:
     """Seconds that all of it may take longer than training with the default plan. 30 are 5% of ten minutes. Below 2,
     which measuring the network takes, nothing is measured, and the default plan stays."""
     steps: int = 2000
-    """Training steps after which it ends."""
+    """Training steps after which it ends, counted from where measuring begins."""
 
     def __post_init__(self) -> None:
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)):

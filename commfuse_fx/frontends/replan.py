@@ -201,6 +201,7 @@ class Replan:
     def _measure_in_long_runs(self) -> None:
         """Measure, but not before the run has trained for as long as that takes: shorter ones would only lose."""
         if all(self.clock.meet(self._plans.pays_after(perf_counter() - self._began))):
+            self._budget = self._whole_budget()
             self._measure()
         else:
             self.clock.next_at(self.clock.steps, self._measure_in_long_runs)

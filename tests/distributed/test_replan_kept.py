@@ -123,7 +123,7 @@ def ends_at_limits(limits: cf.TrialLimits) -> tuple[int, list[str], list[bool]]:
 
 def test_trials_end_at_the_limit_of_steps(ranks: Ranks) -> None:
     one, other = ranks.values(ends_at_limits, cf.TrialLimits(steps=30))
-    assert one == other and one[0] <= 34 and one[1][-1] == "default stays" and one[2] == [True]
+    assert one == other and one[0] <= 3 + 30 + 3 and one[1][-1] == "default stays" and one[2] == [True]
 
 
 def test_no_plan_is_tried_when_making_plans_has_taken_all_the_time(ranks: Ranks) -> None:
@@ -142,6 +142,21 @@ def measures_nothing() -> tuple[list[str], bool]:
 def test_a_limit_that_is_shorter_than_measuring_measures_nothing(ranks: Ranks) -> None:
     told = ["no plan is made of what was measured: TrialLimits(seconds=0.04) is less than measuring takes"]
     assert ranks.values(measures_nothing) == [(told, True)] * 2
+
+
+def begins_late() -> tuple[int, str]:
+    """Measuring pays after more steps than the trials may take."""
+    with quickly(), logged() as messages:
+        twins = Twins({"schedule": "auto", "replan": cf.TrialLimits(steps=60)})
+        with patch.object(MeasuredPlans, "pays_after", lambda self, seconds: twins.number > 90):
+            twins.settle()
+        twins.check()
+    return twins.number, next(each for each in messages if " stays, after" in each)
+
+
+def test_steps_of_the_trials_count_from_where_measuring_begins(ranks: Ranks) -> None:
+    for number, said in ranks.values(begins_late):
+        assert 90 < number < 170 and said.count("measured ") > 2
 
 
 def within_limits() -> tuple[list[str], list[str], int | None]:
