@@ -93,7 +93,7 @@ def _config(values: Mapping[str, str], cluster: Costs | None) -> CompileConfig:
             cluster = _cluster(value, cluster)
         elif isinstance(DEFAULTS.get(name), bool):
             given[name] = _bool(name, value)
-        elif name == "parallel_mode":
+        elif isinstance(DEFAULTS.get(name), str):
             given[name] = value
         elif name == "parallel_optimizer_config":
             given[name] = ParallelOptimizer.dict_of(value)

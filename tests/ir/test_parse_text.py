@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
     "nadam": (lambda params: torch.optim.NAdam(params, decoupled_weight_decay=True), {"comm_fusion": CUTS}),
     "asgd": (torch.optim.ASGD, {"comm_fusion": CUTS}),
     "opaque": (lambda params: torch.optim.Adafactor(params), {"full_batch": True}),
+    "compiled": (sgd, {"backend": "inductor"}),
     "across": (sgd, {"cluster": "gloo-1gbit", "schedule": cf.ScheduleConfig(across_steps=True)}),
 }
 
@@ -151,6 +152,8 @@ def test_the_header_may_be_given_in_part() -> None:
     assert str(program.mesh) == "dp=4xtp=2" and not program.training
     fused = parse_program("# comm_fusion.allreduce: size 3\n# schedule: none\n" + SMALL).config
     assert fused.comm_fusion.allreduce.config == 3 and fused.schedule == "none"
+    others = parse_program("# backend: inductor\n# inductor_regions: layers\n" + SMALL).config
+    assert (others.backend, others.inductor_regions) == ("inductor", "layers")
     named = "# comm_fusion.allreduce: optimal\n# cluster: gloo-1gbit\n"
     assert "# cluster: cluster gloo-1gbit " in canonical_text(parse_program(named + SMALL))
 
