@@ -44,7 +44,7 @@ class Stopwatch:
         self.dead_after = self._lifetimes()
         sending = (node for node in self.nodes if info(node).sends or info(node).collective is not None)
         self.first_to_send = next(sending, None)
-        self.first_update = next(iter(self.nodes[first_commit(self.nodes) :]), None)
+        self.first_update = next(iter(self.nodes[first_commit(executor.program, self.nodes) :]), None)
 
     def _lifetimes(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the values that nobody needs once it has run."""

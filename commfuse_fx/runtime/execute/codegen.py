@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_opaque, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
@@ -146,7 +146,7 @@ class Generator:
         body = [node for node in calls if info(node).next_step is None]
         tail = _Tail([node for node in calls if info(node).next_step is not None], self.once)
         output = self.nodes[-1]
-        cut = first_commit(body)
+        cut = first_commit(self.program, body)
         produced, committed = body[:cut], body[cut:]
         needed_later = dict.fromkeys(v for node in (*committed, output) for v in node.all_input_nodes)
         available = dict.fromkeys((*placeholders, *self._with_views(produced)))
@@ -340,9 +340,15 @@ def _anchor(node: fx.Node) -> fx.Node:
     return anchor
 
 
-def first_commit(body: Sequence[fx.Node]) -> int:
-    """Index of the first node that changes an input of the step: parameters, buffers or optimizer state."""
+def first_commit(program: Program, body: Sequence[fx.Node]) -> int:
+    """Index of the first node that changes an input of the step: parameters, buffers or optimizer state.
+
+    body: the calls of the program, in order, or some of them.
+    """
+    roots = Roots(program.graph, program.aliases())
     for i, node in enumerate(body):
-        if info(node).phase == "update" and (written_nodes(node) or is_opaque(node)):
+        if info(node).phase != "update":
+            continue
+        if is_opaque(node) or any(roots[value].op == "placeholder" for value in written_nodes(node)):
             return i
     return len(body)
