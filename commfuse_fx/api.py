@@ -15,6 +15,7 @@ from commfuse_fx.frontends.compile_arguments import (
     check_cuda_graph,
     check_form_of_module,
     check_form_of_step,
+    check_update,
     chosen_form,
 )
 from commfuse_fx.frontends.dynamo_module import DynamoModule
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         find_unused_parameters: Any
         capture: Any
         pipeline_stages: Any
+        clip_grad_norm: Any
         schedule: Any
         replan: Any
         backend: Any
@@ -145,6 +147,7 @@ def compile(
     find_unused_parameters: Any = Default(False),
     capture: Any = Default("trace"),
     pipeline_stages: Any = Default(1),
+    clip_grad_norm: Any = Default(None),
     schedule: Any = Default("overlap"),
     replan: Any = Default(True),
     backend: Any = Default("eager"),
@@ -199,6 +202,8 @@ def compile(
         parameters end the backward with an error that names them.
     capture: "trace", or for a module "dynamo": PyTorch's Dynamo cuts a model whose Python code looks at values of
         tensors into several graphs. Each reduces its gradients in buckets of its own.
+    clip_grad_norm: for a step with an optimizer: the largest 2-norm that all gradients together may have. Those of a
+        larger norm are scaled down before the update, as torch.nn.utils.clip_grad_norm_ does it after `backward()`.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps. "auto": a
         step of several ranks measures itself while it trains, tries other buckets, other orders and communication
         across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given, and
@@ -235,6 +240,7 @@ def compile(
     chosen = chosen_form(form, loss_fn, optimizer)
     config = CompileConfig.resolve(given, chosen)
     check_cuda_graph(config, model, chosen)
+    check_update(config, optimizer)
     if chosen == "step":
         check_form_of_step(config, optimizer)
         return CompiledStep(model, loss_fn, optimizer, config)

@@ -59,6 +59,10 @@ def by_class(cls: Any, **settings: Any) -> MakeOptimizer:
     return make
 
 
+class Own(torch.optim.SGD):
+    """An optimizer that the compiler has no rule for: its own step() is called."""
+
+
 def eager_loss(case: Case, model: nn.Module, batch: Batch) -> torch.Tensor:
     if case.loss_fn is not None:
         return case.loss_fn(model(*batch[:-1]), batch[-1])
@@ -92,14 +96,16 @@ def train_reference(
     world: int,
     make_optimizer: MakeOptimizer | None = None,
     make_scheduler: MakeScheduler | None = None,
+    max_norm: float | None = None,
 ) -> list[nn.Module]:
-    """Train copies of `model` eagerly; returns one per rank. Without an optimizer gradients pile up in `.grad`."""
+    """Train copies of `model` eagerly; returns one per rank. Without an optimizer gradients pile up in `.grad`.
+
+    max_norm: what the gradients that the optimizer takes are clipped to."""
+    makers = make_optimizer, make_scheduler, max_norm
     if not case.coupled:
-        return (
-            _train([copy.deepcopy(model)], case, [[batch] for batch in batches], make_optimizer, make_scheduler) * world
-        )
+        return _train([copy.deepcopy(model)], case, [[batch] for batch in batches], *makers) * world
     replicas = [copy.deepcopy(model) for _ in range(world)]
-    return _train(replicas, case, [shards(batch, world) for batch in batches], make_optimizer, make_scheduler)
+    return _train(replicas, case, [shards(batch, world) for batch in batches], *makers)
 
 
 def _train(
@@ -108,6 +114,7 @@ def _train(
     steps: Sequence[Sequence[Batch]],
     make_optimizer: MakeOptimizer | None,
     make_scheduler: MakeScheduler | None,
+    max_norm: float | None,
 ) -> list[nn.Module]:
     optimizers = [make_optimizer(replica) for replica in replicas] if make_optimizer else []
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
@@ -122,9 +129,16 @@ def _train(
                     mean = torch.stack([param.grad for param in params]).mean(0)
                     for param in params:
                         param.grad = mean.clone()
+        for optimizer in optimizers if max_norm is not None else ():
+            clip(optimizer, max_norm)
         for thing in (*optimizers, *schedulers):
             thing.step()
     return replicas
+
+
+def clip(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """Clip the gradients that the optimizer takes. Returns their norm."""
+    return torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
 
 
 def make_world(

@@ -75,6 +75,8 @@ class CompileConfig:
     """Whether the parameters that a backward does not reach take part with zeros; for the module form."""
     capture: str
     pipeline_stages: int
+    clip_grad_norm: float | None
+    """The largest norm that all gradients together may have in an update; None: any."""
     schedule: str | ScheduleConfig
     """One of "overlap", "none" and "auto", or a ScheduleConfig."""
     replan: bool | TrialLimits
@@ -212,6 +214,7 @@ class CompileConfig:
             *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
             *((("enable_parallel_optimizer", "True"),) if divided is not None else ()),
             *((("parallel_optimizer_config", str(divided)),) if divided is not None and str(divided) else ()),
+            *((("clip_grad_norm", str(self.clip_grad_norm)),) if self.clip_grad_norm is not None else ()),
             ("schedule", schedule),
             *((("backend", self.backend),) if self.backend != "eager" else ()),
             *((("inductor_regions", self.inductor_regions),) if self.inductor_regions != "stretches" else ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "find_unused_parameters": False,
         "capture": "trace",
         "pipeline_stages": 1,
+        "clip_grad_norm": None,
         "schedule": "overlap",
         "replan": True,
         "backend": "eager",
@@ -234,6 +236,17 @@ def _check_replan(value: object, where: str) -> bool | TrialLimits:
     )
 
 
+def _check_clip_grad_norm(value: object, where: str) -> float | None:
+    if value is None:
+        return None
+    fix = "give a number above 0, the largest norm that all gradients together may have, or None"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{where} is {show(value)}; {fix}")
+    if not 0 < value <= sys.float_info.max:
+        raise ConfigValueError(f"{where} is {show(value)}; {fix}")
+    return float(value)
+
+
 def _accept(value: object, where: str) -> object:
     return value
 
@@ -259,6 +272,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "find_unused_parameters": check_bool,
         "capture": partial(check_choice, choices=CAPTURES),
         "pipeline_stages": partial(check_int, low=1),
+        "clip_grad_norm": _check_clip_grad_norm,
         "schedule": _check_schedule,
         "replan": _check_replan,
         "backend": partial(check_choice, choices=BACKENDS),

@@ -67,6 +67,16 @@ def check_cuda_graph(config: CompileConfig, model: nn.Module, form: str) -> None
         )
 
 
+def check_update(config: CompileConfig, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise for options of the update where there is none in the step."""
+    if config.clip_grad_norm is not None and optimizer is None:
+        raise ConfigValueError(
+            f"clip_grad_norm={config.clip_grad_norm} without an optimizer: the update is the caller's, and so is what "
+            "comes before it; pass optimizer=, or leave clip_grad_norm out and call "
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {config.clip_grad_norm}) ahead of optimizer.step()"
+        )
+
+
 def check_form_of_module(config: CompileConfig) -> None:
     """Raise for options that a module cannot have, or cannot have yet."""
     if config.divides_graphs:

@@ -12,7 +12,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program, Segment
 from commfuse_fx.ir.shard_rows import is_parameter
-from commfuse_fx.ir.updates import gradients_of, is_node_list, is_scalar
+from commfuse_fx.ir.updates import gradients_of, is_node_list, is_scalar, unclipped
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def use_flat_parameters(build: Builder, owner: int, runs: Sequence[FlatRun], nod
     program = build.program
     update = program.updates[owner]
     count = len(update.segments)
-    casts = [node.target is aten._to_copy.default for node in gradients_of(nodes)]
+    gradients = gradients_of(nodes)
     segments: dict[int, Segment] = {}
     params: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}
@@ -49,14 +49,7 @@ def use_flat_parameters(build: Builder, owner: int, runs: Sequence[FlatRun], nod
         name, numel = run.segment.members[0][0], run.segment.numel
         flat = TensorSpec.flat(numel, program.params[name].spec)
         params[first] = build.placeholder("flat", name, flat, owner)
-        with build.before(nodes[0]):
-            spec = TensorSpec.flat(numel, tensor_spec(run.reduced))
-            grad = build.strided(
-                run.reduced, spec, run.offset, f"update.{owner}/grads.{name}", phase="update", module=""
-            )
-            if casts[first]:
-                grad = build.cast(grad, flat.dtype, f"update.{owner}/grads.{name}.cast")
-        grads[first] = grad
+        grads[first] = _flat_gradient(build, owner, run, [gradients[i] for i in run.positions], nodes[0])
 
     def shorten(items: Sequence[Any], instead: dict[int, Any]) -> list[Any]:
         return [instead.get(i, item) for i, item in enumerate(items) if i not in dropped]
@@ -77,6 +70,34 @@ def use_flat_parameters(build: Builder, owner: int, runs: Sequence[FlatRun], nod
         assert isinstance(details.spec, tuple)
         instead = {} if is_scalar(program.sources[state].name) else {i: tensor_spec(p) for i, p in params.items()}
         details.spec = tuple(shorten(details.spec, instead))
+
+
+def _flat_gradient(build: Builder, owner: int, run: FlatRun, gradients: Sequence[fx.Node], update: fx.Node) -> fx.Node:
+    """One gradient in place of these, of what has been reduced: cast and clipped as each of them is.
+
+    update: the first node of the update.
+    """
+    values = [unclipped(gradient) for gradient in gradients]
+    is_cast, is_clipped = values[0].target is aten._to_copy.default, values[0] is not gradients[0]
+    name = run.segment.members[0][0]
+    label = f"update.{owner}/grads.{name}"
+    # The norm of clipped gradients comes ahead of all updates, and casts come ahead of that.
+    early = is_cast and is_clipped
+    with build.before(min(values) if early else update):
+        spec = TensorSpec.flat(run.segment.numel, tensor_spec(run.reduced))
+        of_reduced = f"update/grads.{name}" if early else label
+        value = build.strided(run.reduced, spec, run.offset, of_reduced, phase="update", module="")
+        if is_cast:
+            value = build.cast(value, tensor_spec(values[0]).dtype, f"{of_reduced}.cast")
+        for (member, offset), part in zip(run.segment.members, values, strict=True) if early else ():
+            view = build.strided(value, tensor_spec(part), offset, f"update/grads.{member}.cast")
+            part.replace_all_uses_with(view)
+    if not is_clipped:
+        return value
+    with build.before(update):
+        # In place: several runs of a bucket lie in one block of memory, of which nobody else needs this part.
+        args = (value, gradients[0].args[1])
+        return build.call(aten.mul_.Tensor, args, spec=tensor_spec(value), like=info(value), name=f"{label}.clipped")
 
 
 def _states(program: Program, owner: int) -> list[fx.Node]:

@@ -173,7 +173,8 @@ class CollectiveInfo:
     sequence: int
     reduce_op: str | None = None
     fusion_id: int | None = None
-    role: str = "user"  # "gradient" | "rows" (numbers of rows) | "buffer" | "redistribution" | "parameter" | "user"
+    role: str = "user"
+    """ "gradient", "rows" (numbers of rows), "norm", "buffer", "redistribution", "parameter", or "user"."""
 
 
 @dataclass(frozen=True)

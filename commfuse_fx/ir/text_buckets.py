@@ -23,7 +23,7 @@ def describe_collectives(program: Program) -> None:
     others = len(program.params)
     for start in program.collectives():
         details, collective = info(start), collective_of(start)
-        role = _role(program, collective, buffers)
+        role = _role(program, collective, buffers, details.phase)
         if role in ("gradient", "rows", "parameter"):
             sequence = min(program.params[name].sequence for name in _parameters(program, collective))
         elif role == "buffer":
@@ -38,7 +38,7 @@ def describe_collectives(program: Program) -> None:
         details.writes = _writes(start)
 
 
-def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str]) -> str:
+def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str], phase: str) -> str:
     members = collective.members
     if members and len(_parameters(program, collective)) == len(members):
         if members[0].startswith("rows/"):
@@ -46,6 +46,8 @@ def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str]) 
         return "parameter" if collective.kind == "all_gather" else "gradient"
     if members and all(name in buffers for name in members):
         return "buffer"
+    if phase == "update":
+        return "norm"
     return "redistribution" if program.config.divides_graphs else "user"
 
 

@@ -97,6 +97,8 @@ def _config(values: Mapping[str, str], cluster: Costs | None) -> CompileConfig:
             given[name] = value
         elif name == "parallel_optimizer_config":
             given[name] = ParallelOptimizer.dict_of(value)
+        elif name == "clip_grad_norm":
+            given[name] = _number(name, value)
         else:
             known = (*_OF_THE_GRAPH, *(f"{_FUSION}{kind}" for kind in KINDS), *DEFAULTS)
             raise ValueError(f"{name[:40]!r} is no name of a header line; use {', '.join(known)}")
@@ -112,6 +114,13 @@ def _bool(name: str, value: str) -> bool:
     if value not in _BOOLS:
         raise ValueError(f"{name} is {value[:40]!r}; write True or False")
     return _BOOLS[value]
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value[:40]!r}; write a number") from None
 
 
 def _kind(name: str, value: str) -> dict[str, Any]:

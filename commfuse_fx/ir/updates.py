@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from commfuse_fx.ir.meta import info
@@ -18,6 +19,11 @@ SCALARS = ("step", "mu_product", "eta", "mu")
 def is_scalar(state: str) -> bool:
     """Whether an input of this name is a list of such numbers, one of each segment (`step`) or all (`steps`)."""
     return state.removesuffix("s") in SCALARS
+
+
+aten = torch.ops.aten
+
+_SCALES = (aten.mul.Tensor, aten.mul_.Tensor)
 
 
 def update_nodes(program: Program) -> list[list[fx.Node]]:
@@ -43,3 +49,11 @@ def gradients_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             if is_node_list(arg) and not all(is_parameter(item) for item in arg):  # type: ignore[union-attr, arg-type]
                 return list(arg)  # type: ignore[arg-type]
     raise LookupError("an update has no gradients")
+
+
+def unclipped(grad: fx.Node) -> fx.Node:
+    """What an update would take if no gradient were clipped: the factor of a product that clips it, or itself."""
+    if grad.target not in _SCALES or info(grad).phase != "update":
+        return grad
+    factor, coefficient = grad.args
+    return factor if isinstance(factor, fx.Node) and isinstance(coefficient, fx.Node) else grad

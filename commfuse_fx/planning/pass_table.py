@@ -8,6 +8,7 @@ from types import MappingProxyType
 from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
+from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.passes.distribute.gather_parameters import GatherParameters
@@ -60,7 +61,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
         "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
         "shard": (ShardOptimizer,),
-        UPDATE: (UpdateParameters, GatherParameters),
+        UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),

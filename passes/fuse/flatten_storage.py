@@ -21,7 +21,7 @@ from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Parameter, Program, Segment
-from commfuse_fx.ir.updates import gradients_of, update_nodes
+from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
 from commfuse_fx.solvers.pieces import PIECE
 
@@ -176,7 +176,7 @@ def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:
             if not program.params[name].movable:
                 program.note("not flat", name, _why_not_moved(program.params[name]))
                 continue
-            grad = grads[position]
+            grad = unclipped(grads[position])
             places[grad] = (owner, position)
             if grad.target is aten._to_copy.default and len(grad.all_input_nodes[0].users) == 1:
                 places[grad.all_input_nodes[0]] = (owner, position)

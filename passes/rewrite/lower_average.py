@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.updates import unclipped
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass
 
@@ -27,6 +29,9 @@ _SCALES = (
 
 # What updates may read sums through, besides views: rows sent again, and copies with the strides of the parameter.
 _PASS_ON = (put_rows_, aten.clone.default)
+
+Sizes = Mapping[fx.Node, int]
+"""Wait -> over how many ranks it brings a sum."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,14 @@ class LowerAverage(Pass):
             info(node).collective = replace(collective_of(node), reduce_op="sum")
             node.args = tuple("sum" if arg == "avg" else arg for arg in node.args)
         build = Builder(program)
-        scaled = _scale_in_updates(build, waits)
-        _divide(build, {wait: size for wait, size in waits.items() if wait not in scaled})
+        for scale in (_scale_in_updates, _scale_in_clipping):
+            for wait in scale(build, waits):
+                del waits[wait]
+        _divide(build, waits)
         return bool(averages)
 
 
-def _divide(build: Builder, waits: dict[fx.Node, int]) -> None:
+def _divide(build: Builder, waits: Sizes) -> None:
     means: dict[fx.Node, fx.Node] = {}
     for wait, size in waits.items():
         with build.after(wait):
@@ -59,20 +66,11 @@ def _divide(build: Builder, waits: dict[fx.Node, int]) -> None:
         mean.args = (wait, waits[wait])
 
 
-def _scale_in_updates(build: Builder, waits: dict[fx.Node, int]) -> dict[fx.Node, None]:
-    """Give updates whose gradients are all sums over groups of one size that size as grad_scale."""
-    sums: dict[fx.Node, list[fx.Node]] = {}
-    for update in [node for node in build.graph.nodes if node.target in _SCALES]:
-        parts = [_waits_behind(grad, waits) for grad in update.args[1]]
-        found = list(dict.fromkeys(wait for part in parts for wait in part))
-        if all(parts) and len(dict.fromkeys(waits[wait] for wait in found)) == 1:
-            sums[update] = found
-    while True:
-        mixed = [update for update in sums if not all(_only_serves(wait, sums) for wait in sums[update])]
-        if not mixed:
-            break
-        for update in mixed:  # which leaves sums that serve it and others to be divided
-            del sums[update]
+def _scale_in_updates(build: Builder, waits: Sizes) -> list[fx.Node]:
+    """Give updates whose gradients are all sums over groups of one size that size as grad_scale. Returns the waits that
+    need no division any more."""
+    updates: dict[fx.Node, Any] = {node: node.args[1] for node in build.graph.nodes if node.target in _SCALES}
+    sums = _sums_taken(updates, waits)
     for update, found in sums.items():
         device = tensor_spec(found[0]).device
         scale = TensorSpec((), torch.float32, (), device)
@@ -83,10 +81,68 @@ def _scale_in_updates(build: Builder, waits: dict[fx.Node, int]) -> dict[fx.Node
             size = float(waits[found[0]])
             node = build.call(aten.full.default, ([], size), kwargs, spec=scale, like=like, name=name)
         update.kwargs = {**update.kwargs, "grad_scale": node}
-    return dict.fromkeys(wait for found in sums.values() for wait in found)
+    return _all_of(sums)
 
 
-def _waits_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> list[fx.Node]:
+def _scale_in_clipping(build: Builder, waits: Sizes) -> list[fx.Node]:
+    """Divide the norms of sums, and the coefficients that clip sums. Returns the waits that need no division any more.
+
+    Half precision might not hold the norm of a sum.
+    """
+    waits = {wait: size for wait, size in waits.items() if tensor_spec(wait).dtype != torch.float16}
+    taken: dict[fx.Node, Any] = {}
+    for node in build.graph.nodes:
+        if node.target is aten._foreach_norm.Scalar and info(node).phase == "update":
+            taken[node] = [grad for grad in node.args[0] if tensor_spec(grad).numel]
+        elif node.op == "call_function" and (clipped := unclipped(node)) is not node:
+            taken[node] = [clipped]
+    sums = _sums_taken(taken, waits)
+    coefficients: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node, found in sums.items():
+        size = waits[found[0]]
+        if node.target is aten._foreach_norm.Scalar:
+            node.replace_all_uses_with(mean := _divided(build, node, size))
+            mean.args = (node, size)
+            continue
+        whole, coefficient = node.args
+        assert isinstance(coefficient, fx.Node)
+        if (coefficient, size) not in coefficients:
+            coefficients[coefficient, size] = _divided(build, coefficient, size)
+        node.args = (whole, coefficients[coefficient, size])
+    return _all_of(sums)
+
+
+def _divided(build: Builder, value: fx.Node, size: int) -> fx.Node:
+    """A number, or a list of numbers, divided by the size of a group."""
+    details = info(value)
+    target = aten._foreach_div.Scalar if isinstance(details.spec, tuple) else aten.div.Scalar
+    with build.after(value):
+        name = f"{details.name}/mean"
+        return build.call(target, (value, size), spec=details.spec, like=details, name=name, varies=details.varies)
+
+
+def _sums_taken(taken: Mapping[fx.Node, Sequence[fx.Node]], waits: Sizes) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that take sums over groups of one size and nothing else, each with the waits that bring the sums, which
+    serve no other nodes. taken: the gradients that each takes."""
+    sums: dict[fx.Node, list[fx.Node]] = {}
+    for node, grads in taken.items():
+        parts = [_waits_behind(grad, waits) for grad in grads]
+        found = list(dict.fromkeys(wait for part in parts for wait in part))
+        if all(parts) and len(dict.fromkeys(waits[wait] for wait in found)) == 1:
+            sums[node] = found
+    while True:
+        mixed = [node for node in sums if not all(_only_serves(wait, sums) for wait in sums[node])]
+        if not mixed:
+            return sums
+        for node in mixed:  # which leaves sums that serve it and others to be divided
+            del sums[node]
+
+
+def _all_of(sums: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
+    return list(dict.fromkeys(wait for found in sums.values() for wait in found))
+
+
+def _waits_behind(grad: fx.Node, waits: Sizes) -> list[fx.Node]:
     """What a gradient consists of: one sum, or another with some rows of it; nothing where it is no sum."""
     while grad not in waits:
         if grad.target is put_rows_:
@@ -99,9 +155,9 @@ def _waits_behind(grad: fx.Node, waits: dict[fx.Node, int]) -> list[fx.Node]:
     return [grad]
 
 
-def _only_serves(node: fx.Node, updates: Collection[fx.Node]) -> bool:
-    """True when all that is ever done with this value, or views of it, is these updates."""
+def _only_serves(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    """True when all that is ever done with this value, or views of it, is these nodes."""
     return all(
-        user in updates or ((is_view(user) or user.target in _PASS_ON) and _only_serves(user, updates))
+        user in nodes or ((is_view(user) or user.target in _PASS_ON) and _only_serves(user, nodes))
         for user in node.users
     )

@@ -15,7 +15,7 @@ from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_
 from commfuse_fx.ir.program import Program, Source, Update
 from commfuse_fx.ir.shard_rows import spec_of_rows, updated
 from commfuse_fx.ir.update_layout import takes_blocks
-from commfuse_fx.ir.updates import gradients_of, update_nodes
+from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -51,6 +51,8 @@ class SplitUpdates(Pass):
     def _split(self, program: Program) -> bool:
         nodes = update_nodes(program)
         work = [_Old(program, owner, nodes[owner]) for owner in range(len(program.updates))]
+        if any(unclipped(grad) is not grad for old in work for grad in old.grads):
+            return False  # no update can run before the norm of all gradients is known
         if all(len(old.by_bucket()) == 1 for old in work):
             return False
         inputs: list[list[fx.Node]] = [[] for _ in work]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from commfuse_fx import compile, errors
@@ -93,6 +94,9 @@ def test_default_prints_as_its_value():
         ("broadcast_buffers", None, False),
         ("cpu_kernels", False, False),
         ("pipeline_stages", 1, 1),
+        ("clip_grad_norm", None, None),
+        ("clip_grad_norm", 1, 1.0),
+        ("clip_grad_norm", 0.25, 0.25),
         ("schedule", "none", "none"),
         ("schedule", ScheduleConfig(), ScheduleConfig()),
         ("device_num", 1, 1),
@@ -227,6 +231,14 @@ def test_choices_are_listed(name):
         (ConfigTypeError, {"pipeline_stages": 2.0}, ["pipeline_stages is 2.0", ">= 1"]),
         (ConfigTypeError, {"pipeline_stages": None}, ["pipeline_stages is None", ">= 1"]),
         (ConfigValueError, {"pipeline_stages": 0}, ["pipeline_stages is 0", ">= 1"]),
+        (ConfigTypeError, {"clip_grad_norm": True}, ["clip_grad_norm is True", "above 0", "None"]),
+        (ConfigTypeError, {"clip_grad_norm": "1"}, ["clip_grad_norm is '1'", "above 0"]),
+        (ConfigTypeError, {"clip_grad_norm": torch.ones(())}, ["clip_grad_norm is tensor(1.)", "above 0"]),
+        (ConfigValueError, {"clip_grad_norm": 0}, ["clip_grad_norm is 0", "above 0"]),
+        (ConfigValueError, {"clip_grad_norm": -1.5}, ["clip_grad_norm is -1.5", "above 0"]),
+        (ConfigValueError, {"clip_grad_norm": float("inf")}, ["clip_grad_norm is inf", "above 0"]),
+        (ConfigValueError, {"clip_grad_norm": float("nan")}, ["clip_grad_norm is nan", "above 0"]),
+        (ConfigValueError, {"clip_grad_norm": 10**400}, ["clip_grad_norm is 1000", "above 0"]),
         (ConfigTypeError, {"strategy_ckpt_load_file": 3}, ["strategy_ckpt_load_file is 3", "path"]),
         (ConfigTypeError, {"strategy_ckpt_save_file": True}, ["strategy_ckpt_save_file is True", "path"]),
         (ConfigTypeError, {"parallel_optimizer_config": [1]}, ["parallel_optimizer_config is [1]", "dict"]),

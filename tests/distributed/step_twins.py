@@ -15,14 +15,14 @@ from tests.distributed.quick_trials import MOST_STEPS
 
 
 class Twins:
-    """A step that tries plans, and one that does not, of the same model."""
+    """A step that tries plans, and one that does not, of the same model. shared: options of both."""
 
-    def __init__(self, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, options: dict[str, Any] | None = None, shared: dict[str, Any] | None = None) -> None:
         self.model, self.twin = wide_mlp(), wide_mlp()
         self.optimizer, self.other = adamw(self.model), adamw(self.twin)
         asked = {"schedule": "auto"} if options is None else options
-        self.step = cf.compile(self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, **asked)
-        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other)
+        self.step = cf.compile(self.model, loss_fn=F.cross_entropy, optimizer=self.optimizer, **asked, **(shared or {}))
+        self.plain = cf.compile(self.twin, loss_fn=F.cross_entropy, optimizer=self.other, **(shared or {}))
         self.number = 0
 
     @property

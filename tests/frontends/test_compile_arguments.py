@@ -89,6 +89,14 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer params": (lambda: cf.compile(Net(), optimizer=Net().parameters()), "generator.*torch.optim.AdamW"),
     "optimizer scheduler": (lambda: cf.compile((m := Net()), optimizer=scheduler(m)), "optimizer=StepLR is a sched"),
     "optimizer empty": (lambda: cf.compile(Net(), optimizer=empty_groups()), "SGD holds no parameters"),
+    "clipping in a module": (
+        lambda: cf.compile(Net(), clip_grad_norm=2),
+        r"clip_grad_norm=2\.0 without an optimizer: .*torch\.nn\.utils\.clip_grad_norm_\(model\.parameters\(\), 2\.0\)",
+    ),
+    "clipping without an update": (
+        lambda: cf.compile(Net(), loss_fn=F.mse_loss, clip_grad_norm=0.5),
+        r"clip_grad_norm=0\.5 without an optimizer: .*pass optimizer=",
+    ),
     "compiled": (lambda: cf.compile(compiled(Net())), r"model is compiled with torch\.compile.*pass model\._orig_mod"),
     "compiled part": (lambda: cf.compile(within(compiled(Net()))), r"set model\.1 = model\.1\._orig_mod"),
     "in place": (

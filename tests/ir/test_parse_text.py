@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
     "nadam": (lambda params: torch.optim.NAdam(params, decoupled_weight_decay=True), {"comm_fusion": CUTS}),
     "asgd": (torch.optim.ASGD, {"comm_fusion": CUTS}),
     "opaque": (lambda params: torch.optim.Adafactor(params), {"full_batch": True}),
+    "clipped": (adam, {"clip_grad_norm": 0.5}),
     "compiled": (sgd, {"backend": "inductor"}),
     "across": (sgd, {"cluster": "gloo-1gbit", "schedule": cf.ScheduleConfig(across_steps=True)}),
 }
@@ -152,8 +153,8 @@ def test_the_header_may_be_given_in_part() -> None:
     assert str(program.mesh) == "dp=4xtp=2" and not program.training
     fused = parse_program("# comm_fusion.allreduce: size 3\n# schedule: none\n" + SMALL).config
     assert fused.comm_fusion.allreduce.config == 3 and fused.schedule == "none"
-    others = parse_program("# backend: inductor\n# inductor_regions: layers\n" + SMALL).config
-    assert (others.backend, others.inductor_regions) == ("inductor", "layers")
+    others = parse_program("# backend: inductor\n# inductor_regions: layers\n# clip_grad_norm: 0.5\n" + SMALL).config
+    assert (others.backend, others.inductor_regions, others.clip_grad_norm) == ("inductor", "layers", 0.5)
     named = "# comm_fusion.allreduce: optimal\n# cluster: gloo-1gbit\n"
     assert "# cluster: cluster gloo-1gbit " in canonical_text(parse_program(named + SMALL))
 
@@ -345,6 +346,8 @@ WRONG = {
         "\n    # mesh: dp4\n    in  %w": "in the header, mesh is 'dp4'; write axes and sizes such as dp=2xtp=2",
         "\n    # schedule: never\n    in  %w": "in the header, schedule",
         "\n    # full_batch: maybe\n    in  %w": "in the header, full_batch is 'maybe'; write True or False",
+        "\n    # clip_grad_norm: much\n    in  %w": "in the header, clip_grad_norm is 'much'; write a number",
+        "\n    # clip_grad_norm: 0\n    in  %w": "in the header, clip_grad_norm is 0.0; give a number above 0",
         "\n    # cluster: cluster home 0123\n    in  %w": "in the header, cluster .* give the cluster= that",
         "\n    # optimizer: Lion (lion)\n    in  %w": "optimizer has the rule 'lion'; use one of adam",
     },

@@ -83,6 +83,12 @@ def marked() -> cf.Lowered:
     return divided(model, (torch.ones(4, 8), torch.ones(4, 8)), full_batch=True)
 
 
+def clipped_parts() -> cf.Lowered:
+    model = Net(2)
+    cf.shard(model.layers[0], weight=("tp", None))
+    return train(model, clip_grad_norm=0.5, parallel_mode="semi_auto", mesh=(1, 2))
+
+
 def gpt2() -> cf.Lowered:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -145,6 +151,8 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "asgd": lambda: optimized(torch.optim.ASGD),
     "rprop": lambda: optimized(torch.optim.Rprop),
     "opaque": lambda: optimized(torch.optim.Adafactor),
+    "clipped": lambda: train(Net(), clip_grad_norm=0.5),
+    "clipped parts": clipped_parts,
     "evaluation": evaluated,
     "convolutions": convolutions,
     "divided": marked,

@@ -58,17 +58,19 @@ def assert_equal(one: nn.Module, other: nn.Module, gradients: bool) -> None:
     torch.testing.assert_close(dict(one.named_buffers()), dict(other.named_buffers()), rtol=1e-10, atol=1e-10)
 
 
-def test_a_step_trains_as_eager_pytorch_does() -> None:
+@pytest.mark.parametrize("limit", [None, 0.1])
+def test_a_step_trains_as_eager_pytorch_does(limit: float | None) -> None:
     model, twin, (x, target) = made(images, 5, 3, 8, 8)
-    step = cf.compile(
-        model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), backend="inductor"
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, backend="inductor", clip_grad_norm=limit)
     assert regions_of(step.lower(x, target).program)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         loss = F.mse_loss(twin(x), target)
         loss.backward()
+        if limit is not None:
+            assert nn.utils.clip_grad_norm_(twin.parameters(), limit) > 2 * limit
         optimizer.step()
         torch.testing.assert_close(step(x, target).detach(), loss.detach(), rtol=1e-10, atol=1e-10)
     assert_equal(model, twin, gradients=False)

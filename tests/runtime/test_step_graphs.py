@@ -26,6 +26,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.mark.parametrize("limit", [None, 0.1])
 @pytest.mark.parametrize(
     "make",
     [
@@ -42,8 +43,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     ],
     ids=lambda make: make.__name__,
 )
-def test_a_captured_step_does_what_a_plain_one_does(make: Any) -> None:
-    pair = Pair(make if make in (adamw, sgd) else lambda model: make(model.parameters(), lr=RATE))
+def test_a_captured_step_does_what_a_plain_one_does(make: Any, limit: float | None) -> None:
+    made = make if make in (adamw, sgd) else lambda model: make(model.parameters(), lr=RATE)
+    pair = Pair(made, clip_grad_norm=limit)
     losses = [pair.run(number) for number in range(8)]
     assert pair.recorder.replays == [8 - FIRST]
     assert len({float(loss) for loss in losses}) == 8, "each loss is the caller's to keep"

@@ -155,3 +155,53 @@ def test_a_gradient_that_was_rounded_on_its_way_stays_so() -> None:
         return [%/sum.0, %reduce/a/reduced.a]
         """,
     )
+
+
+CLIPPED = """
+    upd %update/norms: (f32[], f32[]) = aten._foreach_norm.Scalar([%bucket.0/restore.1, %bucket.0/restore.0], 2)
+    upd %update/stacked: f32[2] = aten.stack(%update/norms)
+    upd %update/coefficient: f32[] = aten.linalg_vector_norm(%update/stacked, 2)
+    upd %update/clipped.a: f32[16] = aten.mul.Tensor(%bucket.0/restore.1, %update/coefficient)
+    upd %update/clipped.b: f32[3] = aten.mul.Tensor(%bucket.0/restore.0, %update/coefficient)
+"""
+IN_PLACE = """
+    bwd %bucket.0/storage: f32[32] = aten.empty.memory_format([32], dtype=f32, device=cpu)  {kept between steps}
+    bwd %bucket.0/padding.0: f32[16] = aten.as_strided(%bucket.0/storage, [16], [1], 16)
+    bwd %bucket.0/padding.0.zero: f32[16] = aten.zero_(%bucket.0/padding.0)
+    bwd %/grad.expand.0: f32[3](0) = aten.expand(%/sum.0, [3])
+    bwd %bucket.0/place.b: f32[3] = aten.as_strided(%bucket.0/storage, [3], [1], 16)
+    bwd %bucket.0/write.b: f32[3] = aten.copy_(%bucket.0/place.b, %/grad.expand.0)
+    bwd %bucket.0/place.a: f32[16] = aten.as_strided(%bucket.0/storage, [16], [1], 0)
+    bwd %bucket.0/write.a: f32[16] = aten.mul.out(%a, %/sum.1, out=%bucket.0/place.a)
+    bwd %bucket.0/in_place: f32[32] = _c10d_functional.all_reduce_(%bucket.0/storage, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=76 members=[b, a]}
+    bwd %bucket.0/reduced: f32[32] = _c10d_functional.wait_tensor(%bucket.0/in_place)
+    bwd %bucket.0/reduced.b: f32[3] = aten.as_strided(%bucket.0/reduced, [3], [1], 16)
+    bwd %bucket.0/reduced.a: f32[16] = aten.as_strided(%bucket.0/reduced, [16], [1], 0)
+"""
+FORWARD = "\n".join(line for line in BUCKET.splitlines() if "fwd %" in line)
+FLAT = "in  %update.0.a: f32[32] = flat [a@0, b@16]"
+
+
+def test_clipped_gradients_are_scaled_where_they_lie_as_one_tensor() -> None:
+    step = (
+        INPUTS
+        + BUCKET
+        + CLIPPED
+        + UPDATE.replace("%bucket.0/restore.1, %bucket.0/restore.0", "%update/clipped.a, %update/clipped.b")
+    )
+    check(
+        step,
+        FlattenStorage(),
+        f"""
+        {INPUTS.partition("(sgd)")[2]}
+        {FLAT}
+        {FORWARD}
+        {IN_PLACE}
+        upd %update/norms: (f32[], f32[]) = aten._foreach_norm.Scalar([%bucket.0/reduced.a, %bucket.0/reduced.b], 2)
+        upd %update/stacked: f32[2] = aten.stack(%update/norms)
+        upd %update/coefficient: f32[] = aten.linalg_vector_norm(%update/stacked, 2)
+        upd %update.0/grads.a: f32[32] = aten.as_strided(%bucket.0/reduced, [32], [1], 0)
+        upd %update.0/grads.a.clipped: f32[32] = aten.mul_.Tensor(%update.0/grads.a, %update/coefficient)
+        {UPDATE.replace("[%a, %b], [%bucket.0/restore.1, %bucket.0/restore.0]", "[%update.0.a], [%update.0/grads.a.clipped]")}
+        """,
+    )

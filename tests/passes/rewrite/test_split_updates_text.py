@@ -98,3 +98,15 @@ def test_a_gradient_is_copied_into_the_strides_of_its_parameter() -> None:
         """,
         numerics="defines",
     )
+
+
+def test_updates_that_wait_for_one_norm_stay_together() -> None:
+    clipped = """
+    upd %update/norms: (f32[], f32[]) = aten._foreach_norm.Scalar([%reduce/a/wait, %reduce/b/wait], 2)
+    upd %update/stacked: f32[2] = aten.stack(%update/norms)
+    upd %update/coefficient: f32[] = aten.linalg_vector_norm(%update/stacked, 2)
+    upd %update/clipped.a: f32[16] = aten.mul.Tensor(%reduce/a/wait, %update/coefficient)
+    upd %update/clipped.b: f32[4,4](1,4) = aten.mul.Tensor(%reduce/b/wait, %update/coefficient)
+    """
+    update = UPDATE.replace("[%reduce/a/wait, %reduce/b/wait]", "[%update/clipped.a, %update/clipped.b]")
+    check(INPUTS + REDUCED + clipped + update, SplitUpdates(), None)
