@@ -55,10 +55,10 @@ class ParallelOptimizer:
 
     def check_available(self) -> None:
         """Raises NotAvailableError for what is valid but not available yet."""
+        if self.gradient_accumulation_shard:
+            raise _not_yet("gradient_accumulation_shard", True, "leave it out, as gradients are not accumulated yet")
         if self.mode == BROADCAST:
             raise _not_yet("mode", self.mode, f'use "{SCATTER}", which updates rows of each parameter on each rank')
-        if self.level == 3:
-            raise _not_yet("level", self.level, "use 1 or 2, with which every rank keeps whole parameters")
         if self.optimizer_weight_shard_size != -1:
             shown = self.optimizer_weight_shard_size
             raise _not_yet("optimizer_weight_shard_size", shown, "leave it out, to divide among all ranks of the group")

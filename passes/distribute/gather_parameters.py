@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, tensor_spec
+from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_rows import padding_of, updated
+from commfuse_fx.ir.shard_rows import updated
+from commfuse_fx.ir.shard_uses import gather_rows, without_padding
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _LIKE = NodeInfo("update")
@@ -33,45 +33,13 @@ class GatherParameters(Pass):
         names = [name for update in program.updates for segment in update.segments for name, _ in segment.members]
         sharded = [name for name in names if program.params[name].shard]
         with build.before(program.output):
-            waits = {name: _gather(build, name) for name in sharded}
-            for name, wait in waits.items():
-                _write(build, name, wait)
+            for name in sharded:
+                _write(build, name, gather_rows(build, name, updated(program, name), _LIKE))
         return bool(sharded)
-
-
-def _gather(build: Builder, name: str) -> fx.Node:
-    program = build.program
-    param, mesh = program.params[name], program.mesh
-    rows, ways = updated(program, name), mesh.size(param.shard)
-    part = tensor_spec(rows)
-    gathered = part.with_shape((part.shape[0] * ways, *part.shape[1:]))
-    collective = CollectiveInfo(
-        "all_gather",
-        group=param.shard,
-        dtype=part.dtype,
-        nbytes=param.spec.nbytes,
-        members=(name,),
-        sequence=param.sequence,
-        fusion_id=param.fusion_id,
-        role="parameter",
-    )
-    start = build.call(
-        c10d.all_gather_into_tensor.default,
-        (rows, ways, param.shard),
-        spec=gathered,
-        like=_LIKE,
-        name=f"shard/{name}/all_gather",
-        collective=collective,
-    )
-    return build.wait(start, f"shard/{name}/wait")
 
 
 def _write(build: Builder, name: str, wait: fx.Node) -> None:
     """Copy what was gathered into the parameter, without padding."""
-    program = build.program
-    param = program.params[name]
-    if padding_of(param, program.mesh):
-        args = (wait, 0, 0, param.spec.shape[0])
-        wait = build.call(aten.narrow.default, args, spec=param.spec, like=_LIKE, name=f"shard/{name}/without_padding")
-    whole = program.placeholder("parameter", name)
-    build.call(aten.copy_.default, (whole, wait), spec=param.spec, like=_LIKE, name=f"shard/{name}/write")
+    spec, whole = build.program.params[name].spec, build.program.placeholder("parameter", name)
+    gathered = without_padding(build, name, wait, spec, _LIKE)
+    build.call(aten.copy_.default, (whole, gathered), spec=spec, like=_LIKE, name=f"shard/{name}/write")

@@ -14,6 +14,7 @@ from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
 from commfuse_fx.ir.shard_rows import padding_of, spec_of_rows
+from commfuse_fx.ir.shard_uses import keep_rows
 from commfuse_fx.passes.declaration import Pass, Situation
 
 SHARDED, WHOLE = "sharded updates", "updated by every rank"
@@ -27,7 +28,9 @@ class ShardOptimizer(Pass):
     """The all_reduce of a gradient becomes a reduce_scatter of its rows (Rajbhandari et al., "ZeRO: memory
     optimizations toward training trillion parameter models", 2020). `gather_parameters` gathers what is updated.
 
-    threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded.
+    threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded. keep_rows:
+    whether ranks keep their rows of the parameter alone (stage 3). These are then gathered where the forward and the
+    backward begin to use them.
     """
 
     name = "shard_optimizer"
@@ -37,13 +40,14 @@ class ShardOptimizer(Pass):
 
     threshold: int = 64
     pad: bool = False
+    keep_rows: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
         if asked is None:
             return None
-        return cls(asked.parallel_optimizer_threshold, asked.pad)
+        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or not program.grads:
@@ -58,6 +62,9 @@ class ShardOptimizer(Pass):
                 ranks, rows = program.mesh.size(group), spec_of_rows(program.params[name], program.mesh).shape[0]
                 program.note(SHARDED, name, f"{ranks} ranks over {group} update {rows} rows each")
             _scatter(build, start, names)
+            if self.keep_rows:
+                for name in names:
+                    keep_rows(build, name)
             done = True
         program.set_output()
         return done

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, wait_of
+from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, kind_of, role_of, wait_of
 from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder, stable_sort
@@ -79,6 +79,10 @@ def start_late(program: Program, costs: CostModel, lead: float, dependence: Depe
     stable_sort(program.graph, position, before)
 
 
+def _is_scattered(node: fx.Node) -> bool:
+    return is_start(node) and kind_of(node) == "reduce_scatter" and role_of(node) == "gradient"
+
+
 def _only_for(start: fx.Node) -> list[fx.Node]:
     """Pure nodes that nobody but this collective needs, its inputs first."""
     found: dict[fx.Node, None] = {start: None}
@@ -98,7 +102,10 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 class _Order:
-    """Emits compute in its old order, starts as soon as their inputs are there, waits when somebody needs them."""
+    """Emits compute in its old order, starts as soon as their inputs are there, waits when somebody needs them.
+
+    Few parameters are gathered at once: one ahead of that which compute uses, and two after an update.
+    """
 
     def __init__(self, program: Program) -> None:
         self.nodes = list(program.graph.nodes)
@@ -113,6 +120,16 @@ class _Order:
                 self.missing[node] = len(needed)
                 for other in needed:
                     self.starts_after.setdefault(other, []).append(node)
+        gathers = [node for node in self.nodes if is_start(node) and role_of(node) == "parameter"]
+        updated = [node for node in gathers if info(node).phase == "update"]
+        used = [node for node in gathers if info(node).phase != "update"]
+        for one, other in (*pairwise(used), *zip(updated, updated[2:], strict=False)):
+            self.missing[other] += 1
+            self.starts_after.setdefault(wait_of(one), []).append(other)
+        divided = program.config.parallel_optimizer
+        if divided is not None and divided.level > 1:  # a gradient is whole until its rows have arrived
+            for one, other in pairwise(filter(_is_scattered, self.nodes)):
+                self.dependence.direct[other] = [*self.dependence.direct[other], wait_of(one)]
 
     def _lazy_nodes(self) -> dict[fx.Node, None]:
         """Waits, and what merely reshapes or scales their results: they stand where the first real use is."""

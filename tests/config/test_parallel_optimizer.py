@@ -49,7 +49,9 @@ def test_bad_options_are_refused_whether_it_is_on_or_off(options: Any, error: ty
         assert isinstance(raised.value, error)
 
 
-@pytest.mark.parametrize("options", [{"mode": "broadcast"}, {"level": 3}, {"optimizer_weight_shard_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "broadcast"}, {"gradient_accumulation_shard": True}, {"optimizer_weight_shard_size": 2}]
+)
 def test_what_is_not_available_says_what_to_use_instead(options: dict[str, Any]) -> None:
     (key,) = options
     with pytest.raises(

@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"},
     "bf16 gradients in their own type": {"gradient_fp32_sync": False},
     "level 2": {},
+    "level 3": {},
+    "level 3, optimal": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
+    "level 3, across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"},
+    "level 3, auto": {"schedule": "auto"},
 }
 
 
@@ -46,7 +50,7 @@ def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, 
 
 def beside_ddp(name: str) -> float:
     """The largest difference of a parameter or a state from those of DistributedDataParallel."""
-    options = {**SMALL, **({"level": 2} if name == "level 2" else {})}
+    options = {**SMALL, **({"level": int(name[6])} if name.startswith("level") else {})}
     net, twin = model(), DistributedDataParallel(model())
     optimizer, eager = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (net, twin))
     step = cf.compile(

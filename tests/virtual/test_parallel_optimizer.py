@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 STEPS, ROWS = 5, 6
 SMALL = {"parallel_optimizer_threshold": 0, "pad": True}
+ROWS_ALONE = {**SMALL, "level": 3}
+LEVELS = pytest.mark.parametrize("options", [SMALL, ROWS_ALONE], ids=["states", "rows alone"])
 
 
 class Odd(nn.Module):
@@ -95,11 +97,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [optimizer.state_dict()["state"][number] for number in sorted(optimizer.state_dict()["state"])]
 
 
+@LEVELS
 @pytest.mark.parametrize("fusion", [None, {"openstate": False}], ids=["fused", "apart"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_is_that_of_one_device(optimizer: str, ranks: int, fusion: Any) -> None:
-    world = trained(compiled(ranks, optimizer, SMALL, comm_fusion=fusion))
+def test_training_is_that_of_one_device(optimizer: str, ranks: int, fusion: Any, options: dict[str, Any]) -> None:
+    world = trained(compiled(ranks, optimizer, options, comm_fusion=fusion))
     model, eager = on_one_device(ranks, optimizer)
     for each, other in zip(world.models, world.optimizers, strict=True):
         for (name, param), (_, want) in zip(each.named_parameters(), model.named_parameters(), strict=True):
@@ -162,12 +165,13 @@ def test_one_reduce_scatter_and_one_all_gather_for_each_divided_parameter() -> N
             assert each.bytes == param.nbytes and each.phase == ("update" if each.kind == "all_gather" else "backward")
 
 
-def test_every_collective_is_needed() -> None:
-    want = trained(compiled(3, "adamw", SMALL, comm_fusion={"openstate": False}))
+@pytest.mark.parametrize(("options", "count"), [(SMALL, 17), (ROWS_ALONE, 19)], ids=["states", "rows alone"])
+def test_every_collective_is_needed(options: dict[str, Any], count: int) -> None:
+    want = trained(compiled(3, "adamw", options, comm_fusion={"openstate": False}))
     names = [node.meta["commfuse"].name for node in _starts(want)]
-    assert len(names) == 17
+    assert len(names) == count
     for name in names:
-        world = trained(compiled(3, "adamw", SMALL, comm_fusion={"openstate": False}), drop=[name])
+        world = trained(compiled(3, "adamw", options, comm_fusion={"openstate": False}), drop=[name])
         same = all(
             torch.allclose(param, other, rtol=1e-7, atol=1e-9)
             for one, two in zip(world.models, want.models, strict=True)
@@ -242,6 +246,61 @@ def test_fusion_ids_sizes_and_modes_hold_for_both_kinds() -> None:
     assert {kind: sorted(found) for kind, found in apart.items()} == both(1, 1, 2, 2)
 
 
+def test_parameters_are_gathered_for_the_forward_and_again_for_the_backward() -> None:
+    found: dict[str, list[str]] = {}
+    for each in collectives(compiled(2, "adamw", ROWS_ALONE, comm_fusion={"openstate": False})):
+        found.setdefault(f"{each.kind} {each.phase}", []).append(*each.members)
+    assert len(found["all_gather forward"]) == len(found["reduce_scatter backward"]) == 8
+    # The backward needs no biases, and not the first weight.
+    assert sorted(found["all_gather backward"]) == ["back.weight", "odd.weight"]
+    assert "all_gather update" not in found
+
+
+def test_between_steps_a_rank_holds_its_rows_alone() -> None:
+    world = trained(compiled(3, "adamw", ROWS_ALONE))
+    shards = world._ranks[0].shards
+    assert shards is not None and shards.is_divided
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [param.untyped_storage().nbytes() for param in world.models[0].parameters() if param.requires_grad]
+    assert sum(held) == 8  # the scalar is whole
+    parts = sum(each.part.nbytes for each in shards._divided)
+    whole = sum(-(-each.whole.shape[0] // 3) * 3 * each.whole[0].numel() * 8 for each in shards._divided)
+    assert parts * 3 == whole
+
+
+def test_few_parameters_are_whole_at_once() -> None:
+    """Each is gathered while the one before is used, and is gone after its use."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    peaks = []
+    for level in (1, 2, 3):
+        step = cf.compile(
+            model, {"openstate": False}, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            device_num=8, enable_parallel_optimizer=True, parallel_optimizer_config={"level": level},
+        )  # fmt: skip
+        x = torch.randn(2, 256)
+        peaks.append(step.lower(x, x).simulate("gloo-1gbit").peak_memory)
+    weight = 256 * 256 * 4
+    # All parameters and gradients; all parameters, and two or three gradients; rows, and two or three of both.
+    assert [round(peak / weight, 1) for peak in peaks] == [25.5, 15.4, 5.8]
+
+
+@LEVELS
+def test_evaluation_in_between(options: dict[str, Any]) -> None:
+    world, plain = compiled(2, "adamw", options), compiled(2, "adamw", None)
+    losses = []
+    for each in (world, plain):
+        trained(each)
+        for model in each.models:
+            model.eval()
+        losses.append([result.loss for result in each(batches(2, 0))])
+        for model in each.models:
+            model.train()
+        trained(each)
+    torch.testing.assert_close(losses[0], losses[1])
+    for one, two in zip(world.models, plain.models, strict=True):
+        torch.testing.assert_close(list(one.parameters()), list(two.parameters()), rtol=1e-12, atol=1e-14)
+
+
 def test_evaluation_leaves_the_states_divided() -> None:
     world = trained(compiled(2, "adamw", SMALL))
     shards = world._ranks[0].shards
@@ -255,8 +314,9 @@ def test_evaluation_leaves_the_states_divided() -> None:
     assert world._ranks[0].shards is shards and shards.is_divided
 
 
-def test_states_that_are_loaded_are_divided_again() -> None:
-    world, again = trained(compiled(2, "adamw", SMALL)), compiled(2, "adamw", SMALL)
+@LEVELS
+def test_states_that_are_loaded_are_divided_again(options: dict[str, Any]) -> None:
+    world, again = trained(compiled(2, "adamw", options)), compiled(2, "adamw", options)
     for model, optimizer, source, other in zip(
         again.models, again.optimizers, world.models, world.optimizers, strict=True
     ):
@@ -286,8 +346,9 @@ def test_states_that_two_steps_share_are_gathered_before_the_other_one_takes_the
     trained(again)
 
 
-def test_parameters_that_the_user_writes_are_used() -> None:
-    world, plain = compiled(2, "sgd", SMALL), compiled(2, "sgd", None)
+@LEVELS
+def test_parameters_that_the_user_writes_are_used(options: dict[str, Any]) -> None:
+    world, plain = compiled(2, "sgd", options), compiled(2, "sgd", None)
     for each in (world, plain):
         trained(each)
         for model in each.models:

@@ -71,10 +71,10 @@ def test_rows_are_gathered_and_written_without_their_padding() -> None:
         upd %update.0/sgd: - = aten._fused_sgd_([%shard/a/rows, %shard/b/rows], [%reduce/a/wait, %reduce/b/wait], [], weight_decay=%update.0.weight_decay, momentum=%update.0.momentum, lr=%update.0.lr, dampening=%update.0.dampening, nesterov=False, maximize=False, is_first_step=%update.0.is_first_step)
         upd %shard/a/all_gather: f32[14,2] = _c10d_functional.all_gather_into_tensor(%shard/a/rows, 2, dp)  {group=dp(2) dtype=f32 bytes=104 members=[a]}
         upd %shard/a/wait: f32[14,2] = _c10d_functional.wait_tensor(%shard/a/all_gather)
-        upd %shard/b/all_gather: f32[16] = _c10d_functional.all_gather_into_tensor(%shard/b/rows, 2, dp)  {group=dp(2) dtype=f32 bytes=64 members=[b]}
-        upd %shard/b/wait: f32[16] = _c10d_functional.wait_tensor(%shard/b/all_gather)
         upd %shard/a/without_padding: f32[13,2] = aten.narrow(%shard/a/wait, 0, 0, 13)
         upd %shard/a/write: f32[13,2] = aten.copy_(%a, %shard/a/without_padding)
+        upd %shard/b/all_gather: f32[16] = _c10d_functional.all_gather_into_tensor(%shard/b/rows, 2, dp)  {group=dp(2) dtype=f32 bytes=64 members=[b]}
+        upd %shard/b/wait: f32[16] = _c10d_functional.wait_tensor(%shard/b/all_gather)
         upd %shard/b/write: f32[16] = aten.copy_(%b, %shard/b/wait)
         return [%/mul.0]
         """,

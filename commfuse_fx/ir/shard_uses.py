@@ -1,0 +1,133 @@
+"""Gathers of rows: after an update, or where a step begins to use a parameter of which ranks keep rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.placement import S
+from commfuse_fx.ir.shard_rows import spec_of_rows
+
+
+def gather_rows(build: Builder, name: str, rows: fx.Node, like: NodeInfo, again: str = "") -> fx.Node:
+    """Gather the rows of a parameter from all ranks, at the insertion point. Returns the wait, with the padding.
+
+    again: part of the names of the nodes, of a second gather of the same parameter.
+    """
+    param, mesh = build.program.params[name], build.program.mesh
+    ways, part = mesh.size(param.shard), tensor_spec(rows)
+    collective = CollectiveInfo(
+        "all_gather",
+        group=param.shard,
+        dtype=part.dtype,
+        nbytes=param.spec.nbytes,
+        members=(name,),
+        sequence=param.sequence,
+        fusion_id=param.fusion_id,
+        role="parameter",
+    )
+    start = build.call(
+        c10d.all_gather_into_tensor.default,
+        (rows, ways, param.shard),
+        spec=part.with_shape((part.shape[0] * ways, *part.shape[1:])),
+        like=like,
+        name=f"shard/{name}/{again}all_gather",
+        collective=collective,
+    )
+    return build.wait(start, f"shard/{name}/{again}wait")
+
+
+def without_padding(
+    build: Builder, name: str, gathered: fx.Node, spec: TensorSpec, like: NodeInfo, again: str = ""
+) -> fx.Node:
+    """The parameter of this spec in what was gathered."""
+    if tensor_spec(gathered).shape == spec.shape:
+        return gathered
+    args = (gathered, 0, 0, spec.shape[0])
+    return build.call(aten.narrow.default, args, spec=spec, like=like, name=f"shard/{name}/{again}without_padding")
+
+
+def keep_rows(build: Builder, name: str) -> None:
+    """Let ranks keep their rows of a parameter alone, which are gathered in front of the first node of the forward
+    that reads the parameter, and once more in front of the first one of the backward."""
+    program = build.program
+    param, rows = program.params[name], program.placeholder("parameter", name)
+    assert rows is not None, "what has a gradient is an input"
+    users = _in_order(program.graph, rows.users)
+    whole = _gathered(build, name, rows, users[0])
+    for user in users:
+        user.replace_input_with(rows, whole)
+    later = _later_users(program.graph, whole)
+    if later and info(users[0]).phase != "backward":
+        _use_again(build, name, rows, whole, later)
+    details = info(rows)
+    details.spec = spec_of_rows(param, program.mesh)
+    program.params[name] = replace(
+        param,
+        spec=details.spec,
+        whole=param.whole or param.spec,
+        layout=(*param.layout, (param.shard, S(0))),
+        shard="",
+    )
+
+
+def _gathered(build: Builder, name: str, rows: fx.Node, user: fx.Node, again: str = "") -> fx.Node:
+    """All of the parameter, gathered in front of a node that uses it."""
+    spec, like = build.program.params[name].spec, NodeInfo(info(user).phase, source=info(user).source)
+    info(rows).spec = spec_of_rows(build.program.params[name], build.program.mesh)
+    with build.before(user):
+        wait = gather_rows(build, name, rows, like, again)
+        return without_padding(build, name, wait, spec, like, again)
+
+
+def _in_order(graph: fx.Graph, nodes: Sequence[fx.Node] | dict[fx.Node, None]) -> list[fx.Node]:
+    wanted = dict.fromkeys(nodes)
+    return [node for node in graph.nodes if node in wanted]
+
+
+def _later_users(graph: fx.Graph, whole: fx.Node) -> list[fx.Node]:
+    """The nodes of the backward that use a parameter, or views of it that the forward has made."""
+    known = {whole: None}
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if not any(value in known for value in node.all_input_nodes):
+            continue
+        if info(node).phase == "backward":
+            found.append(node)
+        elif is_view(node):
+            known[node] = None
+    return found
+
+
+def _use_again(build: Builder, name: str, rows: fx.Node, whole: fx.Node, users: Sequence[fx.Node]) -> None:
+    """Gather a parameter once more for these nodes, and make the views of it that they use once more."""
+    same = {whole: _gathered(build, name, rows, users[0], "again/")}
+
+    def view(node: fx.Node) -> fx.Node:
+        if node not in same:
+            like = NodeInfo("backward", module=info(node).module, source=info(node).source)
+            args = fx.node.map_arg(node.args, lambda value: view(value) if _leads_to(value, whole) else value)
+            made = f"shard/{name}/again/{info(node).name.rpartition('/')[2]}"
+            with build.before(users[0]):
+                same[node] = build.call(node.target, args, node.kwargs, spec=info(node).spec, like=like, name=made)
+        return same[node]
+
+    for user in users:
+        for value in user.all_input_nodes:
+            if _leads_to(value, whole):
+                user.replace_input_with(value, view(value))
+
+
+def _leads_to(node: fx.Node, whole: fx.Node) -> bool:
+    """Whether a node is a parameter, or a view of it."""
+    while node is not whole:
+        if not is_view(node):
+            return False
+        node = node.all_input_nodes[0]
+    return True
