@@ -15,6 +15,8 @@ from commfuse_fx.measure.calibration import calibrate
 
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
 
+BOTH = ("allgather", "reducescatter")
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -44,6 +46,19 @@ MODES = {
         }
     ),
     "auto": Mode(lambda cluster: {"schedule": "auto"}, tries_plans=True),
+    **{
+        f"parallel optimizer {level}": Mode(
+            lambda cluster, level=level: {
+                "enable_parallel_optimizer": True,
+                "parallel_optimizer_config": {"level": level, "pad": True},
+                # Levels 2 and 3 are there for memory, which buckets of 64 MiB would take again.
+                **({"comm_fusion": {kind: {"mode": "size", "config": 4} for kind in BOTH}} if level > 1 else {}),
+            },
+            by_rate=False,
+            by_default=False,
+        )
+        for level in (1, 2, 3)
+    },
     **{
         f"size {mib}": Mode(
             lambda cluster, mib=mib: {"comm_fusion": {"allreduce": {"mode": "size", "config": mib}}},

@@ -53,6 +53,17 @@ def fsdp2(workload: Workload, model: nn.Module) -> Step:
     return _step(workload, model)
 
 
+def zero_with_ddp(workload: Workload, model: nn.Module) -> Step:
+    """DistributedDataParallel with ZeroRedundancyOptimizer, which divides the optimizer's state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True
+    )
+    return _step(workload, wrapped, optimizer=optimizer)
+
+
 def module(workload: Workload, model: nn.Module) -> Step:
     return _step(workload, cf.compile(model))
 
@@ -66,12 +77,18 @@ PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
     "DDP": ddp,
     "DDP + torch.compile": compiled_ddp,
     "FSDP2": fsdp2,
+    "ZeRO + DDP": zero_with_ddp,
     "module form": module,
 }
 
 
-def _step(workload: Workload, model: nn.Module, after_backward: Callable[[], None] | None = None) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def _step(
+    workload: Workload,
+    model: nn.Module,
+    after_backward: Callable[[], None] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Step:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     args, kwargs = workload.batch(dist.get_rank())
 
     def step() -> None:

@@ -31,7 +31,7 @@ class Parameter:
     tensor that the user sees. `parallel_optimizer`: whether its update may be divided among ranks. `shard`: the group
     of mesh axes over which it is divided; "": every rank updates all that it has of the parameter. Ranks then update
     equal numbers of rows (of the first dimension) in the order of the group, the last ones padded where they do not
-    divide.
+    divide. `rows_alone`: ranks also keep these rows alone; then that is the last entry of `layout`, and `shard` is "".
     """
 
     name: str
@@ -47,6 +47,12 @@ class Parameter:
     whole: TensorSpec | None = None
     parallel_optimizer: bool = True
     shard: str = ""
+    rows_alone: bool = False
+
+    @property
+    def layout_by_marks(self) -> tuple[tuple[str, Placement], ...]:
+        """The layout without what the parallel optimizer has added."""
+        return self.layout[:-1] if self.rows_alone else self.layout
 
     def placement_on(self, group: str) -> Placement:
         """How a rank keeps it, as far as the ranks of this group are concerned."""

@@ -74,6 +74,7 @@ def keep_rows(build: Builder, name: str) -> None:
         whole=param.whole or param.spec,
         layout=(*param.layout, (param.shard, S(0))),
         shard="",
+        rows_alone=True,
     )
 
 

@@ -290,7 +290,7 @@ class Planner:
                     raise
                 ways = other.ways
                 continue
-            self._layouts = {name: param.layout for name, param in compiled.program.params.items()}
+            self._layouts = {name: param.layout_by_marks for name, param in compiled.program.params.items()}
             return compiled
 
     def _trace(self, request: CompileRequest) -> Compiled:

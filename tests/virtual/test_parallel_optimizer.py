@@ -82,13 +82,24 @@ def trained(world: LockstepWorld, drop: Sequence[str] = ()) -> LockstepWorld:
     return world
 
 
-def on_one_device(ranks: int, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+@LEVELS
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_clipped_by_the_norm_of_all_rows(ranks: int, options: dict[str, Any]) -> None:
+    clipped = trained(compiled(ranks, "sgd", options, clip_grad_norm=0.05))
+    model, _ = on_one_device(ranks, "sgd", clip=0.05)
+    for each in clipped.models:
+        torch.testing.assert_close(list(each.parameters()), list(model.parameters()), rtol=1e-9, atol=1e-12)
+
+
+def on_one_device(ranks: int, optimizer: str, clip: float | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Odd().double()
     made = OPTIMIZERS[optimizer](groups_of(model))
     for step in range(STEPS):
         made.zero_grad()
         parts = batches(ranks, step)
         sum(F.cross_entropy(model(x), y) for x, y in parts).div(ranks).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         made.step()
     return model, made
 
@@ -183,6 +194,44 @@ def test_every_collective_is_needed(options: dict[str, Any], count: int) -> None
 def _starts(world: LockstepWorld) -> list[Any]:
     lowered = world.step.lower(*batches(1, 0)[0])
     return [node for node in lowered.graph_module.graph.nodes if node.meta["commfuse"].collective is not None]
+
+
+def tensor_parallel(options: dict[str, Any] | None, optimizer: str) -> tuple[LockstepWorld, nn.Module]:
+    """Two layers that a strategy divides over "tp", on 2 x 2 ranks, after some steps; and what one device makes of
+    them."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 14)).double()
+
+    net, alone = model(), model()
+    cf.shard(net[0], weight=("tp", None))
+    cf.shard(net[2], weight=(None, "tp"))
+    divided = {} if options is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": options}
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[optimizer](net.parameters()), parallel_mode="semi_auto",
+        mesh=(2, 2), device_num=4, clip_grad_norm=0.3, **divided,
+    )  # fmt: skip
+    world, eager = LockstepWorld(step), OPTIMIZERS[optimizer](alone.parameters())
+    for number in range(STEPS):
+        given = batches(2, number)
+        world([given[0], given[0], given[1], given[1]])
+        eager.zero_grad()
+        x, y = (torch.cat(each) for each in zip(*given, strict=True))
+        F.cross_entropy(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
+        eager.step()
+    return world, alone
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nadam"])
+@LEVELS
+def test_divided_parameters_are_divided_further_where_they_repeat(options: dict[str, Any], optimizer: str) -> None:
+    world, alone = tensor_parallel(options, optimizer)
+    for model in world.models:
+        torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-9, atol=1e-12)
+    kinds = [each.kind for each in collectives(world) if each.members[0].endswith(("weight", "bias"))]
+    assert {"reduce_scatter", "all_gather"} <= {*kinds} and "all_reduce" not in kinds
 
 
 class Weights(nn.Module):

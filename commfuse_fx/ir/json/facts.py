@@ -42,6 +42,7 @@ class FactReader(ValueReader):
             whole=None if whole is None else self.tensor(whole, f"{place}.whole"),
             parallel_optimizer=self.get(record, "parallel_optimizer", bool, place, True),
             shard=self.get(record, "shard", str, place, ""),
+            rows_alone=self.get(record, "rows_alone", bool, place, False),
         )
 
     def _layout(self, pair: list[Any], place: str) -> tuple[str, Placement]:

@@ -184,6 +184,7 @@ def _parameter(param: Parameter) -> dict[str, Any]:
         "whole": write_spec(param.whole),
         **({} if param.parallel_optimizer else {"parallel_optimizer": False}),
         **({"shard": param.shard} if param.shard else {}),
+        **({"rows_alone": True} if param.rows_alone else {}),
     }
 
 
