@@ -12,6 +12,7 @@ NAMES = (
     "planning",
     "memory_cap",
     "module_memory",
+    "divided_memory",
     "compile_cost",
     "guards",
     "cpu_kernels",

@@ -50,7 +50,7 @@ class ShardOptimizer(Pass):
         return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3)
 
     def __call__(self, program: Program) -> bool:
-        if program.optimizer is None or not program.grads:
+        if program.optimizer is None or not program.grads or program.mesh.world == 1:
             return False
         _refuse_unknown(program.optimizer)
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)

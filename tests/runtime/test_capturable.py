@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -124,3 +125,10 @@ def test_two_devices() -> None:
     given = program(PLAIN)
     info(next(iter(given.graph.nodes))).spec = replace(tensor_spec(next(iter(given.graph.nodes))), device="cuda:1")
     assert obstacle(given, "cuda") == "the step is on several devices, cuda:1, cuda:0"
+
+
+@pytest.mark.parametrize("divided", [{"shard": "dp"}, {"rows_alone": True}])
+def test_parts_of_a_parallel_optimizer(divided: dict[str, Any]) -> None:
+    given = program(PLAIN)
+    given.params["w"] = replace(given.params["w"], **divided)
+    assert obstacle(given, "cuda").startswith("enable_parallel_optimizer=True keeps parts")

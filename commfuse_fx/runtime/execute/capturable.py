@@ -31,6 +31,10 @@ def obstacle(program: Program, on: str) -> str:
     """
     if program.config.divides_graphs:
         return f'parallel_mode="{program.config.parallel_mode}" divides the graph among ranks'
+    if any(param.shard or param.rows_alone for param in program.params.values()):
+        return (
+            "enable_parallel_optimizer=True keeps parts of parameters and states, which are looked at before each step"
+        )
     if any(source.kind == "seed" for source in program.sources.values()):
         return "the step draws random numbers from a seed that is a number of each step"
     return next((found for node in program.graph.nodes if (found := _obstacle_at(node, on))), "") or _of_inputs(program)
