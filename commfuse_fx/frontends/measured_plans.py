@@ -58,8 +58,13 @@ class MeasuredPlans:
         return seconds >= NETWORK_SECONDS
 
     def profile(self, seconds: Mapping[str, float]) -> StepProfile:
-        """What the nodes take, as measured, with a network as given, or as measured now by all ranks together."""
+        """What the nodes take, as measured, with a network as given, or as measured now by all ranks together.
+
+        The network of a profile with a plan was measured by an earlier run, and no longer holds where this is called.
+        """
         world, given = self._planner.mesh.world, self._asked.figures
+        if isinstance(given, StepProfile) and given.plan:
+            given = None
         figures = default_cluster(self._device.type, world).device
         return StepProfile(
             cluster=self._measured_cluster(figures) if given is None else cluster_of(given),

@@ -83,6 +83,7 @@ class Replan:
     def _begin(self) -> None:
         self._budget = self._whole_budget()
         self._kept: KeptPlans | None = None
+        self._is_to_keep = False  # whether the plan that stays was found in trials that came to their end
         self._is_known = False  # whether a plan of an earlier run is tried, and nothing is measured
         self._pace: Pace | None = None  # of the plan that stays
         self._before: ChosenPlan | None = None  # what ran when the pace changed
@@ -143,10 +144,11 @@ class Replan:
 
     @property
     def profile_used(self) -> StepProfile | None:
-        """The profile, with the name of the plan that stays once it is known."""
+        """The profile, with the name of the plan that stays and what its steps take, once that is known."""
         if self.profile is None or not self.is_settled or not self._chosen.candidates:
             return self.profile
-        return replace(self._profile_of_plan(), plan=self._chosen.candidate.name)
+        usual = 0.0 if self._pace is None else self._pace.usual
+        return replace(self._profile_of_plan(), plan=self._chosen.candidate.name, step_seconds=usual)
 
     def measures(self, plan: Plan, runner: Runner) -> bool:
         """Whether a step of this plan is to be run by `run_measured`."""
@@ -289,9 +291,14 @@ class Replan:
             "plan %s stays, after %d steps and %.1f s\n%s:\n%s",
             *(label, self.clock.steps, spent, TOPIC, _lines(self._tried)),
         )
-        self._stay(step_seconds)
-        is_new = trials.is_conclusive and not self._is_known
-        if self._rank == 0 and self._kept is not None and is_new and self.profile_used is not None:
+        assert self.profile is not None
+        self._stay(step_seconds, self.profile.step_seconds if self._is_known else 0.0)
+        self._is_to_keep = trials.is_conclusive and not self.profile.step_seconds
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the plan for the next run: when it is chosen, and once more when it is known what its steps take."""
+        if self._rank == 0 and self._kept is not None and self._is_to_keep and self.profile_used is not None:
             self._kept.write(self.profile_used)
 
     def _profile_of_plan(self) -> StepProfile:
@@ -302,14 +309,14 @@ class Replan:
 
     # A plan stays as long as steps keep their pace.
 
-    def _stay(self, step_seconds: float) -> None:
-        """Let the chosen plan run. step_seconds: what its step takes."""
+    def _stay(self, step_seconds: float, usual: float = 0.0) -> None:
+        """Let the chosen plan run. step_seconds: what its step takes. usual: as `Pace` takes it."""
         calm, before = 0.0, self._before
         if before is not None:
             stays = before.candidate.name == self._chosen.candidate.name
             calm = self._calm = 2 * self._calm if stays else CALM_SECONDS
         self.is_settled, self._before = True, None
-        self._pace = Pace(step_seconds, calm)
+        self._pace = Pace(step_seconds, calm, usual)
         self.clock.next_at(self._pace.window, self._look_at_pace)
 
     def _give_up(self, why: str) -> None:
@@ -329,6 +336,8 @@ class Replan:
         if None not in everybody:
             self._step_seconds = max(everybody)
             change = pace.change(self._step_seconds)
+            self._keep()
+            self._is_to_keep = False
         if not change:
             clock.next_at(pace.window, self._look_at_pace)
             return

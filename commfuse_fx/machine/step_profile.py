@@ -32,6 +32,7 @@ class StepProfile(Document, kind="profile"):
         (of nodes that move no data and have no entry) and `step.overhead` (what a step takes besides).
     torch, device: the version and the device that it was measured with.
     plan: the name of the plan that a step with `schedule="auto"` has come to stay with; "" if it was not tried.
+    step_seconds: what a step with that plan took, on the slowest rank; 0 if that is not known.
 
     Raises ConfigTypeError or ConfigValueError, which name the field.
     """
@@ -43,6 +44,7 @@ class StepProfile(Document, kind="profile"):
     torch: str = ""
     device: str = ""
     plan: str = ""
+    step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.cluster, ClusterSpec):
@@ -62,6 +64,7 @@ class StepProfile(Document, kind="profile"):
         check_text(self.torch, "torch", empty=True)
         check_text(self.device, "device", empty=True)
         check_text(self.plan, "plan", empty=True)
+        object.__setattr__(self, "step_seconds", NODE_SECONDS.check(self.step_seconds, "step_seconds"))
 
     def check(self, world: int, model: str) -> None:
         """Raise ConfigValueError unless this is a profile of that model (a fingerprint) on so many ranks."""
@@ -80,12 +83,13 @@ class StepProfile(Document, kind="profile"):
             "torch": self.torch,
             "device": self.device,
             **({"plan": self.plan} if self.plan else {}),
+            **({"step_seconds": self.step_seconds} if self.step_seconds else {}),
             "node_seconds": dict(self.node_seconds),
         }
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
-        check_keys(body, where, _KEYS, ("plan",))
+        check_keys(body, where, _KEYS, ("plan", "step_seconds"))
         cluster = document_of_data(ClusterSpec, body["cluster"], f"{where}: cluster")
         check_object(body["node_seconds"], f"{where}: node_seconds")
         return made_of(cls, {**body, "cluster": cluster}, where)

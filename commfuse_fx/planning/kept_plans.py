@@ -56,13 +56,14 @@ class KeptPlans:
         return found
 
     def write(self, profile: StepProfile) -> None:
-        """Keep the profile with its plan. A folder that cannot be written is a warning."""
+        """Keep the profile with its plan. A folder that cannot be written is a warning, and is not tried again."""
         if self.path is None:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, profile.to_json())
         except OSError as error:
+            self.path = None
             log.warning("the plan is not kept for the next run (%s names the folder, 0 is none): %s", VARIABLE, error)
 
 

@@ -26,24 +26,21 @@ SLOW = 1.25
 class Pace:
     """The pace of one plan's steps. window: steps between two looks.
 
-    calm: seconds, about, in which no change is told; one that lasts is told afterwards.
+    calm: seconds, about, in which no change is told; one that lasts is told afterwards. usual: what a step takes as
+    long as nothing has changed, if an earlier run knows it; 0: the first look says it.
     """
 
-    def __init__(self, step_seconds: float, calm: float = 0.0) -> None:
+    def __init__(self, step_seconds: float, calm: float = 0.0, usual: float = 0.0) -> None:
         self.window = min(max(ceil(WINDOW_SECONDS / max(step_seconds, 1e-6)), FEWEST), MOST)
         self._calm_looks = ceil(calm / (self.window * max(step_seconds, 1e-6)))
-        self._usual: float | None = None
+        self.usual = usual
         self._changed = 0
 
     def change(self, seconds: float) -> str:
-        """What has changed, given what a step takes now, in words; "" as long as nothing has, persistently.
-
-        The first look says what is usual.
-        """
+        """What has changed, given what a step takes now, in words; "" as long as nothing has, persistently."""
         self._calm_looks -= 1
-        if self._usual is None:
-            self._usual = seconds
-        ratio = seconds / self._usual
+        self.usual = self.usual or seconds
+        ratio = seconds / self.usual
         self._changed = self._changed + 1 if not 1 / CHANGED < ratio < CHANGED else 0
         if self._changed < IN_A_ROW or self._calm_looks > 0:
             return ""

@@ -276,6 +276,63 @@ def test_a_plan_of_an_earlier_run_is_tried_anew_when_the_pace_changes(ranks: Ran
         assert not any("no longer faster" in each for each in messages)
 
 
+def trains_on_with_a_cache(folder: str) -> list[str]:
+    """What was logged until a plan stays that keeps its pace."""
+    with (
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6, CHANGED=20.0),
+        patch.dict(os.environ, COMMFUSE_CACHE=folder),
+        quickly("default"),
+        logged() as messages,
+    ):
+        twins = Twins()
+        for _ in range(2):
+            twins.settle()
+            for _ in range(12):  # three looks
+                twins.run()
+        twins.check()
+    return messages
+
+
+def test_a_kept_plan_is_tried_anew_where_steps_take_other_times(ranks: Ranks, tmp_path: Path) -> None:
+    """The default too, which no trial compares with others: the network may be another one by now."""
+    ranks.values(trains_on_with_a_cache, str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    kept = cf.StepProfile.load(file)
+    assert kept.plan == "default" and kept.step_seconds > 0
+    replace(kept, step_seconds=kept.step_seconds / 100).save(file)
+    for messages in ranks.values(trains_on_with_a_cache, str(tmp_path)):
+        text = "\n".join(messages)
+        assert "an earlier run has come to plan default" in text and "measuring again: steps take" in text
+        assert text.count("plans by what was measured") == 1
+    assert cf.StepProfile.load(file).step_seconds > kept.step_seconds / 10
+
+
+def measures_the_network_anew() -> int:
+    """A restart with the profile of a checkpoint, on another network: how often that is measured."""
+    with quickly("size 1"):
+        first = Twins()
+        first.settle()
+    profile, measured, changes = first.step.profile_used(), measured_plans.measured_cluster, iter(["", "other times"])
+    with (
+        quickly("size 1"),
+        patch.multiple(pace, FEWEST=4, WINDOW_SECONDS=1e-6),
+        patch.object(pace.Pace, "change", lambda self, now: next(changes, "")),
+        patch.object(measured_plans, "measured_cluster", side_effect=measured) as network,
+    ):
+        twins = Twins({"schedule": "auto", "cluster": profile})
+        twins.settle()
+        assert not network.called
+        while twins.is_settled:
+            twins.run()
+        twins.settle()
+        twins.check()
+    return network.call_count
+
+
+def test_a_restart_measures_the_network_when_the_pace_changes(ranks: Ranks) -> None:
+    assert ranks.values(measures_the_network_anew) == [1, 1]
+
+
 def test_what_other_steps_have_left_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
     for options in (
         {},

@@ -28,6 +28,11 @@ def test_a_lasting_change_is_told(now: float, said: str) -> None:
     assert last == f"steps take {said} of the time that they took when their plan was chosen"
 
 
+def test_the_pace_of_an_earlier_run_is_what_the_first_look_is_compared_with() -> None:
+    pace = Pace(1.0, usual=0.5)
+    assert not pace.change(1.0) and pace.change(1.0).startswith("steps take 2.00 of the time") and pace.usual == 0.5
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
