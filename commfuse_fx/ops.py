@@ -153,10 +153,11 @@ def _group(group: str | None) -> tuple[int, str]:
         return size, group or ""
     if group is None:
         return mesh.world, mesh.all_axes
-    unknown = [name for name in group.split(",") if name not in mesh.names]
+    unknown = [name for name in group.split(",") if not mesh.parts_of(name)]
     if unknown:
         raise ConfigValueError(f"group={group!r}: no mesh axis {unknown[0]!r}; axes are {', '.join(mesh.names)}")
-    return mesh.size(group), group
+    axes = ",".join(axis for name in group.split(",") for axis in mesh.parts_of(name))
+    return mesh.size(axes), axes
 
 
 def _check_op(op: str) -> str:

@@ -21,7 +21,8 @@ class ParallelOptimizer:
     """The options of the parallel optimizer, each under its name in the dictionary.
 
     parallel_optimizer_threshold: KiB that a parameter must have at least to be updated in parts.
-    optimizer_weight_shard_size: ranks among which it is divided; -1: all of the group.
+    optimizer_weight_shard_size: neighbouring ranks among which it is divided, one part of the group beside the other;
+        -1: all of the group.
     gradient_accumulation_shard: whether accumulated gradients are divided too, as level 2 has it.
     pad: whether parameters whose first dimension does not divide by the ranks are divided, the last rows padded.
     mode: "reduce_scatter" or "broadcast".
@@ -59,9 +60,11 @@ class ParallelOptimizer:
             raise _not_yet("gradient_accumulation_shard", True, "leave it out, as gradients are not accumulated yet")
         if self.mode == BROADCAST:
             raise _not_yet("mode", self.mode, f'use "{SCATTER}", which updates rows of each parameter on each rank')
-        if self.optimizer_weight_shard_size != -1:
-            shown = self.optimizer_weight_shard_size
-            raise _not_yet("optimizer_weight_shard_size", shown, "leave it out, to divide among all ranks of the group")
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring ranks share an update; 0: all of the group."""
+        return max(self.optimizer_weight_shard_size, 0)
 
     def __str__(self) -> str:
         """The options that differ from their defaults, as in "level=2, pad=True"; "" where none does."""

@@ -15,11 +15,13 @@ from commfuse_fx.frontends.session import Session
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.shard_rows import sharing_ranks
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.planning.alternatives import as_kept
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
+from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.support.logs import configure_logs
 from commfuse_fx.support.ranks import get_group_size, get_rank
 from commfuse_fx.support.tracebacks import user_frames_only
@@ -105,8 +107,17 @@ def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfi
 
 
 def _mesh_of(config: CompileConfig) -> Mesh:
-    if config.mesh is not None:
-        if isinstance(config.mesh, tuple):
-            return Mesh.of_sizes(config.mesh)
-        return Mesh.of_device_mesh(config.mesh)
-    return Mesh.of_sizes((config.device_num or get_group_size(),))
+    """The ranks as a grid. Raises ConfigValueError where no so many of them can share an update as are asked for."""
+    divided = config.parallel_optimizer
+    ranks = 0 if divided is None or config.divides_graphs else divided.sharing
+    if isinstance(config.mesh, tuple):
+        mesh = Mesh.of_sizes(config.mesh)
+    elif config.mesh is not None:
+        mesh = Mesh.of_device_mesh(config.mesh)
+    else:
+        mesh = Mesh.of_sizes((config.device_num or get_group_size(),))
+        if 1 < ranks < mesh.world and mesh.world % ranks == 0:
+            mesh = refine(mesh, {mesh.all_axes: (mesh.world // ranks, ranks)})
+    if ranks != 1:
+        sharing_ranks(mesh, mesh.all_axes, ranks)
+    return mesh

@@ -74,6 +74,24 @@ class Mesh:
             index = index * self.shape[axis] + mine[axis]
         return index
 
+    def parts_of(self, name: str) -> list[str]:
+        """The axes that an axis of this name has been split into, or itself; none where there is no such axis."""
+        return [each for each in self.names if each == name or each.startswith(f"{name}.")]
+
+    def last_axes(self, group: str, size: int) -> str:
+        """The last axes of a group whose product is `size`: the group of its neighbouring ranks. "": there are none."""
+        found: list[str] = []
+        for name in [name for name in reversed(self.names) if name in group.split(",")]:
+            found.insert(0, name)
+            if self.size(",".join(found)) >= size:
+                break
+        inner = ",".join(found)
+        return inner if self.size(inner) == size else ""
+
+    def other_axes(self, group: str, inner: str) -> str:
+        """The axes of a group that are not among those of `inner`; "" if all are."""
+        return ",".join(name for name in group.split(",") if name not in inner.split(","))
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Row-major coordinate of a rank."""
         return self._unravel(rank if self.devices is None else self.devices.index(rank))

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from torch import fx
 
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec, has_info, info
 from commfuse_fx.ir.program import Parameter, Program
 
 _PART = "/rows"
+
+
+def sharing_ranks(mesh: Mesh, group: str, size: int) -> str:
+    """The axes over which so many neighbouring ranks of a group share an update. 0: all ranks of the group.
+
+    Raises ConfigValueError where the last axes of the group do not have that product.
+    """
+    if size in (0, mesh.size(group)):
+        return group
+    if found := mesh.last_axes(group, size):
+        return found
+    ranks, axes = mesh.size(group), [name for name in mesh.names if name in group.split(",")]
+    known = dict.fromkeys(str(mesh.size(",".join(axes[i:]))) for i in reversed(range(len(axes))))
+    where = f'parallel_optimizer_config["optimizer_weight_shard_size"] is {size}, '
+    leave = "or leave it out to divide among all of them"
+    if ranks % size:
+        ways = [each for each in range(1, ranks + 1) if ranks % each == 0]
+        raise ConfigValueError(
+            f"{where}which does not divide the {ranks} ranks over which gradients are summed; use one of "
+            f"{', '.join(map(str, ways))}, {leave}"
+        )
+    shown = "x".join(f"{name}={mesh.size(name)}" for name in axes)
+    raise ConfigValueError(
+        f"{where}which is not the product of the last axes of {shown}, over which gradients are summed; use "
+        f"{' or '.join(known)}, {leave}, or give the mesh axes of {ranks // size} and {size} in their place"
+    )
 
 
 def rows_per_rank(param: Parameter, mesh: Mesh) -> int:

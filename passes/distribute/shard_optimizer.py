@@ -13,7 +13,7 @@ from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, 
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
-from commfuse_fx.ir.shard_rows import padding_of, spec_of_rows
+from commfuse_fx.ir.shard_rows import padding_of, sharing_ranks, spec_of_rows
 from commfuse_fx.ir.shard_uses import keep_rows
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -28,9 +28,13 @@ class ShardOptimizer(Pass):
     """The all_reduce of a gradient becomes a reduce_scatter of its rows (Rajbhandari et al., "ZeRO: memory
     optimizations toward training trillion parameter models", 2020). `gather_parameters` gathers what is updated.
 
+    Where rows are divided among a part of the ranks only, each rank then sums its rows with those ranks of the other
+    parts that have the same ones.
+
     threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded. keep_rows:
     whether ranks keep their rows of the parameter alone (stage 3). These are then gathered where the forward and the
-    backward begin to use them.
+    backward begin to use them. ranks: how many neighbouring ranks share the update of a parameter; 0: all that its
+    gradient is reduced over.
     """
 
     name = "shard_optimizer"
@@ -41,13 +45,14 @@ class ShardOptimizer(Pass):
     threshold: int = 64
     pad: bool = False
     keep_rows: bool = False
+    ranks: int = 0
 
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
         if asked is None:
             return None
-        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3)
+        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3, asked.sharing)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or not program.grads or program.mesh.world == 1:
@@ -56,12 +61,12 @@ class ShardOptimizer(Pass):
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         build, done = Builder(program), False
         for start, names in list(self._reductions(program, held)):
+            group = sharing_ranks(program.mesh, group_of(start), self.ranks)
             for name in names:
-                group = group_of(start)
                 program.params[name] = replace(program.params[name], shard=group)
                 ranks, rows = program.mesh.size(group), spec_of_rows(program.params[name], program.mesh).shape[0]
                 program.note(SHARDED, name, f"{ranks} ranks over {group} update {rows} rows each")
-            _scatter(build, start, names)
+            _scatter(build, start, names, group)
             if self.keep_rows:
                 for name in names:
                     keep_rows(build, name)
@@ -91,7 +96,9 @@ class ShardOptimizer(Pass):
     def _why_not(self, program: Program, start: fx.Node, name: str) -> str:
         """Why the update of a parameter is not divided; "" if it is."""
         param = program.params[name]
-        ways, kib = program.mesh.size(group_of(start)), param.spec.nbytes / 1024
+        kib = param.spec.nbytes / 1024
+        if self.ranks == 1:
+            return "optimizer_weight_shard_size=1 leaves it to each rank"
         if not param.parallel_optimizer:
             return "it is marked with parallel_optimizer = False"
         if not param.spec.shape:
@@ -102,6 +109,7 @@ class ShardOptimizer(Pass):
             return "it shares memory, or its rows do not lie one after another"
         if tensor_spec(start).shape != param.spec.shape or not _serves_only(start, program):
             return "its gradient is reduced together with other values"
+        ways = program.mesh.size(sharing_ranks(program.mesh, group_of(start), self.ranks))
         if param.spec.shape[0] % ways and not self.pad:
             return (
                 f"its first dimension of {param.spec.shape[0]} does not divide by {ways} ranks; "
@@ -144,11 +152,12 @@ def _serves_only(start: fx.Node, program: Program) -> bool:
     return not any(user not in known for node in chain for user in node.users)
 
 
-def _scatter(build: Builder, start: fx.Node, names: list[str]) -> None:
-    """Reduce and scatter the rows of a gradient in place of reducing all of them on every rank."""
+def _scatter(build: Builder, start: fx.Node, names: list[str], group: str) -> None:
+    """Reduce and scatter the rows of a gradient over `group`, in place of reducing all of them on every rank."""
     program = build.program
     param: Parameter = program.params[names[0]]
-    mesh, group, details = program.mesh, group_of(start), collective_of(start)
+    mesh, details = program.mesh, collective_of(start)
+    others = mesh.other_axes(details.group, group)
     value, op = start.args[0], start.args[1]
     assert isinstance(value, fx.Node)
     rows, padding = spec_of_rows(param, mesh), padding_of(param, mesh)
@@ -162,10 +171,23 @@ def _scatter(build: Builder, start: fx.Node, names: list[str]) -> None:
             spec=wire,
             like=info(start),
             name=f"reduce/{names[0]}/reduce_scatter",
-            collective=replace(details, kind="reduce_scatter"),
+            collective=replace(details, kind="reduce_scatter", group=group),
             phase="backward",
         )
-    for node in _chain(start):
+    chain = _chain(start)
+    if others:
+        with build.before(chain[0]):
+            part = build.wait(made, f"reduce/{names[0]}/rows")
+            made = build.call(
+                c10d.all_reduce.default,
+                (part, op, others),
+                spec=wire,
+                like=info(start),
+                name=f"reduce/{names[0]}/rows/all_reduce",
+                collective=replace(details, group=others, nbytes=wire.nbytes),
+                phase="backward",
+            )
+    for node in chain:
         info(node).spec = rows.with_dtype(tensor_spec(node).dtype)
     replace_all(program, {start: made})
     program.graph.erase_node(start)

@@ -104,7 +104,7 @@ class FlattenStorage(Pass):
     def __call__(self, program: Program) -> bool:
         for start in self.alone(program):
             info(start).parts = (_own_part(start),)
-        buckets = [node for node in program.collectives() if info(node).parts and _sums_gradients(node)]
+        buckets = [node for node in program.collectives() if info(node).parts and _sums_gradients(program, node)]
         if not buckets:
             return False
         places = _update_places(program) if self.flat_updates else {}
@@ -132,7 +132,7 @@ class FlattenStorage(Pass):
         found: list[fx.Node] = []
         for start in program.collectives() if self.singles else ():
             details = info(start)
-            if details.parts or details.collective is None or not _sums_gradients(start):
+            if details.parts or details.collective is None or not _sums_gradients(program, start):
                 continue
             if all(parameter_of(name) in program.params for name in details.collective.members):
                 enough = self.least is not None and details.collective.nbytes >= self.least
@@ -161,8 +161,11 @@ def _costs_nothing(program: Program, start: fx.Node) -> bool:
     return tensor_spec(source).dtype != member.spec.dtype or _writes_into(source, member)
 
 
-def _sums_gradients(start: fx.Node) -> bool:
-    return role_of(start) == "gradient" and kind_of(start) == "all_reduce"
+def _sums_gradients(program: Program, start: fx.Node) -> bool:
+    """Whether gradients are summed that nothing else has summed before: rows of some have been scattered."""
+    params = [program.params.get(name) for name in collective_of(start).members]
+    is_of_rows = any(param is not None and param.shard for param in params)
+    return role_of(start) == "gradient" and kind_of(start) == "all_reduce" and not is_of_rows
 
 
 def _update_places(program: Program) -> dict[fx.Node, tuple[int, int]]:

@@ -97,6 +97,10 @@ class FuseCollectives(PricedPass):
         if merges:
             before = before_merged(before, merges)
             _replace_waits(program, results)
+            for start in program.collectives():  # what one bucket gives may be what another one sends
+                info(start).parts = tuple(
+                    replace(part, value=results.get(part.value, part.value)) for part in info(start).parts
+                )
             stable_sort(program.graph, position, before)
         return modified or bool(merges)
 

@@ -49,9 +49,7 @@ def test_bad_options_are_refused_whether_it_is_on_or_off(options: Any, error: ty
         assert isinstance(raised.value, error)
 
 
-@pytest.mark.parametrize(
-    "options", [{"mode": "broadcast"}, {"gradient_accumulation_shard": True}, {"optimizer_weight_shard_size": 2}]
-)
+@pytest.mark.parametrize("options", [{"mode": "broadcast"}, {"gradient_accumulation_shard": True}])
 def test_what_is_not_available_says_what_to_use_instead(options: dict[str, Any]) -> None:
     (key,) = options
     with pytest.raises(
@@ -62,11 +60,11 @@ def test_what_is_not_available_says_what_to_use_instead(options: dict[str, Any])
 
 
 def test_options_are_read_back_from_the_header() -> None:
-    given = {"parallel_optimizer_threshold": 24, "pad": True, "level": 2}
+    given = {"parallel_optimizer_threshold": 24, "optimizer_weight_shard_size": 2, "pad": True, "level": 2}
     config = resolved(given)
     assert ("enable_parallel_optimizer", "True") in config.header()
     text = dict(config.header())[WHERE]
-    assert text == "parallel_optimizer_threshold=24, pad=True, level=2"
+    assert text == "parallel_optimizer_threshold=24, optimizer_weight_shard_size=2, pad=True, level=2"
     assert ParallelOptimizer.dict_of(text) == given
     assert WHERE not in dict(resolved(None).header())
     assert "enable_parallel_optimizer" not in dict(CompileConfig.resolve({WHERE: given}).header())

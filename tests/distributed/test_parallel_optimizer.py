@@ -77,6 +77,39 @@ def test_training_is_that_of_ddp(ranks: Ranks, name: str, size: int) -> None:
     assert max(ranks.values(beside_ddp, name, size=size)) < 1e-12
 
 
+def by_pairs() -> tuple[float, float, list[tuple[str, int]]]:
+    """Differences from DistributedDataParallel, and from plain data parallel that goes on from the state; and what is
+    sent."""
+    net, other, twin = model(), model(), DistributedDataParallel(model())
+    optimizer, eager = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (net, twin))
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=optimizer, enable_parallel_optimizer=True,
+        parallel_optimizer_config={**SMALL, "optimizer_weight_shard_size": 2},
+    )  # fmt: skip
+    for number in range(STEPS):
+        x, y = batch(number)
+        step(x, y)
+        eager.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        eager.step()
+    states, others = optimizer.state_dict()["state"], eager.state_dict()["state"]
+    pairs = list(zip(net.parameters(), twin.parameters(), strict=True))
+    pairs += [(states[i][key], others[i][key]) for i in others for key in others[i]]
+    beside = max((one - two).abs().max().item() for one, two in pairs)
+    plain = cf.compile(other, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW(other.parameters(), lr=0.01))
+    plain.load_state_dict(copy.deepcopy(step.state_dict()))
+    step(*batch(STEPS))
+    plain(*batch(STEPS))
+    on = max((one - two).abs().max().item() for one, two in zip(net.parameters(), other.parameters(), strict=True))
+    return beside, on, [(each.kind, len(each.group)) for each in step.lower(*batch(0)).collectives]
+
+
+def test_pairs_of_ranks_share_updates(ranks: Ranks) -> None:
+    for beside, on, sent in ranks.values(by_pairs, size=4):
+        assert beside < 1e-12 and on < 1e-13
+        assert sorted(sent) == [("all_gather", 2), ("all_reduce", 2), ("reduce_scatter", 2)]
+
+
 def low_precision() -> list[list[torch.Tensor]]:
     found = []
     for options in ({}, {"enable_parallel_optimizer": True, "parallel_optimizer_config": SMALL}):

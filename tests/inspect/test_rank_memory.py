@@ -97,6 +97,18 @@ def test_parts_of_a_strategy_are_divided_further() -> None:
     assert per_rank(divided)["optimizer state"] == 8 * (12 + 2 + kept) + 5 * 4
 
 
+def test_rows_of_parameters_are_held_at_level_3() -> None:
+    """2 of 8 rows of `into`; `head` has 5 rows, which do not divide."""
+    found = memory(options={"parallel_optimizer_threshold": 0, "level": 3})
+    kept = 40 + 5 + 1
+    assert whole(found) == WHOLE
+    assert per_rank(found) == {
+        "parameters": 4 * (12 + 2 + kept + 3),
+        "gradients": 4 * (12 + 2 + kept),
+        "optimizer state": 8 * (12 + 2 + kept) + 5 * 4,
+    }
+
+
 def test_an_optimizer_without_a_rule_holds_what_the_graph_does_not_show() -> None:
     class Own(torch.optim.SGD):
         """A class without a rule."""
@@ -119,15 +131,17 @@ def test_memory_that_parameters_share_counts_once() -> None:
     assert whole(found)["parameters"] == 420 and whole(found)["gradients"] == 408 + 48
 
 
-def test_it_is_the_same_of_a_graph_that_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"optimizer_weight_shard_size": 2}, {"level": 3}], ids=str)
+def test_it_is_the_same_of_a_graph_that_was_saved(tmp_path: Path, options: dict[str, int]) -> None:
     net = Net()
     step = cf.compile(
         net, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW(net.parameters()), device_num=4,
-        enable_parallel_optimizer=True, parallel_optimizer_config={"parallel_optimizer_threshold": 0},
+        enable_parallel_optimizer=True, parallel_optimizer_config={"parallel_optimizer_threshold": 0, **options},
     )  # fmt: skip
     lowered = step.lower(torch.zeros(4, 6), torch.zeros(4, 5))
     lowered.dump(tmp_path)
-    assert asdict(cf.load(tmp_path).explain().memory) == asdict(lowered.explain().memory)
+    loaded = cf.load(tmp_path)
+    assert asdict(loaded.explain().memory) == asdict(lowered.explain().memory) and loaded.text() == lowered.text()
 
 
 def test_the_table() -> None:

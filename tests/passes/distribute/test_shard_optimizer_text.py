@@ -55,6 +55,41 @@ def test_each_rank_gets_the_rows_that_it_updates_padded_where_they_do_not_divide
     assert {name: param.shard for name, param in made.params.items()} == {"a": "dp", "b": "dp"}
 
 
+def test_rows_of_neighbours_are_summed_over_the_other_ranks() -> None:
+    over = STEP.replace("dp(2)", "dp.0,dp.1(4)").replace("avg, dp)", "avg, dp.0,dp.1)")
+    made = check(
+        f"# mesh: dp.0=2xdp.1=2\n# optimizer: SGD (sgd)\n{over}",
+        ShardOptimizer(0, ranks=2),
+        """
+        in  %a: f32[13,2] = parameter
+        in  %b: f32[16] = parameter
+        in  %x: f32[2] = input
+        fwd %/mv.0: f32[13] = aten.mv(%a, %x)
+        fwd %/sum.0: f32[] = aten.sum(%/mv.0)
+        fwd %/sum.1: f32[] = aten.sum(%b)
+        fwd %/mul.0: f32[] = aten.mul.Tensor(%/sum.0, %/sum.1)
+        bwd %/grad.expand.0: f32[13,2](0,1) = aten.expand(%x, [13, 2])
+        bwd %/grad.mul.0: f32[13,2] = aten.mul.Tensor(%/grad.expand.0, %/sum.1)
+        bwd %reduce/a/all_reduce: f32[13,2] = _c10d_functional.all_reduce(%/grad.mul.0, avg, dp.0,dp.1)  {group=dp.0,dp.1(4) op=avg dtype=f32 bytes=104 members=[a]}
+        bwd %/grad.expand.1: f32[16](0) = aten.expand(%/sum.0, [16])
+        bwd %/grad.clone.0: f32[16] = aten.clone(%/grad.expand.1, memory_format=contiguous_format)
+        bwd %reduce/b/reduce_scatter: f32[8] = _c10d_functional.reduce_scatter_tensor(%/grad.clone.0, avg, 2, dp.1)  {group=dp.1(2) op=avg dtype=f32 bytes=64 members=[b]}
+        bwd %reduce/a/wait: f32[13,2] = _c10d_functional.wait_tensor(%reduce/a/all_reduce)
+        bwd %reduce/b/rows: f32[8] = _c10d_functional.wait_tensor(%reduce/b/reduce_scatter)
+        bwd %reduce/b/rows/all_reduce: f32[8] = _c10d_functional.all_reduce(%reduce/b/rows, avg, dp.0)  {group=dp.0(2) op=avg dtype=f32 bytes=32 members=[b]}
+        bwd %reduce/b/wait: f32[8] = _c10d_functional.wait_tensor(%reduce/b/rows/all_reduce)
+        return [%/mul.0, %reduce/a/wait, %reduce/b/wait]
+        """,
+        gradients=["a", "b"],
+    )
+    assert {name: param.shard for name, param in made.params.items()} == {"a": "", "b": "dp.1"}
+
+
+def test_one_rank_alone_divides_nothing() -> None:
+    made = check(REDUCED, ShardOptimizer(0, ranks=1), None, gradients=["a", "b"])
+    assert [note.reason for note in made.notes] == ["optimizer_weight_shard_size=1 leaves it to each rank"] * 2
+
+
 def test_without_padding_only_rows_that_divide() -> None:
     made = check(
         REDUCED,
