@@ -52,14 +52,23 @@ class ParallelOptimizer:
                 raise ConfigTypeError(f"{where} is {show(given)}; every key must be a str, not {show(key)}")
             if key not in known:
                 raise ConfigKeyError(f"{where} has the key {show(key)}, which is unknown{alternatives(key, known)}")
-        return cls(**{key: _CHECKS[key](value, f'{where}["{key}"]') for key, value in given.items()})
+        found = cls(**{key: _CHECKS[key](value, f'{where}["{key}"]') for key, value in given.items()})
+        found._check_mode(where)
+        return found
+
+    def _check_mode(self, where: str) -> None:
+        """One rank owns all of a parameter, so options of rows do not go with that."""
+        for key, fine in (("level", 1), ("optimizer_weight_shard_size", -1)) if self.mode == BROADCAST else ():
+            if getattr(self, key) != fine:
+                raise ConfigValueError(
+                    f'{where}["{key}"] is {getattr(self, key)}, which divides the rows of parameters, but with '
+                    f'mode="{BROADCAST}" each has one owner; leave {key} out, or use mode="{SCATTER}"'
+                )
 
     def check_available(self) -> None:
         """Raises NotAvailableError for what is valid but not available yet."""
         if self.gradient_accumulation_shard:
             raise _not_yet("gradient_accumulation_shard", True, "leave it out, as gradients are not accumulated yet")
-        if self.mode == BROADCAST:
-            raise _not_yet("mode", self.mode, f'use "{SCATTER}", which updates rows of each parameter on each rank')
 
     @property
     def sharing(self) -> int:

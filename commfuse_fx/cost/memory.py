@@ -31,7 +31,8 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     """Bytes that the step has allocated while each node runs, in graph order. `roots`: those of the program, if known.
 
     Inputs (parameters, buffers, optimizer state, flat storage) and constants are there all the time, memory that
-    two inputs share once; so is memory that is kept between steps, and what is computed once and needed by other nodes.
+    two inputs share once, and of state that one rank of a group owns what each rank has on the average; so is memory
+    that is kept between steps, and what is computed once and needed by other nodes.
     All else lives from the node that makes it to its last use, what a collective sends or receives at least to its
     wait, and what a node of the following step uses to that node: such memory may be there twice, for this step and
     for the one before. What a compiled region never writes to memory (`fused_values`) takes none. An update that
@@ -43,6 +44,16 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
 def peak_memory(program: Program, roots: Roots | None = None) -> int:
     """Bytes that the step has allocated at most."""
     return Memory(program, roots).peak()
+
+
+def _given_bytes(program: Program, node: fx.Node) -> int:
+    """Bytes of an input or a constant on a rank."""
+    spec, source = info(node).spec, program.sources.get(node)
+    if source is None or source.kind != "state" or not isinstance(spec, tuple):
+        return bytes_of(spec)
+    params = [program.params[segment.members[0][0]] for segment in program.updates[source.owner].segments]
+    ways = [1 if param.owner is None else program.mesh.size(param.shard) for param in params]
+    return sum(bytes_of(each) // count for each, count in zip(spec, ways, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,9 @@ class Memory:
         self._lifetimes = _lifetimes(self._order, self._position, roots)
         for node in fused_values(program):
             self._lifetimes.pop(node, None)
-        self._always = sum(bytes_of(info(node).spec) for node in self._order if _is_given(node) and node not in aliases)
+        self._always = sum(
+            _given_bytes(program, node) for node in self._order if _is_given(node) and node not in aliases
+        )
         self._always += sum(bytes_of(info(node).spec) for node in self._order if info(node).kept)
         held = dict.fromkeys(roots[node] for node in held_values(program))
         self._always += sum(bytes_of(info(root).spec) for root in held if root.op != "get_attr")

@@ -17,6 +17,7 @@ from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.shard_rows import elements_of_rank
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.source import Costs
 
@@ -38,11 +39,11 @@ def profile_key(node: fx.Node) -> str:
     return details.origin or details.name
 
 
-def update_elements(node: fx.Node) -> int:
+def update_elements(node: fx.Node) -> float:
     """Elements of the parameters that an update works on: those of the tensors in its first list; 0 without one."""
     for arg in node.args:
         if isinstance(arg, (list, tuple)):
-            return sum(_numel(info(item).spec) for item in arg if isinstance(item, fx.Node))
+            return sum(elements_of_rank(item) for item in arg if isinstance(item, fx.Node))
         if isinstance(arg, fx.Node) and isinstance(info(arg).spec, tuple):
             return _numel(info(arg).spec)
     return 0

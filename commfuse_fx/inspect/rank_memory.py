@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.ir.shard_rows import spec_of_rows
 from commfuse_fx.ir.updates import is_scalar
 
+_Owner = tuple[str, int] | None
+"""The group and the position there of the one rank that holds something; None where every rank holds as much."""
+
 _HEAD = ("", "whole", "per rank")
 
 
@@ -22,7 +26,8 @@ class HeldBytes:
 
     kind: "parameters", "gradients" as the update reads them, or "optimizer state".
     whole: bytes where nothing is divided, as on one device and in plain data parallel.
-    per_rank: bytes that each rank holds in this step, with the padding of rows that do not divide.
+    per_rank: bytes that each rank holds in this step, with the padding of rows that do not divide. Where ranks own
+        parameters, those of the rank that holds most.
     """
 
     kind: str
@@ -66,8 +71,11 @@ def rank_memory(program: Program, peak: int) -> RankMemory:
     """What a rank holds of this program, whose predicted peak memory is given."""
     graded = [program.params[name] for name in _with_gradients(program)]
     held = (
-        _held("parameters", ((_whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
-        _held("gradients", ((_whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes) for param in graded)),
+        _held("parameters", ((None, _whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
+        _held(
+            "gradients",
+            ((_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes) for param in graded),
+        ),
     )
     optimizer = program.optimizer
     if optimizer is not None and optimizer.rule == "opaque":
@@ -76,10 +84,21 @@ def rank_memory(program: Program, peak: int) -> RankMemory:
     return RankMemory(str(program.mesh), (*held, _held("optimizer state", _states(program))), peak)
 
 
-def _held(kind: str, each: Iterable[tuple[int, int]]) -> HeldBytes:
-    """The sums of pairs of bytes: of all, and of what a rank holds."""
-    pairs = list(each)
-    return HeldBytes(kind, sum(whole for whole, _ in pairs), sum(part for _, part in pairs))
+def _held(kind: str, each: Iterable[tuple[_Owner, int, int]]) -> HeldBytes:
+    """The sums of bytes: of all, and of what a rank holds."""
+    found = list(each)
+    of_all = sum(part for owner, _, part in found if owner is None)
+    owned: dict[str, Counter[int]] = {}
+    for owner, _, part in found:
+        if owner is not None:
+            group, position = owner
+            owned.setdefault(group, Counter())[position] += part
+    most = sum(max(each.values()) for each in owned.values())
+    return HeldBytes(kind, sum(whole for _, whole, _ in found), of_all + most)
+
+
+def _owner(param: Parameter) -> _Owner:
+    return None if param.owner is None else (param.shard, param.owner)
 
 
 def _whole(param: Parameter) -> TensorSpec:
@@ -104,8 +123,8 @@ def _with_gradients(program: Program) -> list[str]:
     return [*updated, *program.grads]
 
 
-def _states(program: Program) -> Iterator[tuple[int, int]]:
-    """(bytes of all of it, bytes that a rank holds) of each state of each parameter."""
+def _states(program: Program) -> Iterator[tuple[_Owner, int, int]]:
+    """(who holds it, bytes of all of it, bytes that a rank holds) of each state of each parameter."""
     views = program.aliases()
     for node, source in program.sources.items():
         if source.kind != "state" or node in views:
@@ -117,6 +136,7 @@ def _states(program: Program) -> Iterator[tuple[int, int]]:
             size = spec.dtype.itemsize
             for param in [program.params[name] for name, _ in segment.members]:
                 if is_scalar(source.name):
-                    yield size, size
+                    yield None, size, size
                 else:
-                    yield _whole(param).numel * size, spec_of_rows(param, program.mesh).numel * size
+                    numel = spec_of_rows(param, program.mesh).numel
+                    yield _owner(param), _whole(param).numel * size, numel * size

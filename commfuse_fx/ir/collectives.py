@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.owner_ops import reduce, reduce_
 
 c10d = torch.ops._c10d_functional
 
@@ -26,6 +27,8 @@ _STARTS: dict[Any, tuple[str, int]] = {
     c10d.broadcast.default: ("broadcast", 2),
     c10d.broadcast_.default: ("broadcast", 2),
     c10d.all_to_all_single.default: ("all_to_all", 3),
+    reduce: ("reduce", 3),
+    reduce_: ("reduce", 3),
 }
 
 _START_IDS = frozenset(map(id, _STARTS))
@@ -34,10 +37,11 @@ _START_IDS = frozenset(map(id, _STARTS))
 IN_PLACE = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
     c10d.broadcast.default: c10d.broadcast_.default,
+    reduce: reduce_,
 }
 
-# Kinds that may be merged, and their key in the comm_fusion dictionary.
-FUSIBLE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+# Kinds that may be merged, whoever has put them into the graph.
+FUSIBLE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 
 def result_of_start(target: Any, args: Sequence[Any]) -> torch.Tensor:
@@ -89,6 +93,12 @@ def group_of(node: fx.Node) -> str:
     return group
 
 
+def root_of(node: fx.Node) -> int | None:
+    """The position in its group of the rank that a start sends from, or to; None where all ranks do the same."""
+    kind, group = _STARTS[node.target]
+    return node.args[group - 1] if kind in ("broadcast", "reduce") else None  # type: ignore[return-value]
+
+
 def memory_on_wire(wait: fx.Node) -> fx.Node | None:
     """The value that a collective sends from, and that must therefore keep still until this wait.
 
@@ -96,7 +106,7 @@ def memory_on_wire(wait: fx.Node) -> fx.Node | None:
     """
     start = wait.args[0]
     assert isinstance(start, fx.Node)
-    if not is_start(start) or kind_of(start) in ("all_reduce", "broadcast"):
+    if not is_start(start) or kind_of(start) in ("all_reduce", "broadcast", "reduce"):
         return None
     return start.args[0]  # type: ignore[return-value]
 

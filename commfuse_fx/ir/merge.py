@@ -2,7 +2,7 @@
 
 The layout of each kind (W ranks, members with n_i elements, N = sum n_i):
 
-- all_reduce, broadcast: [n_1 | n_2 | ...], the same on input and output.
+- all_reduce, broadcast, reduce: [n_1 | n_2 | ...], the same on input and output.
 - all_gather: input [n_1 | n_2 | ...], output rank-major [W, N], so each member is column slice
   [W, n_i] made contiguous.
 - reduce_scatter: input interleaved by rank: row r holds every member's slice r, [W, N/W]; output
@@ -191,6 +191,7 @@ def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
 _LAYOUTS: dict[str, Callable[[Merge], tuple[fx.Node, list[fx.Node]]]] = {
     "all_reduce": _in_one_row,
     "broadcast": _in_one_row,
+    "reduce": _in_one_row,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
 }

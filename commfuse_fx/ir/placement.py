@@ -43,6 +43,19 @@ class Partial:
         return "P"
 
 
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The rank at this position holds the whole tensor, and the others none of its rows.
+
+    Optimizer states lie so. No value of a graph does: it would have another shape on each rank.
+    """
+
+    position: int
+
+    def __str__(self) -> str:
+        return f"O({self.position})"
+
+
 Placement = Replicate | Shard | Partial
 
 R = Replicate()

@@ -32,6 +32,7 @@ class Parameter:
     of mesh axes over which it is divided; "": every rank updates all that it has of the parameter. Ranks then update
     equal numbers of rows (of the first dimension) in the order of the group, the last ones padded where they do not
     divide. `rows_alone`: ranks also keep these rows alone; then that is the last entry of `layout`, and `shard` is "".
+    `owner`: the position in the group `shard` of the rank that updates all of it, in place of rows on every rank.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Parameter:
     parallel_optimizer: bool = True
     shard: str = ""
     rows_alone: bool = False
+    owner: int | None = None
 
     @property
     def layout_by_marks(self) -> tuple[tuple[str, Placement], ...]:

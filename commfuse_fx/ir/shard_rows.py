@@ -1,4 +1,4 @@
-"""Parameters of which each rank updates some rows: how many, and the node of a graph that gives them."""
+"""Parameters of which each rank updates some rows, or one rank all: how many, and the node that gives them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import fx
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import TensorSpec, has_info, info
+from commfuse_fx.ir.meta import TensorSpec, has_info, info, tensor_spec
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Parameter, Program
 
 _PART = "/rows"
@@ -40,19 +41,23 @@ def sharing_ranks(mesh: Mesh, group: str, size: int) -> str:
 
 
 def rows_per_rank(param: Parameter, mesh: Mesh) -> int:
-    """How many rows each rank updates, padding included."""
+    """How many rows each rank that updates any has, padding included."""
+    if param.owner is not None:
+        return param.spec.shape[0]
     return -(-param.spec.shape[0] // mesh.size(param.shard))
 
 
 def spec_of_rows(param: Parameter, mesh: Mesh) -> TensorSpec:
-    """What each rank updates of the parameter."""
-    if not param.shard:
+    """What a rank that updates the parameter, or rows of it, does update of it."""
+    if not param.shard or param.owner is not None:
         return param.spec
     return param.spec.with_shape((rows_per_rank(param, mesh), *param.spec.shape[1:]))
 
 
 def padding_of(param: Parameter, mesh: Mesh) -> int:
     """The rows that the last ranks update beyond those that the parameter has."""
+    if param.owner is not None:
+        return 0
     return rows_per_rank(param, mesh) * mesh.size(param.shard) - param.spec.shape[0]
 
 
@@ -74,11 +79,24 @@ def parameter_of_rows(node: fx.Node) -> str:
 
 def group_of_rows(node: fx.Node) -> str:
     """The mesh axes over which these rows are divided. Raises ValueError for rows that do not follow from a rank."""
+    if node.target is of_owner:
+        return str(node.args[3])
     begin = node.args[2] if len(node.args) > 2 else None
     index = begin.args[0] if isinstance(begin, fx.Node) and begin.args else None
     if not isinstance(index, fx.Node) or index.target is not axis_index:
         raise ValueError(f"{info(node).name} are no rows that follow from axis_index")
     return str(index.args[0])
+
+
+def owner_of_rows(node: fx.Node) -> int | None:
+    """The position of the rank that gets all rows of a parameter; None where every rank gets some."""
+    return node.args[1] if node.target is of_owner else None  # type: ignore[return-value]
+
+
+def elements_of_rank(node: fx.Node) -> float:
+    """How many elements a rank has of what an update works on; on the average, of what one rank alone owns."""
+    numel = tensor_spec(node).numel
+    return numel / node.args[2] if node.target is of_owner else numel  # type: ignore[operator, return-value]
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -1,4 +1,5 @@
-"""Gathers of rows: after an update, or where a step begins to use a parameter of which ranks keep rows alone."""
+"""Gathers of rows: after an update, or where a step begins to use a parameter of which ranks keep rows alone; and
+broadcasts of parameters after the update by their owners."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.placement import S
+from commfuse_fx.ir.program import Parameter
 from commfuse_fx.ir.shard_rows import spec_of_rows
 
 
@@ -22,25 +24,42 @@ def gather_rows(build: Builder, name: str, rows: fx.Node, like: NodeInfo, again:
     """
     param, mesh = build.program.params[name], build.program.mesh
     ways, part = mesh.size(param.shard), tensor_spec(rows)
-    collective = CollectiveInfo(
-        "all_gather",
-        group=param.shard,
-        dtype=part.dtype,
-        nbytes=param.spec.nbytes,
-        members=(name,),
-        sequence=param.sequence,
-        fusion_id=param.fusion_id,
-        role="parameter",
-    )
     start = build.call(
         c10d.all_gather_into_tensor.default,
         (rows, ways, param.shard),
         spec=part.with_shape((part.shape[0] * ways, *part.shape[1:])),
         like=like,
         name=f"shard/{name}/{again}all_gather",
-        collective=collective,
+        collective=_collective(param, "all_gather"),
     )
     return build.wait(start, f"shard/{name}/{again}wait")
+
+
+def broadcast_whole(build: Builder, name: str, like: NodeInfo) -> fx.Node:
+    """Send a parameter from its owner to all ranks, at the insertion point. Returns the wait."""
+    param = build.program.params[name]
+    start = build.call(
+        c10d.broadcast.default,
+        (build.program.placeholder("parameter", name), param.owner, param.shard),
+        spec=param.spec,
+        like=like,
+        name=f"shard/{name}/broadcast",
+        collective=_collective(param, "broadcast"),
+    )
+    return build.wait(start, f"shard/{name}/wait")
+
+
+def _collective(param: Parameter, kind: str) -> CollectiveInfo:
+    return CollectiveInfo(
+        kind,
+        group=param.shard,
+        dtype=param.spec.dtype,
+        nbytes=param.spec.nbytes,
+        members=(param.name,),
+        sequence=param.sequence,
+        fusion_id=param.fusion_id,
+        role="parameter",
+    )
 
 
 def without_padding(

@@ -43,7 +43,7 @@ def _role(program: Program, collective: CollectiveInfo, buffers: Sequence[str], 
     if members and len(_parameters(program, collective)) == len(members):
         if members[0].startswith("rows/"):
             return "rows"
-        return "parameter" if collective.kind == "all_gather" else "gradient"
+        return "parameter" if collective.kind in ("all_gather", "broadcast") else "gradient"
     if members and all(name in buffers for name in members):
         return "buffer"
     if phase == "update":

@@ -13,11 +13,12 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.ir.builder import aten
-from commfuse_fx.ir.collectives import WAIT, group_of, is_start, kind_of
+from commfuse_fx.ir.collectives import WAIT, group_of, is_start, kind_of, root_of
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Parameter, Program, Source
-from commfuse_fx.ir.shard_rows import gives_rows, group_of_rows, name_of_rows, parameter_of_rows
+from commfuse_fx.ir.shard_rows import gives_rows, group_of_rows, name_of_rows, owner_of_rows, parameter_of_rows
 from commfuse_fx.ir.text_buckets import describe_collectives
 from commfuse_fx.ir.text_lines import ErrorAt, TextLine
 from commfuse_fx.ir.text_updates import UpdateReader, flat_members
@@ -108,17 +109,23 @@ def _add_params(program: Program, lines: Mapping[fx.Node, TextLine]) -> None:
 
 def _add_shards(program: Program) -> None:
     """Which parameters are updated in rows: of those the graph makes the rows, or reduces them. Raises ValueError."""
-    found = {parameter_of_rows(node): group_of_rows(node) for node in program.graph.nodes if gives_rows(node)}
+    found = {
+        parameter_of_rows(node): (group_of_rows(node), owner_of_rows(node))
+        for node in program.graph.nodes
+        if gives_rows(node)
+    }
     for name, grad in program.grads.items():
-        while grad.target in (aten._to_copy.default, aten.clone.default, WAIT):
+        while grad.target in (aten._to_copy.default, aten.clone.default, of_owner, WAIT):
             grad = grad.all_input_nodes[0]
         if is_start(grad) and kind_of(grad) == "reduce_scatter":
             if tensor_spec(grad).shape != program.params[name].spec.shape:
-                found[name] = group_of(grad)
-    for name, group in found.items():
+                found[name] = group_of(grad), None
+        if is_start(grad) and kind_of(grad) == "reduce":
+            found[name] = group_of(grad), root_of(grad)
+    for name, (group, owner) in found.items():
         if name not in program.params:
             raise ValueError(f"{name_of_rows(name)} are rows of no parameter")
-        program.params[name] = replace(program.params[name], shard=group)
+        program.params[name] = replace(program.params[name], shard=group, owner=owner)
 
 
 def _gradients(program: Program, updated: bool, given: Sequence[str] | None) -> dict[str, fx.Node]:

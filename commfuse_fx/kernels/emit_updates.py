@@ -20,20 +20,34 @@ _LIKE = NodeInfo("update")
 
 
 def emit_update(
-    build: Builder, update: Update, flags: dict[str, Any], params: Sequence[fx.Node], grads: Sequence[fx.Node]
+    build: Builder,
+    update: Update,
+    flags: dict[str, Any],
+    params: Sequence[fx.Node],
+    grads: Sequence[fx.Node],
+    before: fx.Node | None = None,
 ) -> None:
-    """Write an update at the end of the step: one entry of `params` and `grads` per segment."""
+    """Write an update in front of a node, by default at the end of the step. `params` and `grads` have one entry per
+    segment."""
     build.program.updates.append(update)
-    _Emitter(build, len(build.program.updates) - 1, flags, list(params), list(grads)).emit()
+    place = build.program.output if before is None else before
+    _Emitter(build, len(build.program.updates) - 1, flags, list(params), list(grads), place).emit()
 
 
 class _Emitter:
     """Emits one update. Lists of state tensors are inputs of the graph, one tensor per segment."""
 
     def __init__(
-        self, build: Builder, owner: int, flags: dict[str, Any], params: list[fx.Node], grads: list[fx.Node]
+        self,
+        build: Builder,
+        owner: int,
+        flags: dict[str, Any],
+        params: list[fx.Node],
+        grads: list[fx.Node],
+        before: fx.Node,
     ) -> None:
         self.build = build
+        self.before = before
         self.owner = owner
         self.flags = flags
         self.segments = build.program.updates[owner].segments
@@ -70,12 +84,12 @@ class _Emitter:
         kwargs: dict[str, Any] | None = None,
         spec: Spec = None,
     ) -> fx.Node:
-        with self.build.before(self.build.program.output):
+        with self.build.before(self.before):
             return self.build.call(target, args, kwargs, spec=spec, like=_LIKE, name=f"update.{self.owner}/{label}")
 
     def number(self, target: Any, *args: Any) -> fx.Node:
         """A Python number computed from hyper-parameters."""
-        with self.build.before(self.build.program.output):
+        with self.build.before(self.before):
             name = self.build.program.names.numbered(f"update.{self.owner}/{target.__name__}")
             return self.build.call(target, args, spec=None, like=_LIKE, name=name)
 

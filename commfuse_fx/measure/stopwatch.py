@@ -126,7 +126,7 @@ class Stopwatch:
     @staticmethod
     def _by_key(seconds: Mapping[fx.Node, float]) -> dict[str, float]:
         found: dict[str, list[float]] = {}
-        updates: dict[str, list[tuple[float, int]]] = {}
+        updates: dict[str, list[tuple[float, float]]] = {}
         views: dict[str, list[float]] = {}
         for node, took in seconds.items():
             found.setdefault(profile_key(node), []).append(took / info(node).share)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.owner_ops import reduce, reduce_
 
 Tensors = list[torch.Tensor]
 
@@ -49,6 +50,11 @@ def _broadcast(out: torch.Tensor, sent: Tensors, mine: int, src: int, group: str
     out.copy_(sent[src])
 
 
+def _reduce_to_owner(out: torch.Tensor, sent: Tensors, mine: int, op: str, owner: int, group: str) -> None:
+    if mine == owner:  # what the others get is as undefined as it was on the wire
+        out.copy_(_reduce(sent, op))
+
+
 def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int], inputs: list[int], group: str) -> None:
     out.copy_(torch.cat([value.split(inputs)[mine] for value in sent]))
 
@@ -72,7 +78,9 @@ EXCHANGE: dict[Any, Callable[..., None]] = {
     c10d.broadcast.default: _broadcast,
     c10d.broadcast_.default: _broadcast,
     c10d.all_to_all_single.default: _all_to_all,
+    reduce: _reduce_to_owner,
+    reduce_: _reduce_to_owner,
 }
 
-IN_PLACE = (c10d.all_reduce_.default, c10d.broadcast_.default)
-COPIES_ITS_INPUT = (*IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default)
+IN_PLACE = (c10d.all_reduce_.default, c10d.broadcast_.default, reduce_)
+COPIES_ITS_INPUT = (*IN_PLACE, c10d.all_reduce.default, c10d.broadcast.default, reduce)

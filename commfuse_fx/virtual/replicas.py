@@ -14,7 +14,9 @@ from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Parameter, Program, Source
+from commfuse_fx.ir.shard_rows import gives_rows
 from commfuse_fx.ir.unwritten import is_unwritten
+from commfuse_fx.ir.updates import is_scalar
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
 
@@ -139,21 +141,23 @@ def _of_source(program: Program, source: Source) -> str | None:
         return _of_parameters(program, [name for name, _ in segment.members])
     if source.kind == "state":
         segments = program.updates[source.owner].segments
-        return _of_parameters(program, [name for segment in segments for name, _ in segment.members])
+        names = [name for segment in segments for name, _ in segment.members]
+        return _of_parameters(program, names, of_updates=not is_scalar(source.name))
     return None
 
 
-def _of_parameters(program: Program, names: Sequence[str]) -> str | None:
-    """The axes that divide these parameters; None if every rank trains them by itself."""
+def _of_parameters(program: Program, names: Sequence[str], of_updates: bool = False) -> str | None:
+    """The axes that divide these parameters, or their updates; None if every rank trains them by itself."""
     mode = program.config.parallel_mode
     params = [program.params[name] for name in names]
     if mode == "stand_alone" or (mode == "hybrid_parallel" and any(param.layerwise_parallel for param in params)):
         return None
-    return _joined(program.mesh, [axis for param in params for axis in _axes(param)])
+    return _joined(program.mesh, [axis for param in params for axis in _axes(param, of_updates)])
 
 
-def _axes(param: Parameter) -> list[str]:
-    return [axis for group, _ in param.layout for axis in group.split(",")]
+def _axes(param: Parameter, of_updates: bool) -> list[str]:
+    groups = [group for group, _ in param.layout] + ([param.shard] if of_updates else [])
+    return [axis for group in groups for axis in group.split(",")]
 
 
 def _joined(mesh: Mesh, axes: Sequence[str]) -> str:
@@ -165,13 +169,18 @@ def _others(mesh: Mesh, group: str) -> str:
 
 
 def _updated(program: Program, varies: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """For each update node the parameters, states and buffers that it writes, if ranks must have them in common."""
+    """For each update node the parameters, states and buffers that it writes, if ranks must have them in common.
+
+    Parameters of which this rank updates its own part are in common again when the other parts have been copied there.
+    """
     roots = Roots(program.graph, program.aliases())
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).phase == "update":
             for written in written_nodes(node):
                 root = roots[written]
+                if gives_rows(written):
+                    continue
                 if root in program.sources and program.sources[root].kind in ("parameter", "flat", "state", "buffer"):
                     if root in varies and root not in found.setdefault(node, []):
                         found[node].append(root)

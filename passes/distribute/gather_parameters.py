@@ -1,4 +1,4 @@
-"""Gather what each rank has updated of a parameter, so that every rank has all of it."""
+"""Gather or broadcast what ranks have updated of a parameter, so that every rank has all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.shard_rows import updated
-from commfuse_fx.ir.shard_uses import gather_rows, without_padding
+from commfuse_fx.ir.shard_uses import broadcast_whole, gather_rows, without_padding
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _LIKE = NodeInfo("update")
@@ -18,7 +18,7 @@ _LIKE = NodeInfo("update")
 
 @dataclass(frozen=True)
 class GatherParameters(Pass):
-    """The gathers stand behind all updates, in their order."""
+    """They stand behind all updates, in their order."""
 
     name = "gather_parameters"
     numerics = "defines"
@@ -34,7 +34,11 @@ class GatherParameters(Pass):
         sharded = [name for name in names if program.params[name].shard]
         with build.before(program.output):
             for name in sharded:
-                _write(build, name, gather_rows(build, name, updated(program, name), _LIKE))
+                if program.params[name].owner is None:
+                    wait = gather_rows(build, name, updated(program, name), _LIKE)
+                else:
+                    wait = broadcast_whole(build, name, _LIKE)
+                _write(build, name, wait)
         return bool(sharded)
 
 

@@ -1,21 +1,25 @@
-"""Divide updates among the ranks: of each reduced gradient a rank gets the rows that it updates."""
+"""Divide updates among the ranks: of each reduced gradient a rank gets the rows that it updates, or all, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
 from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
-from commfuse_fx.ir.shard_rows import padding_of, sharing_ranks, spec_of_rows
+from commfuse_fx.ir.shard_owners import reduce_to_owner
+from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank, sharing_ranks, spec_of_rows
 from commfuse_fx.ir.shard_uses import keep_rows
 from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.solvers.assign_owners import assign_owners
 
 SHARDED, WHOLE = "sharded updates", "updated by every rank"
 """Topics of notes."""
@@ -34,7 +38,7 @@ class ShardOptimizer(Pass):
     threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded. keep_rows:
     whether ranks keep their rows of the parameter alone (stage 3). These are then gathered where the forward and the
     backward begin to use them. ranks: how many neighbouring ranks share the update of a parameter; 0: all that its
-    gradient is reduced over.
+    gradient is reduced over. mode: "broadcast" gives whole parameters to one rank each, in place of rows to every rank.
     """
 
     name = "shard_optimizer"
@@ -46,33 +50,36 @@ class ShardOptimizer(Pass):
     pad: bool = False
     keep_rows: bool = False
     ranks: int = 0
+    mode: str = SCATTER
 
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
         if asked is None:
             return None
-        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3, asked.sharing)
+        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3, asked.sharing, asked.mode)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or not program.grads or program.mesh.world == 1:
             return False
         _refuse_unknown(program.optimizer)
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
-        build, done = Builder(program), False
-        for start, names in list(self._reductions(program, held)):
+        build, found = Builder(program), dict(self._reductions(program, held))
+        owners = _owners(program, found) if self.mode == BROADCAST else {}
+        for start, names in found.items():
             group = sharing_ranks(program.mesh, group_of(start), self.ranks)
             for name in names:
-                program.params[name] = replace(program.params[name], shard=group)
-                ranks, rows = program.mesh.size(group), spec_of_rows(program.params[name], program.mesh).shape[0]
-                program.note(SHARDED, name, f"{ranks} ranks over {group} update {rows} rows each")
+                param = program.params[name] = replace(program.params[name], shard=group, owner=owners.get(start))
+                program.note(SHARDED, name, _who_updates(param, program.mesh))
+            if start in owners:
+                reduce_to_owner(build, start, names, owners[start])
+                continue
             _scatter(build, start, names, group)
             if self.keep_rows:
                 for name in names:
                     keep_rows(build, name)
-            done = True
         program.set_output()
-        return done
+        return bool(found)
 
     def _reductions(self, program: Program, held: dict[str, None]) -> Iterator[tuple[fx.Node, list[str]]]:
         """The starts that reduce gradients of parameters to divide, each with their names."""
@@ -105,12 +112,12 @@ class ShardOptimizer(Pass):
             return "it is a scalar, which has no rows"
         if kib < self.threshold:
             return f"it has {kib:.3g} KiB, less than parallel_optimizer_threshold={self.threshold}"
-        if not param.is_block or not param.spec.is_contiguous:
+        if not param.is_block or not (self.mode == BROADCAST or param.spec.is_contiguous):
             return "it shares memory, or its rows do not lie one after another"
         if tensor_spec(start).shape != param.spec.shape or not _serves_only(start, program):
             return "its gradient is reduced together with other values"
         ways = program.mesh.size(sharing_ranks(program.mesh, group_of(start), self.ranks))
-        if param.spec.shape[0] % ways and not self.pad:
+        if param.spec.shape[0] % ways and not self.pad and self.mode == SCATTER:
             return (
                 f"its first dimension of {param.spec.shape[0]} does not divide by {ways} ranks; "
                 'parallel_optimizer_config={"pad": True} pads it'
@@ -150,6 +157,24 @@ def _serves_only(start: fx.Node, program: Program) -> bool:
     chain = _chain(start)
     known = dict.fromkeys((*chain, program.output))
     return not any(user not in known for node in chain for user in node.users)
+
+
+def _who_updates(param: Parameter, mesh: Mesh) -> str:
+    if param.owner is not None:
+        return f"rank {param.owner} over {param.shard} updates it"
+    return f"{mesh.size(param.shard)} ranks over {param.shard} update {rows_per_rank(param, mesh)} rows each"
+
+
+def _owners(program: Program, found: Mapping[fx.Node, list[str]]) -> dict[fx.Node, int]:
+    """Which rank of its group gets the sum of each of these starts: all ranks update about as many bytes."""
+    by_group: dict[str, list[fx.Node]] = {}
+    for start in sorted(found, key=lambda start: min(program.params[name].sequence for name in found[start])):
+        by_group.setdefault(group_of(start), []).append(start)
+    owners: dict[fx.Node, int] = {}
+    for group, starts in by_group.items():
+        sizes = [sum(program.params[name].spec.nbytes for name in found[start]) for start in starts]
+        owners.update(zip(starts, assign_owners(sizes, program.mesh.size(group)), strict=True))
+    return owners
 
 
 def _scatter(build: Builder, start: fx.Node, names: list[str], group: str) -> None:

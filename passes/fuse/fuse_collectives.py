@@ -14,7 +14,7 @@ from torch import fx
 
 from commfuse_fx.config.fusion_config import AUTO_THRESHOLD_MIB, FusionConfig, KindFusion
 from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, wait_of
+from commfuse_fx.ir.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, root_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.merge import Merge, before_merged
@@ -37,6 +37,9 @@ OF_DDP_MIB = 25
 
 ONE_BUCKET_MIB = 1 << 20
 """A size that no model reaches."""
+
+_AS_OF = {"reduce": "reduce_scatter", "broadcast": "all_gather"}
+"""Kinds that have no options of their own: where one rank owns a parameter, these do what the others do for rows."""
 
 Buckets = tuple[tuple[str, ...], ...]
 """The members of each bucket, all of them sorted."""
@@ -149,7 +152,7 @@ class FuseCollectives(PricedPass):
         for start in starts:
             if role_of(start) == "buffer" or collective_of(start).fusion_id is not None:
                 continue
-            if fusion.for_kind(kind_of(start)).mode == "optimal":
+            if fusion.for_kind(_option_of(start)).mode == "optimal":
                 by_key.setdefault(_key(start), []).append(start)
         searched = dict.fromkeys(start for each in by_key.values() for start in each)
         others = [i for i, start in enumerate(starts) if start not in searched]
@@ -181,7 +184,7 @@ class FuseCollectives(PricedPass):
 
 def _policy_of(fusion: FusionConfig, member: Member, group: int | None) -> Policy:
     assert isinstance(member.key, tuple)
-    if member.key[0] == "broadcast":  # of buffers: they are ready together, and no kind of comm_fusion is theirs
+    if member.key[0] == "buffer":  # they are ready together, and no kind of comm_fusion is theirs
         return Policy(fusion.openstate, None, None, group=0)
     kind = fusion.for_kind(member.key[0])
     return Policy(fusion.openstate, kind.threshold_bytes, kind.cuts, group)
@@ -198,7 +201,7 @@ def _in_order(buckets: Iterable[Sequence[str]]) -> Buckets:
 
 def _fusible(program: Program) -> list[fx.Node]:
     starts = program.collectives()
-    return [start for start in starts if kind_of(start) in FUSIBLE_KINDS or role_of(start) == "buffer"]
+    return [start for start in starts if kind_of(start) in FUSIBLE_KINDS or role_of(start) in ("buffer", "parameter")]
 
 
 def _replace_waits(program: Program, results: Mapping[fx.Node, fx.Node]) -> None:
@@ -225,7 +228,15 @@ def _key(node: fx.Node) -> tuple[Hashable, ...]:
     device = tensor_spec(node).device
     # Compute waits for a change of layout: it must not wait for gradients.
     is_urgent = details.role == "redistribution"
-    return (details.kind, details.group, details.reduce_op, details.dtype, device, info(node).phase, is_urgent)
+    where = (details.group, root_of(node), device, info(node).phase)
+    return (_option_of(node), details.kind, details.reduce_op, details.dtype, is_urgent, *where)
+
+
+def _option_of(node: fx.Node) -> str:
+    """The kind whose options in comm_fusion hold for a collective; "buffer" for one of buffers, which has none."""
+    if role_of(node) == "buffer":
+        return "buffer"
+    return _AS_OF.get(kind_of(node), kind_of(node))
 
 
 def _member(node: fx.Node) -> Member:

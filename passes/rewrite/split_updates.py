@@ -59,13 +59,22 @@ class SplitUpdates(Pass):
         for node, source in program.sources.items():
             if source.kind in ("state", "hyper"):
                 inputs[source.owner].append(node)
+        places = [_behind(old.nodes[-1], nodes) for old in work]  # in front of what sends the updated parameters
         for old in work:
             old.erase(inputs[old.owner])
         program.updates = []
-        for old in work:
+        for old, place in zip(work, places, strict=True):
             for positions in old.by_bucket():
-                old.emit(positions)
+                old.emit(positions, place)
         return True
+
+
+def _behind(node: fx.Node, nodes: Sequence[Sequence[fx.Node]]) -> fx.Node:
+    """The first node behind this one that belongs to no update. nodes: those of each update."""
+    known = dict.fromkeys(each for update in nodes for each in update)
+    while node in known:
+        node = node.next
+    return node
 
 
 class _Old:
@@ -115,7 +124,8 @@ class _Old:
             program.remove_source(node)
             program.graph.erase_node(node)
 
-    def emit(self, positions: Sequence[int]) -> None:
+    def emit(self, positions: Sequence[int], place: fx.Node) -> None:
+        """Write an update of the parameters at these positions in front of a node."""
         program = self.program
         number = len(program.updates)
         segments = [self.update.segments[i] for i in positions]
@@ -126,7 +136,7 @@ class _Old:
         update = Update(self.update.rule, self.update.group, segments)
         params, grads = [self.params[i] for i in positions], [self.grads[i] for i in positions]
         self._rename(grads, number)
-        emit_update(Builder(program), update, self.flags, params, grads)
+        emit_update(Builder(program), update, self.flags, params, grads, before=place)
 
     def _rename(self, grads: Sequence[fx.Node], number: int) -> None:
         """Views and casts of gradients that were made for the update carry its number."""

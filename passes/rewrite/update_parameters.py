@@ -14,6 +14,7 @@ from commfuse_fx.ir.edit import remove_dead_nodes
 from commfuse_fx.ir.functions import axis_index, optimizer_step
 from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
+from commfuse_fx.ir.shard_owners import part_of_owner
 from commfuse_fx.ir.shard_rows import name_of_rows, padding_of, spec_of_rows
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.passes.declaration import Pass
@@ -97,6 +98,9 @@ class _RowsOfRank:
         assert whole is not None, "what has a gradient is an input"
         if not param.shard:
             return whole
+        if param.owner is not None:
+            with self._build.before(program.output):
+                return part_of_owner(self._build, name, whole, name_of_rows(name))
         rows, padding = spec_of_rows(param, program.mesh), padding_of(param, program.mesh)
         with self._build.before(program.output):
             if padding:

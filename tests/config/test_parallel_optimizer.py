@@ -38,6 +38,13 @@ def resolved(options: Any, **others: Any) -> CompileConfig:
         ({"gradient_accumulation_shard": 1}, TypeError, "is 1; give True or False"),
         ({"pad": None}, TypeError, "is None; give True or False"),
         ({"mode": "scatter"}, ValueError, 'use one of "reduce_scatter", "broadcast"'),
+        ({"mode": "broadcast", "level": 3}, ValueError, '"level"] is 3, which divides the rows'),
+        ({"mode": "broadcast", "level": 2}, ValueError, 'leave level out, or use mode="reduce_scatter"'),
+        (
+            {"mode": "broadcast", "optimizer_weight_shard_size": 2},
+            ValueError,
+            'leave optimizer_weight_shard_size out, or use mode="reduce_scatter"',
+        ),
         ({"level": 4}, ValueError, "is 4; give an int in 1..3"),
         ({"level": False}, TypeError, "is False; give an int in 1..3"),
     ],
@@ -49,7 +56,7 @@ def test_bad_options_are_refused_whether_it_is_on_or_off(options: Any, error: ty
         assert isinstance(raised.value, error)
 
 
-@pytest.mark.parametrize("options", [{"mode": "broadcast"}, {"gradient_accumulation_shard": True}])
+@pytest.mark.parametrize("options", [{"gradient_accumulation_shard": True}])
 def test_what_is_not_available_says_what_to_use_instead(options: dict[str, Any]) -> None:
     (key,) = options
     with pytest.raises(

@@ -127,6 +127,8 @@ def profiled() -> cf.Lowered:
     return train(model, cluster=profile)
 
 
+PARALLEL: dict[str, Any] = {"enable_parallel_optimizer": True}
+
 KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "fused": lambda: train(Net()),
     "unfused": lambda: train(Net(), {"openstate": False}, schedule="none"),
@@ -156,6 +158,10 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "evaluation": evaluated,
     "convolutions": convolutions,
     "divided": marked,
+    "rows": lambda: train(Net(), **PARALLEL, parallel_optimizer_config={"parallel_optimizer_threshold": 0}),
+    "owned": lambda: train(
+        Net(), **PARALLEL, parallel_optimizer_config={"parallel_optimizer_threshold": 0, "mode": "broadcast"}
+    ),
     "gpt2": gpt2,
     "example": example,
 }

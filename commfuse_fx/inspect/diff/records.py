@@ -10,7 +10,7 @@ from functools import cached_property
 from commfuse_fx.ir.text_lines import argument_tokens
 
 _ORDINAL = re.compile(r"\.\d+$")
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)

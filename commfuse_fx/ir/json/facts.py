@@ -43,6 +43,7 @@ class FactReader(ValueReader):
             parallel_optimizer=self.get(record, "parallel_optimizer", bool, place, True),
             shard=self.get(record, "shard", str, place, ""),
             rows_alone=self.get(record, "rows_alone", bool, place, False),
+            owner=self.get(record, "owner", int, place) if "owner" in record else None,
         )
 
     def _layout(self, pair: list[Any], place: str) -> tuple[str, Placement]:

@@ -185,6 +185,7 @@ def _parameter(param: Parameter) -> dict[str, Any]:
         **({} if param.parallel_optimizer else {"parallel_optimizer": False}),
         **({"shard": param.shard} if param.shard else {}),
         **({"rows_alone": True} if param.rows_alone else {}),
+        **({} if param.owner is None else {"owner": param.owner}),
     }
 
 

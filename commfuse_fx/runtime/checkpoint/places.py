@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Placement, Replicate, Shard
+from commfuse_fx.ir.placement import Owned, Placement, Replicate, Shard
 
 Run = tuple[int, int]
 """Where a run of neighbours along a dimension begins, and how long it is."""
@@ -64,7 +64,9 @@ class Place:
         return cls(sizes, sizes, (Box(zeros, sizes, zeros),))
 
     @classmethod
-    def of_layout(cls, shape: Sequence[int], layout: Sequence[tuple[str, Placement]], mesh: Mesh, rank: int) -> Place:
+    def of_layout(
+        cls, shape: Sequence[int], layout: Sequence[tuple[str, Placement | Owned]], mesh: Mesh, rank: int
+    ) -> Place:
         """The place of the part that `rank` holds in this layout, as `part_of` cuts it out of the whole tensor."""
         runs, part = [[(0, size)] for size in shape], list(shape)
         for group, placement in layout:
@@ -72,6 +74,9 @@ class Place:
                 ways, index = mesh.size(group), mesh.index(group, rank)
                 runs[placement.dim] = _divided(runs[placement.dim], part[placement.dim], placement.blocks, ways, index)
                 part[placement.dim] = placement.blocks * -(-part[placement.dim] // (placement.blocks * ways))
+            elif isinstance(placement, Owned):
+                if mesh.index(group, rank) != placement.position:
+                    return cls(tuple(shape), (0, *part[1:]), ())
             elif not isinstance(placement, Replicate):
                 raise ValueError("a partial sum is not a part of a tensor")
         boxes = []

@@ -15,6 +15,7 @@ from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import Stretch, info
+from commfuse_fx.ir.owner_ops import of_owner, reduce, reduce_
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.machine.timeline import Timeline
@@ -75,6 +76,9 @@ class Wire:
         if node.target is torch.ops.commfuse.zero_unless_source.default:
             mine = self.program.mesh.index(str(node.args[2]), self.rank)
             return lambda x, src, group: x if mine == src else torch.zeros_like(x)
+        if node.target is of_owner:
+            is_mine = self.program.mesh.index(str(node.args[3]), self.rank) == node.args[1]
+            return lambda x, *args: x if is_mine else x.narrow(0, 0, 0)
         return None
 
     def abandon(self) -> None:
@@ -189,7 +193,7 @@ class Wire:
     def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
         left = "Parameters and optimizer state on this rank are as before this step."
         if info(node).phase == "update":
-            left = "This rank has updated its own rows, and has none of those of the other ranks: load a checkpoint."
+            left = "This rank has updated its own part, and has none of those of the other ranks: load a checkpoint."
         return CollectiveError(
             f"rank {self.rank}: {info(node).name} failed: {self._describe(node)}. "
             f"Another rank has died, is stuck or left the step early; its own output says why. {left} "
@@ -244,6 +248,15 @@ def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes:
     return Flight(x, dist.broadcast(block, ranks[src], group, async_op=True), (block,))
 
 
+def _reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, owner: int, axes: str) -> Flight:
+    return _reduce_in_place(group, ranks, x.clone(), op, owner, axes)
+
+
+def _reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, owner: int, axes: str) -> Flight:
+    block = _memory(x)
+    return Flight(x, dist.reduce(block, ranks[owner], _REDUCE_OPS[op], group, async_op=True), (block,))
+
+
 def _all_to_all(group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str) -> Flight:
     given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     return Flight(out, dist.all_to_all_single(out, given, outputs, inputs, group, async_op=True), (given, out))
@@ -257,6 +270,8 @@ _ISSUE: dict[Any, Callable[..., Flight]] = {
     c10d.broadcast.default: _broadcast,
     c10d.broadcast_.default: _broadcast_in_place,
     c10d.all_to_all_single.default: _all_to_all,
+    reduce: _reduce,
+    reduce_: _reduce_in_place,
 }
 
 _DEPEND_ON_ORDER = (

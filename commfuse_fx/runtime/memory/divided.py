@@ -12,11 +12,11 @@ from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import S
+from commfuse_fx.ir.placement import Owned, S
 from commfuse_fx.ir.program import Parameter
 from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank
 from commfuse_fx.runtime.checkpoint.places import Place
-from commfuse_fx.runtime.memory.layout import Layout, dividing, joined_group, part_of, whole_of
+from commfuse_fx.runtime.memory.layout import Layout, dividing, holders, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
 
 
@@ -24,12 +24,13 @@ from commfuse_fx.runtime.memory.own_storage import has_aliases
 class HeldPart:
     """A tensor of which this rank holds a part.
 
-    key: a name that is the same on all ranks. group: the mesh axes over which it is divided. part: what this rank
-    holds. whole: the user's tensor.
+    key: a name that is the same on all ranks. group: the mesh axes over which it is divided. holders: the ranks of this
+    rank's group that hold parts. part: what this rank holds. whole: the user's tensor.
     """
 
     key: str
     group: str
+    holders: tuple[int, ...]
     part: torch.Tensor
     whole: torch.Tensor
     layout: Layout
@@ -54,8 +55,10 @@ class DividedParameter:
         self.rank = rank
         self.is_divided = bool(self.layout)
         self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False) if self.is_divided else whole
-        self.state_layout = (*self.layout, (param.shard, S(0))) if param.shard else self.layout
-        self._rows = rows_per_rank(param, mesh) if param.shard else 0
+        self.state_layout: Layout = self.layout
+        if param.shard:
+            self.state_layout += ((param.shard, S(0) if param.owner is None else Owned(param.owner)),)
+        self._begin, self._rows = _rows_of(param, mesh, rank) if param.shard else (0, 0)
         self._is_padded = bool(param.shard) and padding_of(param, mesh) > 0
         self.updated = self._new_rows() if param.shard else self.part
         self.state: dict[str, Any] = {}
@@ -77,8 +80,7 @@ class DividedParameter:
         return nn.Parameter(self._rows_of_part(), requires_grad=False)
 
     def _rows_of_part(self) -> torch.Tensor:
-        group, _ = self.state_layout[-1]
-        return self.part.detach().narrow(0, self.mesh.index(group, self.rank) * self._rows, self._rows)
+        return self.part.detach().narrow(0, self._begin, self._rows)
 
     def follow(self) -> None:
         """Let the rows that are updated lie in the parameter, which the user may have moved."""
@@ -90,10 +92,19 @@ class DividedParameter:
     def held(self) -> Iterator[HeldPart]:
         """The rank's parts, on all ranks in the same order."""
         if self.is_divided:
-            yield HeldPart(self.name, joined_group(self.layout, self.mesh), self.part, self.whole, self.layout)
-        group = joined_group(self.state_layout, self.mesh)
+            yield self._held_part(self.name, self.part, self.whole, self.layout)
         for name, shown in self.shown.items():
-            yield HeldPart(f"{self.name}/{name}", group, self.state[name], shown, self.state_layout)
+            yield self._held_part(f"{self.name}/{name}", self.state[name], shown, self.state_layout)
+
+    def _held_part(self, key: str, part: torch.Tensor, whole: torch.Tensor, layout: Layout) -> HeldPart:
+        group, by = joined_group(layout, self.mesh), holders(layout, self.mesh, self.rank)
+        return HeldPart(key, group, by, part, whole, layout)
+
+    def memory_of(self, piece: HeldPart) -> torch.Tensor:
+        """What this rank gives for a gather: its part, or memory of the size of one where others alone hold any."""
+        if self.rank in piece.holders:
+            return piece.part.detach()
+        return torch.empty_like(self.part.detach(), dtype=piece.part.dtype)
 
     def wholes(self) -> Iterator[torch.Tensor]:
         """The user's tensors, in the order of `held`."""
@@ -193,6 +204,14 @@ class DividedParameter:
 
     def _is_like_the_part(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.updated.shape
+
+
+def _rows_of(param: Parameter, mesh: Mesh, rank: int) -> tuple[int, int]:
+    """The first row that a rank updates, and how many these are."""
+    rows, index = rows_per_rank(param, mesh), mesh.index(param.shard, rank)
+    if param.owner is not None:
+        return 0, rows if index == param.owner else 0
+    return index * rows, rows
 
 
 def free(tensor: torch.Tensor) -> bool:

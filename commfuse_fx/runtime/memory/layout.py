@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Placement, Replicate, Shard, assemble, local_shape, take
+from commfuse_fx.ir.placement import Owned, Placement, Replicate, Shard, assemble, local_shape, take
 from commfuse_fx.ir.program import Parameter, Program
 
-Layout = tuple[tuple[str, Placement], ...]
-"""Pairs of a group of mesh axes and a placement. The first pair divides the whole tensor, the next one its parts."""
+Layout = tuple[tuple[str, Placement | Owned], ...]
+"""Pairs of a group of mesh axes and a placement. The first pair divides the whole tensor, the next one its parts. A
+tensor of which one rank owns such a part has the last pair for that."""
 
 
 def divided_parameters(program: Program) -> dict[str, Parameter]:
@@ -35,6 +36,13 @@ def joined_group(layout: Layout, mesh: Mesh) -> str:
     return ",".join(axis for axis in mesh.names if axis in axes)
 
 
+def holders(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """The ranks in the joined group of `rank` that hold a part, in the order of the mesh."""
+    members = mesh.ranks(joined_group(layout, mesh), rank)
+    owned = [(group, placement.position) for group, placement in layout if isinstance(placement, Owned)]
+    return tuple(each for each in members if all(mesh.index(group, each) == position for group, position in owned))
+
+
 def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """The part of the tensor that `rank` holds, padded with zeros where parts are not equal otherwise.
 
@@ -42,6 +50,8 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch
     """
     for group, placement in layout:
         ways = mesh.size(group)
+        if isinstance(placement, Owned):
+            return whole if placement.position == mesh.index(group, rank) else whole.narrow(0, 0, 0)
         whole = take(_padded(whole, placement, ways), placement, ways, mesh.index(group, rank))
     return whole
 
@@ -58,6 +68,8 @@ def whole_of(
     }
     shapes = [tuple(shape)]
     for group, placement in layout:
+        if isinstance(placement, Owned):
+            continue
         shapes.append(local_shape(_padded_shape(shapes[-1], placement, mesh.size(group)), placement, mesh.size(group)))
     # Undo the last division first.
     for place_in_layout in reversed(range(len(layout))):
@@ -65,6 +77,9 @@ def whole_of(
         for place in sorted(found):
             outer.setdefault(place[:-1], []).append(found[place])
         _, placement = layout[place_in_layout]
+        if isinstance(placement, Owned):
+            found = {place: siblings[placement.position] for place, siblings in outer.items()}
+            continue
         found = {
             place: _without_padding(assemble(siblings, placement), shapes[place_in_layout], placement)
             for place, siblings in outer.items()

@@ -188,13 +188,13 @@ class Shards:
         self.show()
 
     def _gather(self) -> None:
-        by_group: dict[str, list[tuple[DividedParameter, HeldPart]]] = {}
+        by_group: dict[tuple[str, tuple[int, ...]], list[tuple[DividedParameter, HeldPart]]] = {}
         for each in self._divided:
             for piece in each.held():
-                by_group.setdefault(piece.group, []).append((each, piece))
-        for group, pieces in by_group.items():
-            keys, parts = [piece.key for _, piece in pieces], [piece.part.detach() for _, piece in pieces]
-            arriving = self.exchange.gather(group, keys, parts)
+                by_group.setdefault((piece.group, piece.holders), []).append((each, piece))
+        for (group, holders), pieces in by_group.items():
+            keys, parts = [piece.key for _, piece in pieces], [each.memory_of(piece) for each, piece in pieces]
+            arriving = self.exchange.gather(group, holders, keys, parts)
             for (each, piece), found in zip(pieces, arriving, strict=True):
                 allocate(piece.whole)
                 each.fill(piece, list(found))
@@ -257,7 +257,7 @@ class _States:
 def layouts_of(program: Program) -> Any:
     """A key that is equal for programs that divide the same parameters alike, and so can share their parts."""
     divided = divided_parameters(program)
-    return (program.mesh, *((name, param.layout, param.shard, param.spec) for name, param in divided.items()))
+    return (program.mesh, *((name, p.layout, p.shard, p.owner, p.spec) for name, p in divided.items()))
 
 
 def _refuse() -> None:

@@ -27,11 +27,12 @@ class Exchange(Protocol):
         """Wait until all ranks want to read. Raises CollectiveError if some rank does not come in time."""
 
     def gather(
-        self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
+        self, group: str, holders: Sequence[int], keys: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> Iterator[Sequence[torch.Tensor]]:
         """Yield for each of this rank's parts the parts of all ranks of the group, in the order of the mesh.
 
-        keys: names of the parts, the same on all ranks. parts: this rank's tensors under these names.
+        holders: the ranks of the group that hold parts; those of others have no rows. keys: names of the parts, the
+        same on all ranks. parts: this rank's tensors under these names; on a rank that holds none, memory like theirs.
         """
 
     def release(self) -> None:
@@ -80,16 +81,15 @@ class ProcessExchange:
         self._behind = (count, verdict)
 
     def gather(
-        self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
+        self, group: str, holders: Sequence[int], keys: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> Iterator[Sequence[torch.Tensor]]:
         members = self.mesh.ranks(group, self.rank)
-        places = [sorted(members).index(member) for member in members]  # torch.distributed sorts the ranks of a group
+        send = self._gather if len(holders) == len(members) else self._broadcast
         for bucket in buckets(parts):
             # As bytes, so that parts of all types travel together.
             given = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in bucket])
-            rows = list(given.new_empty(len(members), given.numel()).unbind())
             try:
-                dist.all_gather(rows, given, self._group(group))
+                rows = send(group, holders, given)
             except RuntimeError as error:
                 raise CollectiveError(
                     f"rank {self.rank}: gathering the parameters' parts failed: another rank has died. "
@@ -99,8 +99,24 @@ class ProcessExchange:
             for part in bucket:
                 end = begin + part.nbytes
                 # A copy: the beginning of a tensor has to lie at a multiple of its item's size.
-                yield [rows[at][begin:end].clone().view(part.dtype).view(part.shape) for at in places]
+                yield [
+                    rows[member][begin:end].clone().view(part.dtype).view(part.shape) if member in rows else part[:0]
+                    for member in members
+                ]
                 begin = end
+
+    def _gather(self, group: str, members: Sequence[int], given: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What each rank of the group has given."""
+        rows = given.new_empty(len(members), given.numel()).unbind()
+        dist.all_gather(list(rows), given, self._group(group))
+        return dict(zip(sorted(members), rows, strict=True))  # torch.distributed sorts the ranks of a group
+
+    def _broadcast(self, group: str, holders: Sequence[int], given: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What the holders have given."""
+        rows = {rank: given if rank == self.rank else torch.empty_like(given) for rank in holders}
+        for rank, row in rows.items():
+            dist.broadcast(row, rank, self._group(group))
+        return rows
 
     def release(self) -> None:
         self._groups.clear()
@@ -149,7 +165,7 @@ class LocalExchange:
         """Do nothing: all ranks are in this process."""
 
     def gather(
-        self, group: str, keys: Sequence[str], parts: Sequence[torch.Tensor]
+        self, group: str, holders: Sequence[int], keys: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> Iterator[Sequence[torch.Tensor]]:
         held = [self._parts_of(member) for member in self.mesh.ranks(group, self.rank)]
         for key in keys:

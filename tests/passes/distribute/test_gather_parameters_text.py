@@ -81,6 +81,31 @@ def test_rows_are_gathered_and_written_without_their_padding() -> None:
     )
 
 
+OWNED = (
+    UPDATED[: UPDATED.index("    bwd %shard")]
+    + """\
+    bwd %reduce/a/reduce: f32[13,2] = commfuse.reduce(%/grad.mul.0, sum, 0, dp)  {group=dp(2) op=sum dtype=f32 bytes=104 members=[a]}
+    bwd %reduce/a/wait: f32[13,2] = _c10d_functional.wait_tensor(%reduce/a/reduce)
+    upd %shard/a/gradient: f32[13,2] = commfuse.of_owner(%reduce/a/wait, 0, 2, dp)
+    upd %shard/a/rows: f32[13,2] = commfuse.of_owner(%a, 0, 2, dp)
+    upd %update.0/sgd: - = aten._fused_sgd_([%shard/a/rows], [%shard/a/gradient], [], weight_decay=%update.0.weight_decay, momentum=%update.0.momentum, lr=%update.0.lr, dampening=%update.0.dampening, nesterov=False, maximize=False, is_first_step=%update.0.is_first_step)
+"""
+)
+
+
+def test_what_an_owner_has_updated_is_broadcast() -> None:
+    check(
+        f"{OWNED}    return [%/mul.0]\n",
+        GatherParameters(),
+        f"""{OWNED}
+    upd %shard/a/broadcast: f32[13,2] = _c10d_functional.broadcast(%a, 0, dp)  {{group=dp(2) dtype=f32 bytes=104 members=[a]}}
+    upd %shard/a/wait: f32[13,2] = _c10d_functional.wait_tensor(%shard/a/broadcast)
+    upd %shard/a/write: f32[13,2] = aten.copy_(%a, %shard/a/wait)
+    return [%/mul.0]
+""",
+    )
+
+
 def test_parameters_that_every_rank_updates_are_left() -> None:
     whole = [line for line in UPDATED.splitlines() if "reduce_scatter" not in line and "%shard" not in line]
     text = "\n".join(whole[:-2]).replace("%reduce/a/wait", "%x")

@@ -90,6 +90,36 @@ def test_one_rank_alone_divides_nothing() -> None:
     assert [note.reason for note in made.notes] == ["optimizer_weight_shard_size=1 leaves it to each rank"] * 2
 
 
+def test_one_rank_alone_gets_the_gradient_of_a_parameter_that_it_owns() -> None:
+    made = check(
+        REDUCED,
+        ShardOptimizer(0, mode="broadcast"),
+        """
+        in  %a: f32[13,2] = parameter
+        in  %b: f32[16] = parameter
+        in  %x: f32[2] = input
+        fwd %/mv.0: f32[13] = aten.mv(%a, %x)
+        fwd %/sum.0: f32[] = aten.sum(%/mv.0)
+        fwd %/sum.1: f32[] = aten.sum(%b)
+        fwd %/mul.0: f32[] = aten.mul.Tensor(%/sum.0, %/sum.1)
+        bwd %/grad.expand.0: f32[13,2](0,1) = aten.expand(%x, [13, 2])
+        bwd %/grad.mul.0: f32[13,2] = aten.mul.Tensor(%/grad.expand.0, %/sum.1)
+        bwd %reduce/a/reduce: f32[13,2] = commfuse.reduce(%/grad.mul.0, avg, 0, dp)  {group=dp(2) op=avg dtype=f32 bytes=104 members=[a]}
+        bwd %/grad.expand.1: f32[16](0) = aten.expand(%/sum.0, [16])
+        bwd %/grad.clone.0: f32[16] = aten.clone(%/grad.expand.1, memory_format=contiguous_format)
+        bwd %reduce/b/reduce: f32[16] = commfuse.reduce(%/grad.clone.0, avg, 1, dp)  {group=dp(2) op=avg dtype=f32 bytes=64 members=[b]}
+        bwd %reduce/a/wait: f32[13,2] = _c10d_functional.wait_tensor(%reduce/a/reduce)
+        bwd %reduce/b/wait: f32[16] = _c10d_functional.wait_tensor(%reduce/b/reduce)
+        upd %shard/a/gradient: f32[13,2] = commfuse.of_owner(%reduce/a/wait, 0, 2, dp)
+        upd %shard/b/gradient: f32[16] = commfuse.of_owner(%reduce/b/wait, 1, 2, dp)
+        return [%/mul.0, %shard/a/gradient, %shard/b/gradient]
+        """,
+        gradients=["a", "b"],
+    )
+    assert {name: (param.shard, param.owner) for name, param in made.params.items()} == {"a": ("dp", 0), "b": ("dp", 1)}
+    assert [note.reason for note in made.notes] == [f"rank {owner} over dp updates it" for owner in (0, 1)]
+
+
 def test_without_padding_only_rows_that_divide() -> None:
     made = check(
         REDUCED,

@@ -57,6 +57,41 @@ def test_what_differs_in_its_reduction_stays_apart() -> None:
     check(f"# comm_fusion.allreduce: index 1\n{REDUCED}", FuseCollectives(), None)
 
 
+OWNED = REDUCED.replace("/all_reduce", "/reduce").replace("_c10d_functional.all_reduce(", "commfuse.reduce(")
+
+
+def test_what_goes_to_one_owner_is_reduced_in_one_bucket() -> None:
+    to_one = OWNED.replace("avg, dp)", "avg, 1, dp)")
+    made = check(
+        to_one,
+        FuseCollectives(),
+        """
+        in  %a: f32[16] = parameter
+        in  %b: f32[4,4] = parameter
+        fwd %/view.0: f32[16] = aten.view(%b, [16])
+        fwd %/dot.0: f32[] = aten.dot(%a, %/view.0)
+        bwd %/grad.mul.0: f32[4,4] = aten.mul.Tensor(%b, %/dot.0)
+        bwd %/grad.mul.1: f32[16] = aten.mul.Tensor(%a, %/dot.0)
+        bwd %bucket.0/flatten.0: f32[16] = aten.view(%/grad.mul.0, [-1])
+        bwd %bucket.0/flatten.1: f32[16] = aten.view(%/grad.mul.1, [-1])
+        bwd %bucket.0/concat: f32[32] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
+        bwd %bucket.0/reduce: f32[32] = commfuse.reduce(%bucket.0/concat, avg, 1, dp)  {group=dp(2) op=avg dtype=f32 bytes=128 members=[b, a]}
+        bwd %bucket.0/wait: f32[32] = _c10d_functional.wait_tensor(%bucket.0/reduce)
+        bwd %bucket.0/split: (f32[16], f32[16]) = aten.split_with_sizes(%bucket.0/wait, [16, 16], 0)
+        bwd %bucket.0/part.0: f32[16] = getitem(%bucket.0/split, 0)
+        bwd %bucket.0/part.1: f32[16] = getitem(%bucket.0/split, 1)
+        bwd %bucket.0/restore.0: f32[4,4] = aten.view(%bucket.0/part.0, [4, 4])
+        bwd %bucket.0/restore.1: f32[16] = aten.view(%bucket.0/part.1, [16])
+        return [%/dot.0, %bucket.0/restore.1, %bucket.0/restore.0]
+        """,
+        numerics="defines",
+    )
+    assert {param.owner for param in made.params.values()} == {1}
+    to_two = to_one.replace("mul.0, avg, 1", "mul.0, avg, 0")
+    for apart in (to_two, f"# comm_fusion.openstate: False\n{to_one}"):
+        check(apart, FuseCollectives(), None, numerics="defines")
+
+
 def test_the_parts_of_a_gather_are_put_together_rank_by_rank() -> None:
     check(
         """

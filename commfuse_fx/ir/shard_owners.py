@@ -1,0 +1,45 @@
+"""Parameters that one rank of a group updates: its gradient is reduced there, and on other ranks there is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.collectives import collective_of, group_of
+from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.meta import NodeInfo, info, tensor_spec
+from commfuse_fx.ir.owner_ops import of_owner, reduce
+
+
+def reduce_to_owner(build: Builder, start: fx.Node, names: Sequence[str], owner: int) -> None:
+    """Reduce the gradient of these parameters on the rank alone that owns them, in place of an all_reduce."""
+    program, group = build.program, group_of(start)
+    with build.before(start):
+        made = build.call(
+            reduce,
+            (start.args[0], start.args[1], owner, group),
+            spec=info(start).spec,
+            like=info(start),
+            name=f"reduce/{names[0]}/reduce",
+            collective=replace(collective_of(start), kind="reduce"),
+            phase="backward",
+        )
+    replace_all(program, {start: made})
+    program.graph.erase_node(start)
+    program.names.release(info(start).name)
+    with build.before(program.output):
+        for name in names:
+            program.grads[name] = part_of_owner(build, name, program.grads[name], f"shard/{name}/gradient")
+
+
+def part_of_owner(build: Builder, name: str, value: fx.Node, label: str) -> fx.Node:
+    """Make what a rank has of a parameter or its gradient: all of it on the owner, and nothing on other ranks.
+
+    label: the name of the node.
+    """
+    param = build.program.params[name]
+    args = (value, param.owner, build.program.mesh.size(param.shard), param.shard)
+    return build.call(of_owner, args, spec=tensor_spec(value), like=NodeInfo("update"), name=label)
