@@ -210,8 +210,8 @@ def compile(
         step of several ranks measures itself while it trains, tries other buckets, other orders and communication
         across steps, and goes on with what measured fastest. It keeps `comm_fusion` where that is given, and
         ScheduleConfig(mode="auto") a memory limit and, with across_steps=False, updates within the step.
-    replan: whether a plan may change while a step trains. False, as torch.use_deterministic_algorithms(True): never.
-        A TrialLimits limits the time and the steps that finding it may take.
+    replan: whether a plan may change while a step trains. False: never, as after
+        torch.use_deterministic_algorithms(True). A TrialLimits limits the time and the steps that finding it may take.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
         waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
     inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.

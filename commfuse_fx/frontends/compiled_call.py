@@ -16,6 +16,7 @@ from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.shard_rows import sharing_ranks
+from commfuse_fx.machine.source import Costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.planning.alternatives import as_kept
 from commfuse_fx.planning.planner import Planner
@@ -55,6 +56,7 @@ class CompiledCall:
         first = config.first if measures else as_kept(config, config.unmeasured, self.form)
         self.config = _priced(first, model, self.mesh)
         self.planner = Planner(model, loss_fn, optimizer, self.config, self.mesh, Publisher(self.rank), self.form)
+        self._given = config.figures
         self.session = self._make_session()
         if measures:
             self.session.try_plans(config, _priced(config.unmeasured, model, self.mesh))
@@ -81,6 +83,11 @@ class CompiledCall:
         """
         return None if self.session.replan is None else self.session.replan.profile_used
 
+    @property
+    def _figures(self) -> Costs | None:
+        """What plans are compared by: what was measured while training, else what was given; None: what is assumed."""
+        return self.profile_used() or self._given
+
     @user_frames_only
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it.
@@ -91,7 +98,7 @@ class CompiledCall:
         self.synchronize()
         with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
             compiled = self.session.shown(self.planner.read(self.planner.take_apart(args, kwargs)))
-        call = LoweredCall(self, args, kwargs)
+        call = LoweredCall(self, args, kwargs, self._figures)
         return Lowered(
             compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline
         )

@@ -160,7 +160,7 @@ class CompiledStep(CompiledCall):
         self.synchronize()
         call = self.planner.take_apart(args, kwargs)
         executor = self.session.executor(self.session.plan(call), call)
-        given = self.config.cluster if cluster is None else resolve_costs(cluster)
+        given = self._figures if cluster is None else resolve_costs(cluster)
         if isinstance(given, StepProfile):
             given = given.cluster
         params = dict(self.model.named_parameters())

@@ -123,8 +123,8 @@ class CompiledGraph:
     def simulate(self, cluster: Any = None) -> Simulation:
         """Predict the step on a cluster: its time, exposed communication, peak memory and a lower bound.
 
-        cluster: what `compile` takes as `cluster=`. None: the one that the step was compiled for, else 10
-            Gbit/s between CPU ranks, or nodes of 8 H100 for a model on CUDA.
+        cluster: what `compile` takes as `cluster=`. None: the one that the step was compiled for or has measured while
+            it trained, else 10 Gbit/s between CPU ranks, or nodes of 8 H100 for a model on CUDA.
 
         Raises ConfigTypeError, ConfigKeyError or ConfigValueError for a bad cluster, one with too few ranks, or
         a profile of another step.

@@ -11,6 +11,7 @@ from commfuse_fx.inspect.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.dumps.write_dump import dump
 from commfuse_fx.inspect.report.page import report
 from commfuse_fx.ir.program import Program
+from commfuse_fx.machine.source import Costs
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.planning.compiled import Compiled, Snapshot
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
@@ -19,11 +20,15 @@ from commfuse_fx.support.tracebacks import user_frames_only
 
 @dataclass(frozen=True)
 class LoweredCall:
-    """The step that was lowered (a CompiledStep), and the arguments of the call."""
+    """The step that was lowered (a CompiledStep), and the arguments of the call.
+
+    figures: what plans of the step are compared by, where its graph does not say it; None: what is assumed.
+    """
 
     step: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    figures: Costs | None = None
 
 
 class Lowered(CompiledGraph):
@@ -44,6 +49,10 @@ class Lowered(CompiledGraph):
     ) -> None:
         super().__init__(program, rank, pass_records, replay, captured, pipeline)
         self._call = call
+
+    def _costs(self, cluster: Any) -> Costs:
+        is_open = cluster is None and self._program.config.cluster is None
+        return super()._costs(self._call.figures if is_open else cluster)
 
     @property
     def graphs(self) -> list[Lowered]:

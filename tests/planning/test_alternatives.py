@@ -140,3 +140,12 @@ def test_a_kept_plan_depends_on_step_options_machine_and_version(
     monkeypatch.setattr(captured, "torch_version", "2.99.0")
     others.append(path())
     assert first not in others and len(dict.fromkeys(others)) == len(others)
+
+
+def test_a_step_that_chooses_its_plan_is_explained_by_the_cluster_that_is_given() -> None:
+    model = nn.Linear(8, 8)
+    for given in ("gloo-1gbit", None):
+        step = cf.compile(model, loss_fn=F.mse_loss, schedule="auto", cluster=given, device_num=2)
+        lowered = step.lower(torch.randn(4, 8), torch.randn(4, 8))
+        assert lowered.explain().cluster.startswith(f"cluster {given or 'gloo-10gbit'} ")
+        assert lowered.explain("gloo-25gbit").cluster.startswith("cluster gloo-25gbit ")
