@@ -50,7 +50,10 @@ def add_compile(command: argparse.ArgumentParser) -> None:
         help="auto, size=MIB, index=20,35 (all_reduce only), optimal or off (default: auto)",
     )
     group.add_argument(
-        "--schedule", choices=("overlap", "none", "across-steps"), help="when communication runs (default: overlap)"
+        "--schedule",
+        choices=("overlap", "none", "across-steps", "auto"),
+        help="when communication runs (default: overlap). auto: with the profile of a step that has chosen its plan as "
+        "--cluster, that plan",
     )
     group.add_argument("--memory-limit", type=int, metavar="MIB", help="highest predicted peak memory of a step")
     group.add_argument("--cluster", metavar="NAME|FILE", help="what the plan is priced with: a preset or a file")
@@ -135,7 +138,10 @@ def _schedule(word: str | None, mib: int | None) -> Any:
         return word
     if word == "none":
         raise ConfigValueError("--memory-limit needs a schedule: leave --schedule none out")
-    return ScheduleConfig(across_steps=word == "across-steps", memory_limit=None if mib is None else mib * 2**20)
+    limit = None if mib is None else mib * 2**20
+    if word == "auto":
+        return ScheduleConfig(mode="auto", memory_limit=limit)
+    return ScheduleConfig(across_steps=word == "across-steps", memory_limit=limit)
 
 
 def _setting(text: str) -> tuple[str, Any]:

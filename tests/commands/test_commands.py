@@ -199,6 +199,12 @@ def test_a_profile_of_a_step_is_read(capsys: pytest.CaptureFixture[str], tmp_pat
     for source in ("saved", "target.py:make"):
         first = run(capsys, "explain", source, "--cluster", str(tmp_path / "profile.json"))[1].splitlines()[0]
         assert first.startswith("predicted step: 1000.") and " on profile gloo-1gbit " in first, source
+    chosen = ("--schedule", "auto", "--cluster", str(tmp_path / "profile.json"))
+    optimal = {"allreduce": {"mode": "optimal", "config": None}}
+    stayed = lowered(comm_fusion=optimal, cluster=profile)
+    assert run(capsys, "explain", "target.py:make", *chosen)[1] == stayed.explain().text()
+    limited = lowered(comm_fusion=optimal, cluster=profile, schedule=cf.ScheduleConfig(memory_limit=2**29))
+    assert run(capsys, "lower", "target.py:make", *chosen, "--memory-limit", "512")[1] == limited.text()
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
