@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from commfuse_fx.config.fusion_marks import set_comm_fusion
     from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
     from commfuse_fx.frontends.module import CompiledModule
+    from commfuse_fx.frontends.saving import Saving
     from commfuse_fx.frontends.step import CompiledStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
@@ -106,6 +107,7 @@ __all__ = [
     "PlanMismatchError",
     "RankMemory",
     "Redistribution",
+    "Saving",
     "ScheduleConfig",
     "SimulatedCollective",
     "Simulation",
@@ -150,6 +152,7 @@ _HOMES = {
     "commfuse_fx.config.fusion_marks": ("set_comm_fusion",),
     "commfuse_fx.cost.collective_cost": ("CollectiveCost", "collective_cost"),
     "commfuse_fx.frontends.module": ("CompiledModule",),
+    "commfuse_fx.frontends.saving": ("Saving",),
     "commfuse_fx.frontends.step": ("CompiledStep",),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),

@@ -2,43 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from commfuse_fx.cost.priced import model_fingerprint
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.frontends.checkpoint_reader import CheckpointReader
+from commfuse_fx.frontends.checkpoint_writer import CheckpointWriter
+from commfuse_fx.frontends.extras import Extras
+from commfuse_fx.frontends.random_state import Generators
+from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.step_state import StepState
-from commfuse_fx.runtime.checkpoint.held import Stored
-from commfuse_fx.runtime.checkpoint.plain_values import replaced
+from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.runtime.checkpoint.held import filled
 from commfuse_fx.runtime.checkpoint.state_in_memory import StateInMemory
+from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.ranks.before_destroy import before_destroy
+from commfuse_fx.runtime.ranks.meeting import Meeting
+from commfuse_fx.support.checks import check_bool, show
+from commfuse_fx.support.documents import document_data, document_of_data
+from commfuse_fx.support.logs import logger
+
+log = logger("runtime")
+
+Undo = Callable[[], None]
 
 
 class Checkpoints:
     """Saves and loads the state of one step."""
 
-    def __init__(self, state: StepState, session: Session) -> None:
+    def __init__(self, model: nn.Module, state: StepState, session: Session) -> None:
+        self._model = model
         self._state = state
         self._session = session
+        self._running: Saving | None = None
+        self._waits_at_the_end = False
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """As `CompiledStep.load_state_dict`."""
-        what = "step.load_state_dict()"
-        self._session.check_open()
-        self._session.check_process()
+    def save(self, folder: object, extra: object, asynchronous: object) -> Saving:
+        """As `CompiledStep.save`."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.wait()
+        what = f"step.save({show(folder)})"
         with self._session.together.doing(what) as meeting:
+            writer = CheckpointWriter(meeting, what, folder, lambda: self._held(extra, asynchronous))
+            if not asynchronous:
+                writer.write()
+                return Saving()
+            writer.copy()
+        if self._session.agreement is not None and not self._waits_at_the_end:
+            before_destroy(self.finish)
+            self._waits_at_the_end = True
+        self._running = Saving(writer.write)
+        return self._running
+
+    def load(self, folder: object, extra: object) -> dict[str, Any]:
+        """As `CompiledStep.load`."""
+        self.finish()
+        extras = Extras(None)
+
+        def read(meeting: Meeting, undo: list[Undo]) -> dict[str, Any]:
+            nonlocal extras
+            extras = Extras(extra)
+            reader = CheckpointReader(folder, meeting.rank, meeting.size)
+            extras.check(reader.values["extra"])
+            reader.check_world(self._state.of_single_ranks())
+            found = reader.read(self._state.places_in(reader.state))
+            found["plan"] = self._plan(found["plan"])
+            undo.append(self._state.put_by_methods(found))
+            undo.append(extras.put(found["extra"]))
+            undo.append(Generators(self._model).put(found["random"]))
+            return found
+
+        found = self._load(f"step.load({show(folder)})", read)
+        if self._session.replan is not None and found["plan"] is not None:
+            self._session.replan.go_on_with(found["plan"])
+        return extras.rest(found["extra"])
+
+    def load_state_dict(self, given: object) -> None:
+        """As `CompiledStep.load_state_dict`."""
+
+        def read(_: Meeting, undo: list[Undo]) -> dict[str, Any]:
+            source = StateInMemory(given)
+            tensors = source.read(self._state.places_in(source.values))
+            found: dict[str, Any] = filled(source.values, tensors)
+            undo.append(self._state.put_by_methods(found))
+            return found
+
+        self._load("step.load_state_dict()", read)
+
+    def finish(self) -> None:
+        """Wait for a save that runs, well or not: its error is for the next save, or for who waits for it."""
+        if self._running is not None:
+            self._running.finish()
+
+    def _held(self, extra: object, asynchronous: object) -> dict[str, Any]:
+        check_bool(asynchronous, "asynchronous")
+        profile = None if self._session.replan is None else self._session.replan.profile_to_keep
+        return {
+            **self._state.held(),
+            "random": Generators(self._model).held(),
+            "plan": None if profile is None else document_data(profile),
+            "extra": Extras(extra).held(),
+        }
+
+    def _load(self, what: str, read: Callable[[Meeting, list[Undo]], dict[str, Any]]) -> dict[str, Any]:
+        """Let all ranks read a state, and go on from it if none of them has failed.
+
+        read: gives the state. It may change what can be taken back, and adds how to its second argument.
+        """
+        with self._session.together.doing(what) as meeting:
+            found: dict[str, Any] = {}
+            undo: list[Undo] = []
             error: Exception | None = None
             try:
-                source = StateInMemory(given)
-                tensors = source.read(self._state.places_in(source.values))
-                found = replaced(
-                    source.values, lambda _, each: tensors[each.name] if isinstance(each, Stored) else each
-                )
-                undo = self._state.put_by_methods(found)
-            except Exception as caught:
-                error = caught
-            try:
+                try:
+                    found = read(meeting, undo)
+                except Exception as caught:
+                    error = caught
                 meeting.agree(what, error)
+                with interrupts_deferred():
+                    self._state.put(found)
+                    undo.clear()
             except BaseException:
-                if error is None:
-                    undo()
+                for each in reversed(undo):
+                    each()
                 raise
-            self._state.put(found)
+            return found
+
+    def _plan(self, saved: Any) -> StepProfile | None:
+        """The plan of the run that was saved, if it is one for as many ranks as here."""
+        if saved is None:
+            return None
+        profile = document_of_data(StepProfile, saved, "the plan in the checkpoint")
+        fingerprint = model_fingerprint(dict(self._model.named_parameters()))
+        try:
+            profile.check(self._session.planner.mesh.world, fingerprint)
+        except ConfigValueError as error:
+            log.info("the plan in the checkpoint is not used: %s", error)
+            return None
+        return profile

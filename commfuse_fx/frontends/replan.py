@@ -78,6 +78,8 @@ class Replan:
         self._plans = MeasuredPlans(planner, asked, self.clock, device)
         # Each rank of a module has forwards of its own, whose backwards run with what is chosen by then.
         self.clock.is_mixed = planner.form == "module"
+        self.profile_to_keep: StepProfile | None = None
+        """That with the last plan that stayed, here or in the run that goes on here."""
         self._begin()
 
     def _begin(self) -> None:
@@ -125,6 +127,11 @@ class Replan:
         """Plans that were measured are gone: begin anew. All ranks do."""
         if not self.is_settled:
             self._begin()
+
+    def go_on_with(self, profile: StepProfile) -> None:
+        """If nothing has been tried yet, begin with the plan of the run that goes on here. All ranks do."""
+        if self.profile is None:
+            self.profile_to_keep = profile
 
     def chosen(self, plan: Plan) -> Plan:
         """The plan that runs in place of the default plan of a call."""
@@ -184,7 +191,7 @@ class Replan:
             kept: StepProfile | None = given
         else:
             self._kept = self._plans.kept(base)
-            kept = self.clock.meet(self._plans.read(self._kept) if self._rank == 0 else None)[0]
+            kept = self.profile_to_keep or self.clock.meet(self._plans.read(self._kept) if self._rank == 0 else None)[0]
         found = None if kept is None else self._plans.of(base, kept)
         if found is not None and found.profile.plan in [each.name for each in found.candidates]:
             log.info("an earlier run has come to plan %s, which is tried first", found.profile.plan)
@@ -266,7 +273,7 @@ class Replan:
         name, known = chosen.candidate.name, chosen.candidates[-1].name
         if self._is_known and name != known:
             log.info("plan %s is no longer faster: measuring anew", known)
-            self._is_known = False
+            self._is_known, self.profile_to_keep = False, None
             self._measure()
             return
         for number, each in enumerate(chosen.candidates):
@@ -298,6 +305,7 @@ class Replan:
 
     def _keep(self) -> None:
         """Keep the plan for the next run: when it is chosen, and once more when it is known what its steps take."""
+        self.profile_to_keep = self.profile_used
         if self._rank == 0 and self._kept is not None and self._is_to_keep and self.profile_used is not None:
             self._kept.write(self.profile_used)
 

@@ -74,8 +74,9 @@ class StateDifferences:
     def groups(self, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         """Param groups of an optimizer, its hyper-parameters, and parameters that have states."""
         groups, states = saved.get("param_groups"), saved.get("state")
-        if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
-            self._lines.append('the optimizer\'s state has no "param_groups" and "state"')
+        are_dicts = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
+        if not isinstance(groups, (list, tuple)) or not are_dicts or not isinstance(states, Mapping):
+            self._lines.append('the optimizer\'s state has no list of dicts "param_groups", or no dict "state"')
             return
         here = optimizer.param_groups
         if len(groups) != len(here):

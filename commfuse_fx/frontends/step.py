@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.checkpoints import Checkpoints
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.step_state import StepState
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
@@ -62,7 +65,7 @@ class CompiledStep(CompiledCall):
                 "a compiled step of several ranks cannot be copied or pickled, as it holds their process groups: copy "
                 "model and optimizer (copy.deepcopy, state_dict()), and compile a step for the copy on all ranks"
             )
-        return self.__dict__
+        return {name: value for name, value in self.__dict__.items() if name != "_checkpoints"}
 
     @user_frames_only
     def synchronize(self) -> None:
@@ -83,6 +86,7 @@ class CompiledStep(CompiledCall):
         that is closed already stays so. Raises CollectiveError if updates of the last step are still to come and their
         communication fails; the step is closed all the same.
         """
+        self._checkpoints.finish()
         self.session.close()
 
     @property
@@ -115,11 +119,63 @@ class CompiledStep(CompiledCall):
         Raises CheckpointError, which lists names and shapes, if it is the state of another model or optimizer, and
         PeerFailedError if that is so on another rank. Nothing has changed on any rank then.
         """
-        self._checkpoints.load_state_dict(state_dict)
+        self.session.check_open()
+        self.session.check_process()
+        with outside_inference_mode():
+            self._checkpoints.load_state_dict(state_dict)
 
-    @property
+    @user_frames_only
+    def save(
+        self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False
+    ) -> Saving:
+        """Write a checkpoint, from which `load` goes on with the same training. All ranks call this together.
+
+        It holds what `state_dict` gives, the generators of random numbers of each rank, the plan that
+        `schedule="auto"` has found, and `extra`. Each rank writes its parts of what is divided, and about as many bytes
+        of the rest as the others; nobody gathers anything. The folder appears when all ranks have written, and a
+        checkpoint that was there stays until then. Its files are those of torch.distributed.checkpoint.
+
+        folder: where to, on a file system that all ranks share.
+        extra: objects with `state_dict()` and `load_state_dict()` such as a learning-rate scheduler, generators of
+            torch, and plain values, by name.
+        asynchronous: whether to return when all is copied, and write while the step goes on. The next save waits for
+            this one, and so do `close` and the end of the program.
+
+        Returns a `Saving`, whose `wait()` waits and raises what went wrong; an asynchronous save that failed is also
+        raised by the next one. Raises CheckpointError, or PeerFailedError where another rank has failed: nothing has
+        been written then.
+        """
+        self._check_ranks("save")
+        with outside_inference_mode():
+            return self._checkpoints.save(folder, extra, asynchronous)
+
+    @user_frames_only
+    def load(self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Go on from a checkpoint that `save` has written. All ranks call this together.
+
+        The world may have another size, and the model may be divided in another way. On as many ranks as before, random
+        numbers, buffers and extras are those of each rank; on others all ranks go on with those of rank 0. A step that
+        has divided its parameters reads its parts only.
+
+        folder: that of `save`. extra: objects to give their states back, by the names that they were saved under.
+
+        Returns the extras that nobody was given: plain values, and states of objects. Raises CheckpointError for what
+        is no checkpoint, damaged, or of another model, and what `load_state_dict` of an object raises, or
+        PeerFailedError where another rank has failed: nothing has changed on any rank then.
+        """
+        self._check_ranks("load")
+        with outside_inference_mode():
+            return self._checkpoints.load(folder, extra)
+
+    def _check_ranks(self, what: str) -> None:
+        if self.virtual:
+            raise VirtualWorldError(f"{what}() is for real ranks: leave device_num out and start under torchrun")
+        self.session.check_open()
+        self.session.check_process()
+
+    @cached_property
     def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(StepState(self.model, self.optimizer, self.session), self.session)
+        return Checkpoints(self.model, StepState(self.model, self.optimizer, self.session), self.session)
 
     def retrace(self) -> None:
         """Forget all graphs, so that the next call traces the model again.

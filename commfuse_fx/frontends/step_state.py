@@ -38,13 +38,15 @@ class StepState:
         """The state with `Held` in place of tensors: parts of what is divided. No rank waits for another one."""
         places = self._places()
         shared = self._shared_by_ranks()
+        known: dict[int, Held] = {}
 
         def held(path: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if id(value) in places:
-                return Held(*places[id(value)])
-            return Held.whole(value, path, is_own=id(value) not in shared)
+            if id(value) not in known:
+                is_part, is_own = id(value) in places, id(value) not in shared
+                known[id(value)] = Held(*places[id(value)]) if is_part else Held.whole(value, path, is_own)
+            return known[id(value)]
 
         state = self._state(dict(self._model.state_dict(keep_vars=True)))
         for group in state.get("optimizer", {}).get("param_groups", ()):
@@ -54,6 +56,13 @@ class StepState:
         with torch._C.DisableTorchFunctionSubclass():
             found: dict[str, Any] = replaced(state, held)
         return found
+
+    def of_single_ranks(self) -> dict[str, str]:
+        """The parameters that only one rank has, since the user divides the model: names by their paths in `held`."""
+        if self._session.planner.config.parallel_mode != "hybrid_parallel":
+            return {}
+        params = self._model.named_parameters()
+        return {f"model/{name}": name for name, param in params if getattr(param, "layerwise_parallel", False)}
 
     def places_in(self, saved: Mapping[str, Any]) -> dict[str, Place]:
         """Where parts lie that this rank takes of stored tensors, by their names. Of others it takes all.
@@ -70,14 +79,11 @@ class StepState:
             differences.groups(saved["optimizer"], self._optimizer, self._names())
         differences.check()
         parts = self._places()
-        found = {}
-        for key, target in entries.items():
-            if id(target) in parts:
-                place = found[saved["model"][key].name] = parts[id(target)][1]
-                name = self._names().get(id(target))
-                for state in saved.get("optimizer", {}).get("state", {}).get(name, {}).values():
-                    if isinstance(state, Stored) and state.shape == place.whole and place.whole:
-                        found[state.name] = place
+        found = {saved["model"][key].name: parts[id(each)][1] for key, each in entries.items() if id(each) in parts}
+        for name, place in self._state_places().items():
+            for state in saved["optimizer"]["state"].get(name, {}).values():
+                if isinstance(state, Stored) and state.shape == place.whole and place.whole:
+                    found[state.name] = place
         return found
 
     def put_by_methods(self, given: Mapping[str, Any]) -> Undo:
@@ -120,9 +126,9 @@ class StepState:
         self._session.go_on(given["step"]["count"], given["step"]["seed"])
 
     def _put_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        names, packed = self._names(), optimizer.state_dict()
+        packed = optimizer.state_dict()
         numbers = self._numbers(packed)
-        divided = [names[each] for each in self._places() if each in names]
+        divided = self._state_places()
         states = {numbers.get(name, name): held for name, held in saved["state"].items() if name not in divided}
         groups = [
             {**mine, **group, "params": mine["params"]}
@@ -190,12 +196,12 @@ class StepState:
 
         Each rank has its own buffers, and its own parameters where the user divides the model.
         """
-        hybrid = self._session.planner.config.parallel_mode == "hybrid_parallel"
-        divided, found = self._places(), set()
-        for param in self._model.parameters():
-            if not (hybrid and getattr(param, "layerwise_parallel", False)):
+        single, divided = self.of_single_ranks().values(), self._state_places()
+        found: set[int] = set()
+        for name, param in self._model.named_parameters():
+            if name not in single:
                 found.add(id(param))
-                if self._optimizer is not None and id(param) not in divided:
+                if self._optimizer is not None and name not in divided:
                     found.update(map(id, self._optimizer.state.get(param, {}).values()))
         return found
 
@@ -203,6 +209,10 @@ class StepState:
         """The divided parameters, while they are divided."""
         shards = self._session.runners.executors.shards
         return shards if shards is not None and shards.is_divided else None
+
+    def _state_places(self) -> dict[str, Place]:
+        shards = self._shards()
+        return {} if shards is None else shards.state_places()
 
     def _places(self) -> dict[int, tuple[torch.Tensor, Place]]:
         shards = self._shards()

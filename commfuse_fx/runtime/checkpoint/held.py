@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from commfuse_fx.errors import CheckpointError
 from commfuse_fx.runtime.checkpoint.places import Place
+from commfuse_fx.runtime.checkpoint.plain_values import replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,3 +50,8 @@ class Stored:
 
     name: str
     shape: tuple[int, ...]
+
+
+def filled(values: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Nested dicts with these tensors, by name, in place of stored ones."""
+    return replaced(values, lambda _, each: tensors[each.name] if isinstance(each, Stored) else each)

@@ -36,7 +36,7 @@ def generators_of(program: Program) -> list[torch.Generator]:
         if isinstance(own := node.kwargs.get("generator"), torch.Generator):
             found.append(own)
     for device in devices:
-        found += _default(torch.device(device))
+        found += default_generators(torch.device(device))
     return list({generator._cdata: generator for generator in found}.values())
 
 
@@ -48,7 +48,7 @@ def _devices(spec: Spec) -> Iterator[str]:
             yield from _devices(part)
 
 
-def _default(device: torch.device) -> list[torch.Generator]:
+def default_generators(device: torch.device) -> list[torch.Generator]:
     """Torch's generator for a device; none for devices that do not draw, such as meta."""
     if device.type == "cpu":
         return [torch.default_generator]

@@ -177,6 +177,13 @@ class Shards:
             found.update({id(shown): (each.state[name], each.state_place) for name, shown in each.shown.items()})
         return found
 
+    def state_places(self) -> dict[str, Place]:
+        """Where this rank's part of an optimizer state lies in one of the parameter's shape, by parameter name.
+
+        Only while they are divided. A parameter whose states alone are divided is among these.
+        """
+        return {each.name: each.state_place for each in self._divided}
+
     def put_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the parts of all divided parameters these optimizer states, by the names of parameter and state.
 

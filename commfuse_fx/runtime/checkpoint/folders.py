@@ -1,0 +1,120 @@
+"""The folder of a checkpoint, which appears and is replaced as a whole.
+
+A new checkpoint is written to a folder beside it, whose name begins with a dot. When it is complete, the two folders
+change places in one operation of the file system. Where that is not available they are renamed one after the other;
+who comes between finds the old one under its other name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from commfuse_fx.errors import CheckpointError, ConfigTypeError
+from commfuse_fx.runtime.checkpoint.checkpoint_index import NAME
+from commfuse_fx.support.checks import show
+
+_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
+
+
+class CheckpointFolder:
+    """The folder that a user has named for a checkpoint. Raises ConfigTypeError for what is no path."""
+
+    def __init__(self, path: object) -> None:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise ConfigTypeError(f"the folder of a checkpoint is {show(path)}; give the path of a folder")
+        self.path = Path(os.path.realpath(os.fsdecode(path)))
+        self._old = self.path.with_name(f".{self.path.name}.old")
+
+    def existing(self) -> Path:
+        """Where the checkpoint lies. Raises CheckpointError if there is none."""
+        for path in (self.path, self._old):
+            if (path / NAME).is_file():
+                return path
+        if not self.path.exists():
+            raise CheckpointError(f"there is no folder {str(self.path)!r}: give one that step.save() has written")
+        if (self.path / ".metadata").exists():
+            raise CheckpointError(
+                f"{str(self.path)!r} has no {NAME}: torch.distributed.checkpoint itself has written it, and its "
+                "load() reads it; step.load() reads what step.save() has written"
+            )
+        raise CheckpointError(
+            f"{str(self.path)!r} has no {NAME}, so it is no checkpoint that step.save() has completed: give another one"
+        )
+
+    def begin(self) -> Path:
+        """Make the folder to write to, and remove what writers that were killed have left.
+
+        Raises CheckpointError if a checkpoint cannot take the place of what is there, and OSError.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        if self.path.exists():
+            if not self.path.is_dir():
+                raise CheckpointError(f"{str(self.path)!r} is a file: give the path of a folder, or remove the file")
+            if any(self.path.iterdir()) and not (self.path / NAME).exists():
+                raise CheckpointError(
+                    f"the folder {str(self.path)!r} has other files than those of a checkpoint, which takes its "
+                    f"place as a whole: give a folder of its own, such as {str(self.path / 'checkpoint')!r}"
+                )
+        for left in self.path.parent.glob(f".{_escaped(self.path.name)}.*.part"):
+            shutil.rmtree(left, ignore_errors=True)
+        part = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.part")
+        part.mkdir()
+        return part
+
+    def complete(self, part: Path) -> None:
+        """Let the folder that was written take the place of the one before. Raises OSError."""
+        _sync(part)
+        if not self.path.exists() or not any(self.path.iterdir()):
+            os.rename(part, self.path)
+        elif _exchanged(part, self.path):
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            os.rename(self.path, self._old)
+            os.rename(part, self.path)
+            shutil.rmtree(self._old, ignore_errors=True)
+        _sync(self.path.parent)
+
+    def _recover(self) -> None:
+        """A writer may have been killed between the two renamings, or behind them."""
+        if not (self._old / NAME).exists():
+            return
+        if self.path.exists():
+            shutil.rmtree(self._old, ignore_errors=True)
+        else:
+            os.rename(self._old, self.path)
+
+
+def _escaped(name: str) -> str:
+    """A name as a pattern of `glob`."""
+    return "".join(f"[{mark}]" if mark in "*?[" else mark for mark in name)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders change places. False where the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # a C library without it
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _sync(folder: Path) -> None:
+    """Let the entries of a folder reach the disk, where the file system can do that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

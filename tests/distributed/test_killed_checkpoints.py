@@ -1,0 +1,174 @@
+"""Ranks that are killed while they save or train: a restart goes on from the last checkpoint with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.runtime.checkpoint import folders, tensor_writer
+from tests.distributed.harness import Ranks
+from tests.distributed.models_of_ranks import adamw
+from tests.distributed.programs import Ended, run_programs
+from tests.distributed.quick_trials import quickly
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EVERY = 4
+"""Steps between two checkpoints."""
+
+
+def kill(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_written(folder: Path, *_: Any) -> Any:
+    (folder / f"__{cf.get_rank()}_0.distcp").write_bytes(b"PK\3\4 and so on")
+    kill()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Dropout(0.3), nn.Linear(512, 512), nn.Linear(512, 4))
+
+
+def train(folder: str, steps: int, options: dict[str, Any], deaths: dict[int, tuple[str, Sequence[int]]]) -> None:
+    """A training loop that goes on from a checkpoint if there is one, and writes down its losses.
+
+    deaths: at which step of the loop something kills these ranks.
+    """
+    cf.init(timeout=60)
+    rank, kept = cf.get_rank(), Path(folder) / "kept"
+    model = net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    data = torch.Generator().manual_seed(rank)
+    torch.manual_seed(3)
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=optimizer, **options)
+    extra = {"scheduler": scheduler, "data": data}
+    if kept.exists():
+        step.load(kept, extra)
+    with ExitStack() as killing:
+        for number in range(step.steps, steps):
+            what, ranks = deaths.get(number, ("", ()))
+            dies = rank in ranks and what
+            if dies == "step":
+                kill()
+            batch = torch.randn(4, 16, generator=data), torch.randint(0, 4, (4,), generator=data)
+            loss = float(step(*batch))
+            scheduler.step()
+            with open(f"{folder}/{rank}.losses", "a") as file:
+                file.write(json.dumps([number, loss]) + "\n")
+            if dies in ("write", "write asynchronously"):
+                patch = killing.enter_context(pytest.MonkeyPatch.context())
+                patch.setattr(tensor_writer, "write_share", half_written)
+            elif dies == "complete":
+                killing.enter_context(pytest.MonkeyPatch.context()).setattr(folders.CheckpointFolder, "complete", kill)
+            if (number + 1) % EVERY == 0:
+                step.save(kept, extra, asynchronous=number > 4 or what == "write asynchronously")
+    step.close()
+
+
+def train_with_trials(folder: str, steps: int, deaths: dict[int, tuple[str, Sequence[int]]]) -> None:
+    """The same, with plans that are tried."""
+    os.environ["COMMFUSE_LOGS"] = "plan"
+    with quickly("size 1"):
+        train(folder, steps, {"schedule": "auto"}, deaths)
+
+
+def losses(folder: Path, rank: int) -> tuple[list[float], int]:
+    """The loss of each step, of the last time that it was run, and how often any was run."""
+    lines = [json.loads(line) for line in (folder / f"{rank}.losses").read_text().splitlines()]
+    found = dict(lines)
+    return [found[number] for number in range(len(found))], len(lines)
+
+
+def start(ranks: Ranks, folder: Path, function: Any, *args: Any) -> Sequence[Ended]:
+    return run_programs(ranks, function, str(folder), *args, files=folder, folder=ROOT)
+
+
+DEATHS: dict[str, tuple[int, dict[int, tuple[str, Sequence[int]]]]] = {
+    "between steps": (8, {10: ("step", (0, 1))}),
+    "of one rank": (8, {10: ("step", (1,))}),
+    "writing on one rank": (4, {7: ("write", (1,))}),
+    "writing on rank 0": (4, {7: ("write", (0,))}),
+    "writing on all": (4, {7: ("write", (0, 1))}),
+    "writing asynchronously": (4, {7: ("write asynchronously", (1,))}),
+    "completing": (4, {7: ("complete", (0,))}),
+    "the first one": (0, {3: ("write", (0, 1))}),
+}
+
+
+@pytest.mark.parametrize("when", DEATHS)
+def test_a_restart_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path, when: str) -> None:
+    last, deaths = DEATHS[when]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder, killed in ((whole, {}), (broken, deaths)):
+        folder.mkdir()
+        ended = start(ranks, folder, train, 12, {}, killed)
+        dead = [rank for rank, each in enumerate(ended) if each.code == -signal.SIGKILL]
+        assert dead == [*next(iter(killed.values()))[1]] if killed else not any(each.code for each in ended)
+        for each in ended:
+            assert each.code in (0, -signal.SIGKILL) or "CollectiveError" in each.err, each.err
+    assert (broken / "kept").exists() == (last > 0)
+    ended = start(ranks, broken, train, 12, {}, {})
+    assert [each.code for each in ended] == [0, 0], ended
+    for rank in range(2):
+        (want, count), (have, again) = losses(whole, rank), losses(broken, rank)
+        assert have == want and len(want) == count == 12 and len(set(want)) == 12
+        assert again > 12 or last == 8
+    assert [name for name in os.listdir(broken) if "kept" in name] == ["kept"]
+
+
+def test_a_restart_goes_on_with_the_plan_that_was_found(ranks: Ranks, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    steps = 110
+    for folder, deaths in ((whole, {}), (broken, {70: ("step", (0, 1))}), (broken, {73: ("step", (0,))}), (broken, {})):
+        folder.mkdir(exist_ok=True)
+        ended = start(ranks, folder, train_with_trials, steps, deaths)
+        assert bool(deaths) == (ended[0].code == -signal.SIGKILL) and bool(deaths) == bool(ended[1].code), ended
+        begins = "an earlier run has come to plan size 1, which is tried first" in ended[0].err
+        assert begins == (folder is broken and 70 not in deaths), ended[0].err
+        index = json.loads((folder / "kept" / "commfuse.json").read_text())
+        assert index["values"]["plan"]["plan"] == "size 1"  # also when the run that began with it has not settled yet
+    for rank in range(2):
+        assert losses(broken, rank)[0] == losses(whole, rank)[0]
+
+
+SCRIPT = """
+import os, sys
+from tests.distributed.test_killed_checkpoints import train
+
+folder, killed = sys.argv[1:]
+train(folder, 12, {}, {6: ("step", (1,))} if killed == "1" and not os.path.exists(folder + "/kept") else {})
+"""
+
+
+def test_an_elastic_restart(tmp_path: Path) -> None:
+    """torchrun starts all ranks again when one is killed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = []
+    for killed in ("0", "1"):
+        (tmp_path / killed).mkdir()
+        arguments = [*command, str(tmp_path / "train.py"), str(tmp_path / killed), killed]
+        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert ("Signal 9 (SIGKILL)" in ended.stderr or "exitcode: -9" in ended.stderr) == (killed == "1"), ended.stderr
+        found.append([losses(tmp_path / killed, rank) for rank in range(2)])
+    assert [each[0] for each in found[1]] == [each[0] for each in found[0]]
+    assert [count for _, count in found[1]] == [14, 14]
