@@ -12,7 +12,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.frontends.checkpoint_reader import CheckpointReader
 from commfuse_fx.frontends.checkpoint_writer import CheckpointWriter
 from commfuse_fx.frontends.extras import Extras
-from commfuse_fx.frontends.random_state import Generators
+from commfuse_fx.frontends.random_state import RankGenerators
 from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.step_state import StepState
@@ -74,7 +74,7 @@ class Checkpoints:
             found["plan"] = self._plan(found["plan"])
             undo.append(self._state.put_by_methods(found))
             undo.append(extras.put(found["extra"]))
-            undo.append(Generators(self._model).put(found["random"]))
+            undo.append(RankGenerators(self._model).put(found["random"]))
             return found
 
         found = self._load(f"step.load({show(folder)})", read)
@@ -104,7 +104,7 @@ class Checkpoints:
         profile = None if self._session.replan is None else self._session.replan.profile_to_keep
         return {
             **self._state.held(),
-            "random": Generators(self._model).held(),
+            "random": RankGenerators(self._model).held(),
             "plan": None if profile is None else document_data(profile),
             "extra": Extras(extra).held(),
         }

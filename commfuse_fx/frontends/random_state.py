@@ -12,7 +12,7 @@ from commfuse_fx.runtime.checkpoint.held import Held
 from commfuse_fx.runtime.execute.random_states import RandomStates, default_generators
 
 
-class Generators:
+class RankGenerators:
     """The generators of one rank."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -47,6 +47,25 @@ def test_runs_of_neighbours_are_one_piece() -> None:
         Place.of_layout((12, 8), (("tp", P),), mesh, 1)
 
 
+@pytest.mark.parametrize("layout", [(("tp", S(0)),), (("dp,tp", S(0)),), (("dp", S(0)), ("tp", S(0)))], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 7])
+def test_parts_with_padding(layout: Any, rows: int) -> None:
+    """The last ranks may have nothing but padding, which is no box: it would be found where another one begins."""
+    mesh, whole = Mesh((2, 3), ("dp", "tp")), torch.arange(2 * rows).reshape(rows, 2) + 1
+    seen = torch.zeros_like(whole)
+    for rank in range(6):
+        place = Place.of_layout(whole.shape, layout, mesh, rank)
+        part = part_of(whole, dividing(layout, mesh), mesh, rank)
+        assert place.part == tuple(part.shape)
+        filled = torch.zeros_like(part)
+        for box, view in place.boxes_of(filled):
+            assert box.numel
+            view.copy_(whole[box.slices])
+            seen[box.slices].add_(1)
+        assert torch.equal(filled, part)
+    assert (seen == seen[0, 0]).all()
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (13, 5), (3, 4, 5), (2, 3, 1, 4), (5, 1)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_boxes_of_a_flat_range(shape: tuple[int, ...], ranks: int) -> None:

@@ -128,7 +128,7 @@ def _divided(runs: list[Run], total: int, blocks: int, ways: int, index: int) ->
                 found[-1] = found[-1][0], found[-1][1] + run[1]
             else:
                 found.append(run)
-    return found or [(0, 0)]
+    return found
 
 
 def _cut(runs: list[Run], begin: int, end: int) -> Iterator[Run]:

@@ -87,11 +87,11 @@ def share(reports: Sequence[Mapping[str, Report]]) -> Shares:
 
 
 def _check_complete(entries: Mapping[str, Report], boxes: Mapping[Write, object]) -> None:
-    held = dict.fromkeys(entries, 0)
+    held, places = dict.fromkeys(entries, 0), dict.fromkeys((box.entry, box.offsets) for box in boxes)
     for box in boxes:
         held[box.entry] += prod(box.sizes)
     for entry, report in entries.items():
-        if held[entry] != prod(report.shape):
+        if held[entry] != prod(report.shape) or len(places) != len(boxes):
             raise CheckpointError(
                 f"the ranks hold {held[entry]} elements of {entry}, which has {prod(report.shape)}: this is a bug of "
                 "commfuse-fx; step.state_dict() gives whole tensors"

@@ -1,0 +1,106 @@
+"""Checkpoints of steps whose ranks share the update: each rank writes its rows, and any sharding goes on from them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.runtime.ranks.exchange import ProcessExchange
+from tests.distributed.harness import Ranks
+from tests.distributed.models_of_ranks import assert_same
+from tests.distributed.test_parallel_optimizer import batch, model
+
+pytestmark = pytest.mark.dist
+
+LEVELS: dict[str, dict[str, Any] | None] = {
+    "level 1": {"parallel_optimizer_threshold": 0, "pad": True},
+    "level 1, no padding": {"parallel_optimizer_threshold": 0},
+    "level 2": {"parallel_optimizer_threshold": 0, "pad": True, "level": 2},
+    "level 3": {"parallel_optimizer_threshold": 0, "pad": True, "level": 3},
+    "plain": None,
+}
+ACROSS: dict[str, Any] = {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"}
+
+
+def make(level: str, **options: Any) -> cf.CompiledStep:
+    net, config = model(), LEVELS[level]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    shared = {} if config is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+    return cf.compile(net, loss_fn=F.cross_entropy, optimizer=optimizer, **shared, **options)
+
+
+def run(step: cf.CompiledStep, numbers: range) -> list[float]:
+    return [float(step(*batch(number))) for number in numbers]
+
+
+def state_of(step: cf.CompiledStep) -> Any:
+    return copy.deepcopy(step.state_dict())
+
+
+def rows_stay_rows(folder: str, level: str, options: dict[str, Any]) -> Any:
+    """Nothing is gathered for a save, nor for a load into a step that has its rows already. What was saved."""
+    step, other, fresh = (make(level, **options) for _ in range(3))
+    run(step, range(2))
+    run(other, range(7, 8))
+    with patch.object(ProcessExchange, "gather", side_effect=AssertionError("gathered")):
+        step.save(folder)
+        want = run(step, range(2, 5))
+        for each in (other, fresh):
+            each.load(folder)
+            shards = each.session.runners.executors.shards
+            assert (shards is not None and shards.is_divided) == (each is other)
+            assert run(each, range(2, 5)) == want
+    states = [state_of(each) for each in (step, other, fresh)]
+    assert_same(states[1], states[0])
+    assert_same(states[2], states[0])
+    other.load_state_dict(states[0])  # which gathering has made whole
+    run(other, range(5, 6))
+    other.load_state_dict(states[0])  # which is divided
+    assert run(other, range(5, 7)) == run(step, range(5, 7))
+    fresh.load(folder)
+    return state_of(fresh)
+
+
+@pytest.mark.parametrize("options", [{}, ACROSS], ids=["", "across steps"])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "plain"])
+def test_rows_stay_rows(ranks: Ranks, tmp_path: Path, level: str, options: dict[str, Any]) -> None:
+    saved = ranks.values(rows_stay_rows, str(tmp_path / "kept"), level, options)
+    assert_same(saved[1], saved[0])
+    tensors = json.loads((tmp_path / "kept" / "commfuse.json").read_text())["tensors"]
+    whole = level.endswith("no padding")
+    for name, count in (("0.weight", 2), ("2.weight", 1 if whole else 2)):
+        assert len(tensors[f"optimizer/state/{name}/exp_avg"]["boxes"]) == count
+        assert len(tensors[f"model/{name}"]["boxes"]) == (2 if level == "level 3" else 1)
+
+
+def goes_on(folder: str, level: str, saves: bool) -> tuple[list[float], Any]:
+    step = make(level)
+    if saves:
+        run(step, range(2))
+        step.save(folder)
+    else:
+        step.load(folder)
+    saved = state_of(step)
+    losses = torch.tensor(run(step, range(2, 5)))
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist(), saved
+
+
+@pytest.mark.parametrize("before", LEVELS)
+def test_another_sharding_goes_on(ranks: Ranks, tmp_path: Path, before: str) -> None:
+    (want, saved), _, _ = ranks.values(goes_on, str(tmp_path), before, True, size=3)
+    for after in LEVELS:
+        for losses, state in ranks.values(goes_on, str(tmp_path), after, False, size=3):
+            assert losses == pytest.approx(want, rel=1e-12)
+            assert_same(state, saved)
+    for _, state in ranks.values(goes_on, str(tmp_path), "level 1", False, size=2):
+        assert_same(state, saved)
