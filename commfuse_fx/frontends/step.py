@@ -157,7 +157,8 @@ class CompiledStep(CompiledCall):
         numbers, buffers and extras are those of each rank; on others all ranks go on with those of rank 0. A step that
         has divided its parameters reads its parts only.
 
-        folder: that of `save`. extra: objects to give their states back, by the names that they were saved under.
+        folder: that of `save`.
+        extra: objects to give their states back, by the names that they were saved under.
 
         Returns the extras that nobody was given: plain values, and states of objects. Raises CheckpointError for what
         is no checkpoint, damaged, or of another model, and what `load_state_dict` of an object raises, or
