@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         find_unused_parameters: Any
         capture: Any
         pipeline_stages: Any
+        accumulate_steps: Any
         clip_grad_norm: Any
         schedule: Any
         replan: Any
@@ -147,6 +148,7 @@ def compile(
     find_unused_parameters: Any = Default(False),
     capture: Any = Default("trace"),
     pipeline_stages: Any = Default(1),
+    accumulate_steps: Any = Default(1),
     clip_grad_norm: Any = Default(None),
     schedule: Any = Default("overlap"),
     replan: Any = Default(True),
@@ -204,6 +206,9 @@ def compile(
         parameters end the backward with an error that names them.
     capture: "trace", or for a module "dynamo": PyTorch's Dynamo cuts a model whose Python code looks at values of
         tensors into several graphs. Each reduces its gradients in buckets of its own.
+    accumulate_steps: for a step with an optimizer: each call is one of so many micro-batches. The last one reduces the
+        gradients of all of them and updates; the others send no gradients. Gradients are the mean over the
+        micro-batches, so that together they are one batch; with gradients_mean=False they are the sum.
     clip_grad_norm: for a step with an optimizer: the largest 2-norm that all gradients together may have. Those of a
         larger norm are scaled down before the update, as torch.nn.utils.clip_grad_norm_ does it after `backward()`.
     schedule: "overlap", "none", or a ScheduleConfig with a memory limit or with communication across steps. "auto": a

@@ -62,7 +62,7 @@ class Situation:
         layer is one op on some ranks and two on others, and the order of two must not matter.
     local_parameters: whether every rank keeps its part of a divided parameter.
     gradients: "reduced" over the ranks; "local": each rank keeps its own; "accumulated": added to what `.grad` holds,
-        and the sum is reduced.
+        or what earlier micro-batches of a step have left, and the sum is reduced.
     by_autograd: whether autograd computes the gradients, op by op, and the program holds their communication only.
     by_rules: whether plans follow from rules alone, as ranks may plan at other times and cannot agree on prices.
     """
@@ -93,6 +93,11 @@ class Situation:
         if self.config.parallel_mode == "stand_alone" or self.gradients == "local":
             return None
         return self.mesh.all_axes
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the graph is that of a micro-batch which leaves its gradients to a later one, that updates."""
+        return self.config.accumulate_steps > 1 and self.gradients == "local"
 
     @property
     def by_cost(self) -> bool:

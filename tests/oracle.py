@@ -97,11 +97,13 @@ def train_reference(
     make_optimizer: MakeOptimizer | None = None,
     make_scheduler: MakeScheduler | None = None,
     max_norm: float | None = None,
+    micro_batches: int = 1,
 ) -> list[nn.Module]:
     """Train copies of `model` eagerly; returns one per rank. Without an optimizer gradients pile up in `.grad`.
 
-    max_norm: what the gradients that the optimizer takes are clipped to."""
-    makers = make_optimizer, make_scheduler, max_norm
+    max_norm: what the gradients that the optimizer takes are clipped to. micro_batches: how many batches are one step.
+    """
+    makers = make_optimizer, make_scheduler, max_norm, micro_batches
     if not case.coupled:
         return _train([copy.deepcopy(model)], case, [[batch] for batch in batches], *makers) * world
     replicas = [copy.deepcopy(model) for _ in range(world)]
@@ -115,14 +117,17 @@ def _train(
     make_optimizer: MakeOptimizer | None,
     make_scheduler: MakeScheduler | None,
     max_norm: float | None,
+    micro_batches: int,
 ) -> list[nn.Module]:
     optimizers = [make_optimizer(replica) for replica in replicas] if make_optimizer else []
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
-    for parts in steps:
+    for begin in range(0, len(steps), micro_batches):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for replica, part in zip(replicas, parts, strict=True):
-            eager_loss(case, replica, part).backward()
+        for parts in steps[begin : begin + micro_batches]:
+            for replica, part in zip(replicas, parts, strict=True):
+                loss = eager_loss(case, replica, part)
+                (loss / micro_batches if micro_batches > 1 else loss).backward()
         if len(replicas) > 1:
             for params in zip(*(replica.parameters() for replica in replicas), strict=True):
                 if params[0].grad is not None:

@@ -75,6 +75,8 @@ class CompileConfig:
     """Whether the parameters that a backward does not reach take part with zeros; for the module form."""
     capture: str
     pipeline_stages: int
+    accumulate_steps: int
+    """Of how many calls one updates, with the gradients of all of them."""
     clip_grad_norm: float | None
     """The largest norm that all gradients together may have in an update; None: any."""
     schedule: str | ScheduleConfig
@@ -214,6 +216,7 @@ class CompileConfig:
             *((("find_unused_parameters", "True"),) if self.find_unused_parameters else ()),
             *((("enable_parallel_optimizer", "True"),) if divided is not None else ()),
             *((("parallel_optimizer_config", str(divided)),) if divided is not None and str(divided) else ()),
+            *((("accumulate_steps", str(self.accumulate_steps)),) if self.accumulate_steps > 1 else ()),
             *((("clip_grad_norm", str(self.clip_grad_norm)),) if self.clip_grad_norm is not None else ()),
             ("schedule", schedule),
             *((("backend", self.backend),) if self.backend != "eager" else ()),

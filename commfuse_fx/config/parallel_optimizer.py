@@ -68,7 +68,8 @@ class ParallelOptimizer:
     def check_available(self) -> None:
         """Raises NotAvailableError for what is valid but not available yet."""
         if self.gradient_accumulation_shard:
-            raise _not_yet("gradient_accumulation_shard", True, "leave it out, as gradients are not accumulated yet")
+            instead = "leave it out: with accumulate_steps each rank adds up whole gradients"
+            raise _not_yet("gradient_accumulation_shard", True, instead)
 
     @property
     def sharing(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from commfuse_fx.ir.shard_rows import sharing_ranks
 from commfuse_fx.machine.source import Costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.planning.alternatives import as_kept
+from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
@@ -98,6 +100,9 @@ class CompiledCall:
         self.synchronize()
         with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
             compiled = self.session.shown(self.planner.read(self.planner.take_apart(args, kwargs)))
+        return self._lowered(compiled, args, kwargs)
+
+    def _lowered(self, compiled: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lowered:
         call = LoweredCall(self, args, kwargs, self._figures)
         return Lowered(
             compiled.program, self.rank, compiled.records, compiled.replay, call, compiled.captured, compiled.pipeline

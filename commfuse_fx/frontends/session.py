@@ -15,6 +15,8 @@ from commfuse_fx.errors import CommFuseError, PlanMismatchError
 from commfuse_fx.frontends import graph_runs
 from commfuse_fx.frontends.finished_loss import finished
 from commfuse_fx.frontends.hand_out import hand_out
+from commfuse_fx.frontends.micro_batches import MicroBatches
+from commfuse_fx.frontends.plans_in_common import plan_in_common
 from commfuse_fx.frontends.replan import Replan
 from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.together import Together, let_first
@@ -25,7 +27,6 @@ from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
-from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.runtime.execute.cuda_graph import CudaRecorder, Recorder
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.random_states import RandomStates
@@ -38,9 +39,6 @@ from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.runtime.ranks.seeds import Seeds
-from commfuse_fx.support.logs import logger
-
-_PLAN = logger("plan")
 
 
 class Session:
@@ -71,6 +69,7 @@ class Session:
             groups = self._join(config)
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
         self._voting = Voting(planner, self.agreement)
+        self.micro_batches = MicroBatches(planner)
         self._seeds = Seeds(rank, None if self.agreement is None else self.agreement.name)
         self.together = Together(planner, self.agreement, self.synchronize, lambda: self._is_lost)
 
@@ -195,7 +194,7 @@ class Session:
         kept = [param.detach().clone() for param in whole]
         try:
             with ExitStack() as paused:
-                for each in (self.graphs, self.replan):
+                for each in (self.graphs, self.replan, self.micro_batches):
                     if each is not None:
                         paused.enter_context(each.paused())
                 yield
@@ -269,7 +268,7 @@ class Session:
                 self.replan.differ(error)
                 agreement.begin_step()
             else:
-                self._plan_in_common(agreement, call, error)
+                plan_in_common(self.planner, agreement, call, error)
         if self._random is not None:  # the same call draws the same numbers
             self._random.restore()
         return self._run_call(call)
@@ -281,38 +280,24 @@ class Session:
             self.planner.config.plans_by_cost or (self.replan is not None and self.replan.runs_another)
         )
 
-    def _plan_in_common(self, agreement: Agreement, call: Call, mismatch: PlanMismatchError) -> None:
-        """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
-
-        Nothing has been sent yet, and all ranks know from the vote that they come here.
-        """
-        _PLAN.info("planning again, with what nodes take on rank 0, since plans differ between ranks: %s", mismatch)
-        offered: Seconds | None = None
-        try:
-            if self.rank == 0:
-                offered = self.planner.seconds_by_name(call)
-        finally:
-            seconds = agreement.from_rank_0(offered)
-        if seconds is None:
-            raise mismatch
-        self.planner.plan_in_common(seconds)
-        agreement.begin_step()
-
     def _run_call(self, call: Call) -> Any:
         if self.running is not None:
             self.running.tail.check()
-        if self.replan is not None and self.planner.watch.trains:
+        is_early = self.micro_batches.is_early
+        if self.replan is not None and self.planner.watch.trains and not is_early:
             self.replan.before_step()
         plan = self._plan_that_runs(call)
         if plan is None:
             self.synchronize()
             plan = self._chosen(self.plan(call))
             self.running = self.executor(plan, call)
+        if not self._voting.is_started:
+            self._start(plan, call)
         executor = self.running
         assert executor is not None
         self._watch_wire(executor)
-        if not self._voting.is_started and (runner := self.runners.of(plan)) is not None:
-            self._voting.start(runner)
+        self.micro_batches.check(executor.program)
+        self.micro_batches.begin([executor.held])
         if executor.needs_seed:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
         if self._may_plan_again:
@@ -322,13 +307,13 @@ class Session:
         loss, *others = self._launch(plan, runner, dict(call.leaves))
         if self.agreement is not None:
             self.agreement.end_step()
-        if self.replan is not None:
+        if self.replan is not None and not is_early:
             self.replan.clock.after_step(plan, runner)
+        self.steps += self.micro_batches.done(executor.program)
         count = len(executor.program.grads)
         hand_out(executor, others[:count])
         described = plan.compiled.outputs
         if executor.program.training:
-            self.steps += 1
             loss = finished(loss) if self.planner.config.return_loss else None
         return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
 
@@ -346,7 +331,23 @@ class Session:
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan that runs in place of the default plan of a call."""
+        if self.micro_batches.is_early:
+            return self.micro_batches.plan(plan)
         return plan if self.replan is None else self.replan.chosen(plan)
+
+    def _start(self, plan: Plan, call: Call) -> None:
+        """Before the first step: see what parameters begin with, or let rank 0 send them."""
+        runner = self.runners.of(plan)
+        assert runner is not None, "the plan's executor"
+        sends = self.agreement is not None and self.planner.config.parameter_broadcast
+        if self.micro_batches.is_early and sends and not runner.executor.has_collectives:
+            last = self.plan(call)  # that of the last micro-batch, in which the ranks vote
+            self.executor(last, call)
+            runner = self.runners.of(last)
+            assert runner is not None, "the plan's executor"
+        self._voting.start(runner)
+        if runner.executor is not self.running:
+            self.running = self.executor(plan, call)
 
     def _plan_that_runs(self, call: Call) -> Plan | None:
         """The plan of the last step, if it serves this call too and may go on while its tail is on the wire."""

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.errors import NotAvailableError, VirtualWorldError
+from commfuse_fx.errors import ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.checkpoints import Checkpoints
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.step_state import StepState
+from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.measure.cuda_timeline import CudaTimeline
 from commfuse_fx.measure.profiling import profile_step, with_overhead
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
+from commfuse_fx.runtime.ranks.callers import lock_of
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -89,9 +91,37 @@ class CompiledStep(CompiledCall):
         self._checkpoints.finish()
         self.session.close()
 
+    @user_frames_only
+    def lower_micro_batch(self, *args: Any, **kwargs: Any) -> Lowered:
+        """With accumulate_steps: as `lower`, for a micro-batch that another one follows before the update.
+
+        It adds its gradients to those of earlier ones. `lower` shows the last one, which reduces and updates.
+
+        Raises ConfigValueError for a step that does not accumulate, and what compiling raises.
+        """
+        if self.config.accumulate_steps == 1:
+            raise ConfigValueError(
+                "lower_micro_batch() of a step with accumulate_steps=1, in which every call updates: use lower(), or "
+                "compile with accumulate_steps"
+            )
+        self.synchronize()
+        with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
+            compiled = self.planner.read_early(self.planner.read(self.planner.take_apart(args, kwargs)))
+        return self._lowered(compiled, args, kwargs)
+
+    def drop_micro_batches(self) -> None:
+        """With accumulate_steps: forget the gradients of the calls since the last update. All ranks call this together.
+
+        The next call is the first micro-batch of an update again.
+        """
+        self.session.micro_batches.drop()
+
     @property
     def steps(self) -> int:
-        """How many training steps have been run, with those before a checkpoint that was loaded."""
+        """How many training steps have been run, with those before a checkpoint that was loaded.
+
+        With accumulate_steps those are the updates.
+        """
         return self.session.steps
 
     @user_frames_only

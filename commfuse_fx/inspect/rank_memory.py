@@ -9,7 +9,7 @@ from typing import Any
 
 from commfuse_fx.inspect.table import aligned
 from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.ir.shard_rows import spec_of_rows
 from commfuse_fx.ir.updates import is_scalar
@@ -24,7 +24,8 @@ _HEAD = ("", "whole", "per rank")
 class HeldBytes:
     """The bytes of one kind of tensors.
 
-    kind: "parameters", "gradients" as the update reads them, or "optimizer state".
+    kind: "parameters", "gradients" as the update reads them, "sums of micro-batches" that are kept for that, or
+        "optimizer state".
     whole: bytes where nothing is divided, as on one device and in plain data parallel.
     per_rank: bytes that each rank holds in this step, with the padding of rows that do not divide. Where ranks own
         parameters, those of the rank that holds most.
@@ -70,13 +71,15 @@ class RankMemory:
 def rank_memory(program: Program, peak: int) -> RankMemory:
     """What a rank holds of this program, whose predicted peak memory is given."""
     graded = [program.params[name] for name in _with_gradients(program)]
-    held = (
+    held: tuple[HeldBytes, ...] = (
         _held("parameters", ((None, _whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
         _held(
             "gradients",
             ((_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes) for param in graded),
         ),
     )
+    if sums := list(_sums(program)):
+        held = (*held, _held("sums of micro-batches", sums))
     optimizer = program.optimizer
     if optimizer is not None and optimizer.rule == "opaque":
         unknown = f"{optimizer.class_name} holds its state itself, so the graph does not show how much that is"
@@ -121,6 +124,13 @@ def _with_gradients(program: Program) -> list[str]:
         params: Any = node.args[0]
         updated += [program.sources[param].name for param in params]
     return [*updated, *program.grads]
+
+
+def _sums(program: Program) -> Iterator[tuple[_Owner, int, int]]:
+    """(who holds it, bytes of all of it, bytes that a rank holds) of what micro-batches leave of each gradient."""
+    for node, source in program.sources.items():
+        if source.kind == "gradient":
+            yield None, _whole(program.params[source.name.removesuffix(".grad")]).nbytes, tensor_spec(node).nbytes
 
 
 def _states(program: Program) -> Iterator[tuple[_Owner, int, int]]:

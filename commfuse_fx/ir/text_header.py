@@ -97,6 +97,8 @@ def _config(values: Mapping[str, str], cluster: Costs | None) -> CompileConfig:
             given[name] = value
         elif name == "parallel_optimizer_config":
             given[name] = ParallelOptimizer.dict_of(value)
+        elif name == "accumulate_steps":
+            given[name] = _whole_number(name, value)
         elif name == "clip_grad_norm":
             given[name] = _number(name, value)
         else:
@@ -121,6 +123,12 @@ def _number(name: str, value: str) -> float:
         return float(value)
     except ValueError:
         raise ValueError(f"{name} is {value[:40]!r}; write a number") from None
+
+
+def _whole_number(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise ValueError(f"{name} is {value[:40]!r}; write a whole number")
+    return int(value)
 
 
 def _kind(name: str, value: str) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from types import MappingProxyType
 
 from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
+from commfuse_fx.passes.distribute.average_micro_batches import AverageMicroBatches
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.passes.distribute.gather_parameters import GatherParameters
+from commfuse_fx.passes.distribute.hold_gradients import HoldGradients
 from commfuse_fx.passes.distribute.lower_redistributions import LowerRedistributions
 from commfuse_fx.passes.distribute.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.distribute.range_lookups import RangeLookups
@@ -56,10 +58,10 @@ UPDATE = "update"
 TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
     {
         "clean": (Simplify, MergeEqual, PlainMasks),
-        "distribute": (SliceFullBatch, LowerUserCollectives, BroadcastBuffers),
+        "distribute": (AverageMicroBatches, SliceFullBatch, LowerUserCollectives, BroadcastBuffers),
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
-        "reduce": (UseAllParameters, AddHeldGradients, ReduceGradients),
-        "divide": (RangeLookups, CounterRandom, Divide, LowerRedistributions),
+        "divide": (RangeLookups, CounterRandom, Divide),
+        "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
         "shard": (ShardOptimizer,),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),

@@ -38,6 +38,9 @@ from commfuse_fx.support.progress import progress
 
 _PLAN = logger("plan")
 
+_EARLY: tuple[str, tuple[int, ...]] = ("local", ())
+"""Where a plan keeps that of the micro-batches ahead of its own."""
+
 
 class OnCompile(Protocol):
     """What is to happen with each compile, besides its being used."""
@@ -78,7 +81,7 @@ class Planner:
         self._on_compile = on_compile
         self.watch = Watch(model, optimizer, trains_in_eval_mode=form == "module")
         self.plans = PlanCache()
-        self.keeps_captured = False
+        self.keeps_captured = config.accumulate_steps > 1
         """Whether plans keep what was captured, so that they can be made anew with other options."""
         self._traces = Traces(type(model).__qualname__)
         self._findings = Findings()
@@ -269,8 +272,30 @@ class Planner:
             planned = plan_step(captured, config or self.config, asked)
         return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
 
-    def _asked(self, flat_updates: bool = True, gradients: str = "reduced") -> PassRequest:
+    def early(self, plan: Plan) -> Plan:
+        """The plan of a call that this plan would serve if it were not one of the first micro-batches of an update."""
+        if _EARLY not in plan.others:
+            with progress("compiling the micro-batches ahead of an update"):
+                compiled = self.read_early(plan.compiled)
+            self._on_compile(compiled)
+            plan.others[_EARLY] = Plan(compiled, plan.signature, plan.guards)
+        return plan.others[_EARLY]
+
+    def read_early(self, compiled: Compiled) -> Compiled:
+        """The same for a call that is only to be read."""
+        assert compiled.captured is not None, "a step that accumulates keeps what was captured"
+        captured = compiled.captured.copy()
+        if self._layouts is not None:
+            captured.layouts = self._layouts
+        asked = replace(compiled.asked, gradients="local")
+        planned = plan_step(captured.copy(), self.config, asked)
+        return replace(
+            compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2], asked=asked
+        )
+
+    def _asked(self, flat_updates: bool = True, gradients: str = "") -> PassRequest:
         common = self._common.get(self._mode) if self._common else None
+        gradients = gradients or ("accumulated" if self.config.accumulate_steps > 1 else "reduced")
         return PassRequest(flat_updates=flat_updates, common=common, gradients=gradients, by_rules=self._by_rules)
 
     def _compile_divided(self, request: CompileRequest) -> Compiled:

@@ -244,7 +244,7 @@ class _Gradients:
         config = self.step.config
         if isinstance(config.cluster, StepProfile):  # of the step with its optimizer
             config = replace(config, cluster=config.cluster.cluster)
-        config = replace(config, device_num=self.step.mesh.world, global_rank=0, schedule="overlap")
+        config = replace(config, device_num=self.step.mesh.world, global_rank=0, schedule="overlap", accumulate_steps=1)
         world = LockstepWorld(CompiledStep(self.step.model, self.step.loss_fn, None, config), own_model=False)
         with torch.no_grad():
             for model, values in zip(world.models, self.values, strict=True):

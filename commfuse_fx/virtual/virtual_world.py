@@ -14,6 +14,7 @@ from torch import nn
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.frontends.hand_out import hand_out
+from commfuse_fx.frontends.micro_batches import MicroBatches
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
@@ -68,6 +69,7 @@ class LockstepWorld:
         self._running: RanksProgram | None = None  # the program of the last step, which may have left updates
         self._params: Mapping[str, nn.Parameter] = {}  # of the step's model, at the last step
         self._params_of: list[dict[str, nn.Parameter]] = []  # the parameters of each rank's model, at the last step
+        self._micro_batches = MicroBatches(step.planner)
         self._seeds = Seeds(0, None)
         self._steps = 0
         self._guard = Guard(self.synchronize)
@@ -98,6 +100,11 @@ class LockstepWorld:
     def _run(self, calls: Sequence[Call], drop: Collection[str], observe: Observer | None) -> list[RankResult]:
         running = self._running = self._runner(calls[0])
         running.observe = observe
+        micro_batches = self._micro_batches
+        micro_batches.check(running.program)
+        micro_batches.begin([rank.held for rank in self._ranks])
+        if micro_batches.is_early:  # a micro-batch sends no gradients
+            drop = [name for name in drop if name in running.starts]
         self._steps += 1
         for executor in running.executors:
             if executor.needs_seed:
@@ -109,6 +116,7 @@ class LockstepWorld:
         except BaseException:
             self.synchronize()
             raise
+        micro_batches.done(running.program)
         results: list[RankResult] = []
         # This handles guarded parameters without reading their values.
         with torch._C.DisableTorchFunctionSubclass():
@@ -161,6 +169,7 @@ class LockstepWorld:
         planner = self.step.planner
         with torch._C.DisableTorchFunctionSubclass():
             known, running = planner.known_plan(call), self._running
+            known = None if known is None else self._chosen(known)
             same = self._params is planner.watch.params
             if same and known is not None and running is not None and running.program is known.compiled.program:
                 if all(executor.is_bound() for executor in running.executors):
@@ -186,7 +195,11 @@ class LockstepWorld:
 
     def _plan(self, call: Call) -> Plan:
         with self._shapes_only():
-            return self.step.planner.plan(call)
+            return self._chosen(self.step.planner.plan(call))
+
+    def _chosen(self, plan: Plan) -> Plan:
+        """What runs in place of the plan of a call."""
+        return self._micro_batches.plan(plan) if self._micro_batches.is_early else plan
 
     @contextmanager
     def _shapes_only(self) -> Iterator[None]:

@@ -1,16 +1,21 @@
-"""Add each gradient to the one that the parameter holds already, so that the sum is what is reduced.
+"""Add each gradient to the one that is held already, so that the sum is what is reduced.
 
-After micro-batches whose gradients were not reduced, `.grad` holds sums of this rank alone. DistributedDataParallel
-adds and then reduces, too; what was reduced before stays the same, as the mean of equal numbers.
+That is what `.grad` holds of a module, or what earlier micro-batches of a step have left: sums of this rank alone.
+DistributedDataParallel adds and then reduces, too; what was reduced before stays the same, as the mean of equal
+numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import fx
+
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.partial_gradients import axes_of_held, summands, taken_gradients
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.redistribution import sum_partial
 from commfuse_fx.ir.reshaped import dense_like
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -29,16 +34,36 @@ class AddHeldGradients(Pass):
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)
-        for name, grad in program.grads.items():
-            spec = dense_like(program.params[name].spec)
-            held = build.placeholder("gradient", f"{name}.grad", spec)
-            with build.after(grad):
-                program.grads[name] = build.call(
-                    aten.add.Tensor,
-                    (held, grad),
-                    spec=spec,
-                    like=info(grad),
-                    name=f"reduce/{name}/sum",
-                )
+        taken = taken_gradients(program)
+        for name in taken:
+            held = build.placeholder("gradient", f"{name}.grad", dense_like(program.params[name].spec))
+            _add(build, name, held)
         program.set_output()
-        return bool(program.grads)
+        return bool(taken)
+
+
+def _add(build: Builder, name: str, held: fx.Node) -> None:
+    """Where both are still to be summed over the same ranks, they are added ahead of that."""
+    program = build.program
+    value, axes = summands(program, name)
+    grad, wanted = program.grads[name], axes_of_held(program, name)
+    if axes != wanted:
+        value = grad
+        if wanted:
+            with build.after(grad):
+                args = (held, wanted, "sum")
+                held = build.call(sum_partial, args, spec=info(held).spec, like=info(grad), name=f"reduce/{name}/held")
+    users = list(value.users)
+    with build.after(max(value, held)):
+        total = build.call(
+            aten.add.Tensor,
+            (held, value),
+            spec=dense_like(program.params[name].spec),
+            like=info(grad),
+            name=f"reduce/{name}/sum",
+        )
+    if value is grad:
+        program.grads[name] = total
+    else:
+        for user in users:
+            user.replace_input_with(value, total)

@@ -43,7 +43,7 @@ class ClipGradients(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ClipGradients | None:
         config = situation.config
-        if config.clip_grad_norm is None:
+        if config.clip_grad_norm is None or situation.holds_gradients:
             return None
         return cls(
             config.clip_grad_norm, situation.reduced_group if config.parallel_mode == "hybrid_parallel" else None

@@ -26,7 +26,7 @@ class GatherParameters(Pass):
 
     @classmethod
     def when(cls, situation: Situation) -> GatherParameters | None:
-        return None if situation.config.parallel_optimizer is None else cls()
+        return None if situation.config.parallel_optimizer is None or situation.holds_gradients else cls()
 
     def __call__(self, program: Program) -> bool:
         build = Builder(program)

@@ -55,7 +55,7 @@ class ShardOptimizer(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
-        if asked is None:
+        if asked is None or situation.holds_gradients:
             return None
         return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3, asked.sharing, asked.mode)
 

@@ -111,6 +111,8 @@ def _sum(total: fx.Node) -> LookedUp | None:
     for early, lookup in (total.args, total.args[::-1]):
         if not isinstance(early, fx.Node) or not isinstance(lookup, fx.Node) or not early < lookup:
             continue
+        if early.op == "placeholder":  # what earlier micro-batches have left, which is there from the beginning
+            continue
         numbers = lookup.args[1] if lookup.target is aten.embedding_dense_backward.default else None
         if isinstance(numbers, fx.Node) and info(early).spec == info(lookup).spec == info(total).spec:
             return LookedUp(total, early, lookup, numbers)

@@ -17,7 +17,7 @@ from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, U
 from commfuse_fx.ir.shard_owners import part_of_owner
 from commfuse_fx.ir.shard_rows import name_of_rows, padding_of, spec_of_rows
 from commfuse_fx.kernels.emit_updates import emit_update
-from commfuse_fx.passes.declaration import Pass
+from commfuse_fx.passes.declaration import Pass, Situation
 
 _LIKE = NodeInfo("update")
 
@@ -33,6 +33,10 @@ class UpdateParameters(Pass):
     numerics = "defines"
     requires = ("reduced",)
     ensures = ("updated",)
+
+    @classmethod
+    def when(cls, situation: Situation) -> UpdateParameters | None:
+        return None if situation.holds_gradients else cls()
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None:

@@ -55,6 +55,8 @@ class Twins:
         for _ in range(3):
             self.run()
         session = self.step.session
+        while session.micro_batches.count:  # up to the next update
+            self.run()
         assert session.replan is not None and session.running is not None
         chosen = session.replan._chosen
         assert not chosen.number or session.running.program is chosen.candidate.compiled.program

@@ -89,6 +89,14 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer params": (lambda: cf.compile(Net(), optimizer=Net().parameters()), "generator.*torch.optim.AdamW"),
     "optimizer scheduler": (lambda: cf.compile((m := Net()), optimizer=scheduler(m)), "optimizer=StepLR is a sched"),
     "optimizer empty": (lambda: cf.compile(Net(), optimizer=empty_groups()), "SGD holds no parameters"),
+    "accumulation in a module": (
+        lambda: cf.compile(Net(), accumulate_steps=2),
+        r"accumulate_steps=2 without an optimizer: .*model\.no_sync\(\)",
+    ),
+    "accumulation without an update": (
+        lambda: cf.compile(Net(), loss_fn=F.mse_loss, accumulate_steps=3),
+        r"accumulate_steps=3 without an optimizer: .*pass optimizer=.*adds to param\.grad",
+    ),
     "clipping in a module": (
         lambda: cf.compile(Net(), clip_grad_norm=2),
         r"clip_grad_norm=2\.0 without an optimizer: .*torch\.nn\.utils\.clip_grad_norm_\(model\.parameters\(\), 2\.0\)",

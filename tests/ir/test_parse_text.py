@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"comm_fusion": CUTS}),
     "opaque": (lambda params: torch.optim.Adafactor(params), {"full_batch": True}),
     "clipped": (adam, {"clip_grad_norm": 0.5}),
+    "accumulated": (adam, {"accumulate_steps": 2}),
     "compiled": (sgd, {"backend": "inductor"}),
     "across": (sgd, {"cluster": "gloo-1gbit", "schedule": cf.ScheduleConfig(across_steps=True)}),
 }
@@ -346,6 +347,7 @@ WRONG = {
         "\n    # mesh: dp4\n    in  %w": "in the header, mesh is 'dp4'; write axes and sizes such as dp=2xtp=2",
         "\n    # schedule: never\n    in  %w": "in the header, schedule",
         "\n    # full_batch: maybe\n    in  %w": "in the header, full_batch is 'maybe'; write True or False",
+        "\n    # accumulate_steps: 2.5\n    in  %w": "in the header, accumulate_steps is '2.5'; write a whole number",
         "\n    # clip_grad_norm: much\n    in  %w": "in the header, clip_grad_norm is 'much'; write a number",
         "\n    # clip_grad_norm: 0\n    in  %w": "in the header, clip_grad_norm is 0.0; give a number above 0",
         "\n    # cluster: cluster home 0123\n    in  %w": "in the header, cluster .* give the cluster= that",

@@ -83,6 +83,17 @@ def marked() -> cf.Lowered:
     return divided(model, (torch.ones(4, 8), torch.ones(4, 8)), full_batch=True)
 
 
+EIGHT = torch.ones(4, 8), torch.ones(4, 8)
+
+
+def accumulating() -> cf.CompiledStep:
+    model = Net(2)
+    cf.shard(model.layers[0], weight=("tp", None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"parallel_mode": "semi_auto", "mesh": (2, 2), "device_num": 4, "accumulate_steps": 2}
+    return cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, **options)
+
+
 def clipped_parts() -> cf.Lowered:
     model = Net(2)
     cf.shard(model.layers[0], weight=("tp", None))
@@ -153,6 +164,8 @@ KINDS: dict[str, Callable[[], cf.Lowered]] = {
     "asgd": lambda: optimized(torch.optim.ASGD),
     "rprop": lambda: optimized(torch.optim.Rprop),
     "opaque": lambda: optimized(torch.optim.Adafactor),
+    "accumulated": lambda: accumulating().lower(*EIGHT),
+    "micro-batch": lambda: accumulating().lower_micro_batch(*EIGHT),
     "clipped": lambda: train(Net(), clip_grad_norm=0.5),
     "clipped parts": clipped_parts,
     "evaluation": evaluated,

@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.errors import CollectiveError, CommFuseError, VerificationError
-from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.fixed_values import FixedValues, held_values
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
@@ -29,7 +28,7 @@ from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.learning_rates import LearningRates
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.random_states import generators_of, stream_of_rank
-from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
+from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded, laid_out_otherwise
 from commfuse_fx.runtime.execute.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
@@ -37,6 +36,7 @@ from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, TakenMemory
 from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
+from commfuse_fx.runtime.memory.held_gradients import HeldGradients
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.memory.storage import Storage
 from commfuse_fx.runtime.ranks.groups import Groups
@@ -52,6 +52,7 @@ class Executor:
 
     params: the user's parameters, by name.
     values: the tensors that the graph works on, by the same names.
+    held: the gradients of earlier micro-batches.
     shards: the parts of the parameters that the program divides among ranks; None if it divides none.
     """
 
@@ -65,6 +66,7 @@ class Executor:
         rank: int,
         pool: FlatPool,
         shards: Shards | None = None,
+        held: HeldGradients | None = None,
     ) -> None:
         check_blocks(program, _refuse)
         self.program = program
@@ -73,6 +75,7 @@ class Executor:
         self.values = params if shards is None else shards.values
         self.buffers = buffers
         self.optimizer = optimizer
+        self.held = HeldGradients() if held is None else held
         self.rank = rank
         updated, states = (params, optimizer) if shards is None else (shards.updated, shards.optimizer)
         self.storage = Storage(program, updated, states, pool, buffers)
@@ -80,6 +83,9 @@ class Executor:
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
+        self._held_specs = {
+            source.name: tensor_spec(node) for node, source in program.sources.items() if source.kind == "gradient"
+        }
         self._sources: Sequence[Source] = list(program.sources.values())
         self._relaid: list[tuple[int, TensorSpec]] | None = None  # inputs with other strides than recorded
         self.generated: Generated | None = None
@@ -325,6 +331,9 @@ class Executor:
                 values.append(inputs[source.name])
             elif source.kind == "seed":
                 values.append(self.seed)
+            elif source.kind == "gradient":
+                name = source.name.removesuffix(".grad")
+                values.append(self.held.of(name, self.params[name], self._held_specs[source.name]))
             elif source.kind == "hyper":
                 number = numbers[source.owner][source.name]
                 if isinstance(number, torch.Tensor) and not self.rates.takes(len(values), number):
@@ -333,7 +342,7 @@ class Executor:
             else:
                 values.append(self.storage.value(source))
         if self._relaid is None:  # once is enough: calls with other strides get another plan
-            self._relaid = _otherwise(self.program, values)
+            self._relaid = laid_out_otherwise(self.program, values)
         for place, spec in self._relaid:
             values[place] = as_recorded(values[place], spec)
         if self.rates.follows:
@@ -379,20 +388,6 @@ class Executor:
             details = info(node)
             where = f" ({details.source})" if details.source else ""
             error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
-
-
-def _otherwise(program: Program, values: Sequence[Any]) -> list[tuple[int, TensorSpec]]:
-    """Places and specs of the inputs whose strides are not the recorded ones.
-
-    A divided graph, for example, expects a contiguous part of the batch. Inputs that the step writes to are left out.
-    """
-    roots = Roots(program.graph, program.aliases())
-    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
-    return [
-        (place, tensor_spec(node))
-        for place, ((node, source), value) in enumerate(zip(program.sources.items(), values, strict=True))
-        if source.kind == "input" and node not in written and as_recorded(value, info(node).spec) is not value
-    ]
 
 
 def _refuse(node: fx.Node, what: str) -> None:

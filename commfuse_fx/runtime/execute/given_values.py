@@ -71,4 +71,6 @@ def _tensor_text(source: Source) -> str:
         return f"{source.kind} {source.name} lies elsewhere in memory"
     if source.kind == "flat":
         return f"parameters lie elsewhere in memory, from {source.name} on"
+    if source.kind == "gradient":
+        return f"{source.name} of earlier micro-batches lies elsewhere in memory"
     return f"the optimizer's {source.name} lies elsewhere in memory"

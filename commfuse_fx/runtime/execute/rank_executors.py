@@ -15,6 +15,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
+from commfuse_fx.runtime.memory.held_gradients import HeldGradients
 from commfuse_fx.runtime.memory.layout import divided_parameters
 from commfuse_fx.runtime.memory.shards import Shards, layouts_of
 from commfuse_fx.runtime.ranks.exchange import Exchange
@@ -37,6 +38,8 @@ class RankExecutors:
     ) -> None:
         self.shards: Shards | None = None
         """The divided parameters of the last step; None if it divided none."""
+        self.held = HeldGradients()
+        """The gradients of the micro-batches since the last update."""
         self._rank = rank
         self._exchange = exchange
         self._before_reading = before_reading
@@ -58,7 +61,7 @@ class RankExecutors:
         """
         shards = self._shards_of(program, params, optimizer)
         kind = HalvesExecutor if program.has_two_halves else Executor
-        made = kind(program, params, buffers, optimizer, groups, self._rank, self._pool, shards)
+        made = kind(program, params, buffers, optimizer, groups, self._rank, self._pool, shards, self.held)
         self._alive.add(made)
         self._pool.keep_memory(key for each in self._alive for key in each.kept)
         return made

@@ -8,7 +8,7 @@ does not copy it. Strides do not depend on the values of a tensor, so one run sh
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,23 @@ from torch import fx
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.declared_specs import difference, is_declared
-from commfuse_fx.ir.dependence import Roots, is_opaque, is_view
-from commfuse_fx.ir.meta import Spec, info, same_layout, spec_of
+from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.meta import Spec, TensorSpec, info, same_layout, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
+
+
+def laid_out_otherwise(program: Program, values: Sequence[Any]) -> list[tuple[int, TensorSpec]]:
+    """Places and specs of the inputs whose strides are not the recorded ones. values: those of the placeholders.
+
+    A divided graph, for example, expects a contiguous part of the batch. Inputs that the step writes to are left out.
+    """
+    roots = Roots(program.graph, program.aliases())
+    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
+    return [
+        (place, tensor_spec(node))
+        for place, ((node, source), value) in enumerate(zip(program.sources.items(), values, strict=True))
+        if source.kind == "input" and node not in written and as_recorded(value, info(node).spec) is not value
+    ]
 
 
 class LayoutCheck:

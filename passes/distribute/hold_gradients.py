@@ -1,0 +1,66 @@
+"""Add each gradient to the sum of earlier micro-batches, and leave it there for the one that updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.edit import remove_dead_nodes
+from commfuse_fx.ir.meta import NodeInfo, tensor_spec
+from commfuse_fx.ir.partial_gradients import axes_of_held, summands, taken_gradients
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.passes.declaration import Pass, Situation
+
+_LIKE = NodeInfo("update")
+
+
+@dataclass(frozen=True)
+class HoldGradients(Pass):
+    """The graph of a micro-batch that others follow: no gradient is reduced, and no parameter is updated.
+
+    Sums are written at the end, so that a micro-batch that fails has left nothing.
+    """
+
+    name = "hold_gradients"
+    numerics = "defines"
+    requires = ("simplified",)
+    ensures = ("updated",)  # nothing is
+
+    @classmethod
+    def when(cls, situation: Situation) -> HoldGradients | None:
+        return cls() if situation.holds_gradients else None
+
+    def __call__(self, program: Program) -> bool:
+        if not program.grads:
+            return False
+        build = Builder(program)
+        values = {name: _value(build, name) for name in taken_gradients(program)}
+        for name, value in values.items():
+            spec = dense_like(program.params[name].spec)
+            held = build.placeholder("gradient", f"{name}.grad", spec)
+            with build.before(program.output):
+                build.call(aten.add_.Tensor, (held, value), spec=spec, like=_LIKE, name=f"reduce/{name}/hold")
+        program.grads = {}
+        program.set_output()
+        remove_dead_nodes(program)
+        return True
+
+
+def _value(build: Builder, name: str) -> fx.Node:
+    """What this rank adds of a gradient to the sums that are reduced later."""
+    program = build.program
+    value, axes = summands(program, name)
+    wanted = axes_of_held(program, name)
+    if axes == wanted:
+        return value
+    value = program.grads[name]
+    if not wanted:
+        return value
+    # All ranks along these axes have the same: each adds its share.
+    args = (value, program.mesh.size(wanted))
+    with build.before(program.output):
+        spec = dense_like(tensor_spec(value))
+        return build.call(aten.div.Scalar, args, spec=spec, like=_LIKE, name=f"reduce/{name}/share")
