@@ -82,14 +82,18 @@ def test_options(make: MakeOptimizer, options: dict[str, Any]) -> None:
     assert_same(train_world(ranks, batches), want, EXACT)
 
 
-@pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("limit", [None, LIMIT])
-def test_ranks_that_share_the_updates_among_them(level: int, limit: float | None) -> None:
-    model, batches = MLP_CASE.model(), MLP_CASE.batches(6, rows=6)
-    config = {"parallel_optimizer_threshold": 0, "pad": True, "level": level}
+@pytest.mark.parametrize(
+    "config",
+    [{"pad": True}, {"pad": True, "level": 2}, {"pad": True, "optimizer_weight_shard_size": 2}, {"mode": "broadcast"}],
+    ids=["rows", "early", "some ranks", "owners"],
+)
+def test_ranks_that_share_the_updates_among_them(config: dict[str, Any], limit: float | None) -> None:
+    model, batches = MLP_CASE.model(), MLP_CASE.batches(6, rows=8)
+    config = {"parallel_optimizer_threshold": 0, **config}
     options: dict[str, Any] = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
-    ranks = make_world(MLP_CASE, model, 3, two_groups, accumulate_steps=2, clip_grad_norm=limit, **options)
-    want = train_reference(MLP_CASE, model, joined(batches, 2), 3, two_groups, max_norm=limit)
+    ranks = make_world(MLP_CASE, model, 4, two_groups, accumulate_steps=2, clip_grad_norm=limit, **options)
+    want = train_reference(MLP_CASE, model, joined(batches, 2), 4, two_groups, max_norm=limit)
     assert_same(train_world(ranks, batches), want, EXACT)
 
 

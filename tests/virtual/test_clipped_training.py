@@ -76,17 +76,26 @@ def test_updates_are_those_of_one_device(make: MakeOptimizer, world: int) -> Non
     assert_same(train_world(ranks, batches), want, EXACT)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("threshold", [0, 1])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "opaque"])
-def test_each_rank_updates_rows_of_its_own(name: str, threshold: int, world: int) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pad": True},
+        {"pad": True, "level": 2},
+        {"pad": True, "level": 3},
+        {"pad": True, "optimizer_weight_shard_size": 2},
+        {"mode": "broadcast"},
+    ],
+    ids=["rows", "early", "gathered for each use", "some ranks", "owners"],
+)
+@pytest.mark.parametrize("name", ["sgd", "adamw in groups", "some parameters"])
+def test_ranks_that_share_the_updates_among_them(name: str, config: dict[str, Any], threshold: int, world: int) -> None:
     """All parameters are shared among the ranks, or the large ones. Their rows are padded, where the norm must not
     notice it."""
-    make, model, batches = OPTIMIZERS[name], MLP_CASE.model(), MLP_CASE.batches(3, rows=12)
-    options = {
-        "enable_parallel_optimizer": True,
-        "parallel_optimizer_config": {"parallel_optimizer_threshold": threshold, "pad": True},
-    }
+    make, model, batches = OPTIMIZERS[name], MLP_CASE.model(), MLP_CASE.batches(3, rows=16)
+    config = {"parallel_optimizer_threshold": threshold, **config}
+    options: dict[str, Any] = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
     ranks = make_world(MLP_CASE, model, world, make, clip_grad_norm=LIMIT, **options)
     want = train_reference(MLP_CASE, model, batches, world, make, max_norm=LIMIT)
     assert_same(train_world(ranks, batches), want, EXACT)
