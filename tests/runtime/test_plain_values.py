@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     {1: "x", (2, 3): {None: 4}},
     {"$tuple": [1]},
     {1, 2},
-    frozenset("ab"),
+    frozenset({1, 2}),
     b"\x00\xff",
     1 - 2j,
     Counter({3: 2}),
