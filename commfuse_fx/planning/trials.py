@@ -81,10 +81,12 @@ class Trials:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether the plans that are left had turns enough; not where the trials have ended before their time."""
-        if not self._is_cut_short:
-            return True
-        return all(len(self._pairs(plan)) >= FEWEST for plan in self._left if plan != self._base)
+        """Whether the next run need not try these plans: those that are left had turns enough, and the default does not
+        stay only because turns differ too much to say that another one is faster."""
+        rivals = [plan for plan in self._left if plan != self._base]
+        if self._is_cut_short and any(len(self._pairs(plan)) < FEWEST for plan in rivals):
+            return False
+        return self.winner != 0 or all(self._ratio(plan) > CLEARLY for plan in rivals)
 
     @property
     def winner(self) -> int:

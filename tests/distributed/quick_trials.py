@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
@@ -30,6 +30,6 @@ def quickly(winner: str = "") -> Iterator[None]:
         patch.object(replan, "ROUNDS", 2),
         patch.multiple(alternatives, PROMISING=1e6, MOST=6, text_of=lambda candidate: str(id(candidate))),
         patch.object(measured_plans, "corrected", lambda profile, tried: profile),
-        patch.object(Trials, "winner", property(named)) if winner else patch.object(replan, "WARM", 2),
+        patch.multiple(Trials, winner=property(named), is_conclusive=True) if winner else nullcontext(),
     ):
         yield

@@ -50,6 +50,14 @@ def test_a_faster_plan_is_found_in_noise() -> None:
     assert right > 290
 
 
+def test_a_default_that_stays_in_noise_alone_is_not_conclusive() -> None:
+    """Another plan takes 0.9 of its time in the median, and now and then more."""
+    trials = run(lambda plan, number: [1.0, 0.9 if number % 4 else 1.4][plan], plans=2)
+    assert (trials.winner, trials.seconds(1)) == (0, 0.9) and not trials.is_conclusive
+    equal = run(lambda plan, number: [1.0, 1.0 if number % 4 else 1.4][plan], plans=2)
+    assert equal.winner == 0 and equal.is_conclusive
+
+
 def test_a_machine_that_gets_slower_does_not_decide() -> None:
     clock = [0.0]
 
