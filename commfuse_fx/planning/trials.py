@@ -67,13 +67,6 @@ class Trials:
         """End the trials before their time, as they have taken enough."""
         self.is_over = self._is_cut_short = True
 
-    def drop(self, plan: int) -> None:
-        """A plan cannot run."""
-        self._left = [each for each in self._left if each != plan]
-        self.rounds[-1].pop(plan, None)
-        if len(self._left) < 2:
-            self.is_over = True
-
     def seconds(self, plan: int) -> float | None:
         """The median of what a step of this plan took; None if it has not run."""
         found = [each[plan] for each in self.rounds if plan in each]
