@@ -46,7 +46,11 @@ class CheckpointWriter:
         except Exception as error:
             self._error = self._told(error)
         digest = hash62(json.dumps(self._values))
-        everybody = self._agree((reports, digest, self._part))
+        try:
+            everybody = self._agree((reports, digest, self._part))
+        except BaseException:
+            self._remove()
+            raise
         self._part = everybody[0][2]
         self._has_others = digest != everybody[0][1]
         self._shares = Shares({}, [], [])
@@ -70,22 +74,15 @@ class CheckpointWriter:
 
     def write(self) -> None:
         """Write the files, and let the folder appear when all ranks have. May run in a thread of its own."""
-        written = None
         try:
-            if self._error is None:
-                written = self._written()
-        except Exception as error:
-            self._error = self._told(error)
-        except BaseException:  # Ctrl-C
+            written = self._tried(self._written) if self._error is None else None
+            everybody = self._agree((written, self._values if self._has_others else None))
+            if self._meeting.rank == 0:
+                self._tried(lambda: self._complete(*zip(*everybody, strict=True)))
+            self._agree(None)
+        except BaseException:  # Ctrl-C as well
             self._remove()
             raise
-        everybody = self._agree((written, self._values if self._has_others else None))
-        try:
-            if self._meeting.rank == 0:
-                self._complete(*zip(*everybody, strict=True))
-        except Exception as error:
-            self._error = self._told(error)
-        self._agree(None)
 
     def _encoded(self, state: Mapping[str, Any]) -> Any:
         names: dict[int, str] = {}  # a tensor that is tied has one name
@@ -133,12 +130,16 @@ class CheckpointWriter:
         self._folder.complete(self._part)
 
     def _agree(self, mine: Any) -> list[Any]:
-        """What each rank has. If this or another one has failed, all raise, and what was written goes."""
+        """What each rank has. If this or another one has failed, all raise."""
+        return self._meeting.agree(self._what, self._error, mine)
+
+    def _tried(self, act: Callable[[], Any]) -> Any:
+        """What this gives; None after an error, which is told when the ranks meet."""
         try:
-            return self._meeting.agree(self._what, self._error, mine)
-        except BaseException:
-            self._remove()
-            raise
+            return act()
+        except Exception as error:
+            self._error = self._told(error)
+            return None
 
     def _remove(self) -> None:
         if self._meeting.rank == 0 and self._part is not None:

@@ -61,7 +61,6 @@ class Checkpoints:
 
     def load(self, folder: object, extra: object) -> dict[str, Any]:
         """As `CompiledStep.load`."""
-        self.finish()
         extras = Extras(None)
 
         def read(meeting: Meeting, undo: list[Undo]) -> dict[str, Any]:
@@ -114,6 +113,7 @@ class Checkpoints:
 
         read: gives the state. It may change what can be taken back, and adds how to its second argument.
         """
+        self.finish()  # the ranks meet in one place
         with self._session.together.doing(what) as meeting:
             found: dict[str, Any] = {}
             undo: list[Undo] = []

@@ -217,6 +217,7 @@ class Session:
     def go_on(self, steps: int, seed: int | None) -> None:
         """The next step comes after so many, and after the one at which `seed` was the place of the seeds."""
         self.steps = steps
+        self.micro_batches.drop()
         self._seeds.go_on(seed, self._calls - self._undone_calls)
 
     def try_plans(self, asked: CompileConfig, preset: CompileConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.errors import CheckpointError
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.state_differences import StateDifferences
 from commfuse_fx.runtime.checkpoint.held import Held, Stored
@@ -147,6 +148,12 @@ class StepState:
                     state[name] = value.to(held.device)
 
     def _state(self, model: dict[str, Any]) -> dict[str, Any]:
+        if count := self._session.micro_batches.count:
+            raise CheckpointError(
+                f"{count} of {self._session.planner.config.accumulate_steps} micro-batches have added to gradients "
+                "since the last update, and gradients are no part of the state: save after the update, or call "
+                "step.drop_micro_batches() to forget them"
+            )
         state: dict[str, Any] = {"model": model}
         if self._optimizer is not None:
             state["optimizer"] = self._optimizer_state(self._optimizer)
@@ -181,7 +188,8 @@ class StepState:
 
     def _entries(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers in the model's `state_dict()`."""
-        return {key: each for key, each in self._model.state_dict(keep_vars=True).items() if id(each) in self._own()}
+        own = self._own()
+        return {key: each for key, each in self._model.state_dict(keep_vars=True).items() if id(each) in own}
 
     def _others(self) -> dict[str, Any]:
         """What else is there: extra state of modules, and what hooks have made."""

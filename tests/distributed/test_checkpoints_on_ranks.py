@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,33 @@ def test_ctrl_c_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
 def loads_number(folder: str) -> int:
     model = mlp()
     return int(compiled(model, adamw(model)).load(folder)["number"])
+
+
+def loads_while_a_save_runs(folder: str) -> list[float]:
+    """The ranks meet for the one thing, and then for the other."""
+    model = mlp()
+    step = compiled(model, adamw(model))
+    train(step, range(2))
+    state = copy.deepcopy(step.state_dict())
+    want = train(step, range(2, 5))
+    real = tensor_writer.write_share
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.3 * (1 + dist.get_rank()))
+        return real(*args)
+
+    for act in (lambda: step.load_state_dict(state), lambda: step.load(folder)):
+        step.load_state_dict(state)
+        with patch.object(tensor_writer, "write_share", slow):
+            saving = step.save(folder, asynchronous=True)
+            act()
+        assert saving.is_done
+        assert train(step, range(2, 5)) == want
+    return want
+
+
+def test_a_load_waits_for_a_save(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(loads_while_a_save_runs, str(tmp_path / "kept"))
 
 
 # The end of a program

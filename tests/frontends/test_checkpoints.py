@@ -388,6 +388,23 @@ def test_in_modes_of_the_caller(tmp_path: Path, mode: Callable[[], Any]) -> None
     assert run(other, range(2, 4)) == want
 
 
+def test_between_micro_batches(tmp_path: Path) -> None:
+    """Gradients that wait for an update are no part of a checkpoint; a load forgets them."""
+    step, other = make(accumulate_steps=3), make(accumulate_steps=3)
+    run(step, range(3))
+    step.save(tmp_path / "kept")
+    run(step, range(3, 5))
+    said = "2 of 3 micro-batches have added to gradients since the last update.*save after the update, or call"
+    for act in (lambda: step.save(tmp_path / "kept"), step.state_dict):
+        check_nothing_changed(step, act, cf.CheckpointError, said)
+    assert step.steps == 1
+    step.load(tmp_path / "kept")
+    want = run(step, range(5, 11))
+    other.load(tmp_path / "kept")
+    assert run(other, range(5, 11)) == want and other.steps == step.steps == 3
+    assert_same(snapshot(other.model, other.optimizer), snapshot(step.model, step.optimizer))
+
+
 def test_a_virtual_step_has_nothing_to_save(tmp_path: Path) -> None:
     step = make(device_num=4)
     for act in (step.save, step.load):
