@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.runtime.checkpoint import tensor_reader
 from commfuse_fx.runtime.ranks.exchange import ProcessExchange
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import assert_same
@@ -55,7 +56,10 @@ def rows_stay_rows(folder: str, level: str, options: dict[str, Any]) -> Any:
         step.save(folder)
         want = run(step, range(2, 5))
         for each in (other, fresh):
-            each.load(folder)
+            with patch.object(tensor_reader, "read_parts", wraps=tensor_reader.read_parts) as read:
+                each.load(folder)
+            place = read.call_args.args[2]["optimizer/state/0.weight/exp_avg"]
+            assert place.part == ((13, 12) if each is other else (26, 12))
             shards = each.session.runners.executors.shards
             assert (shards is not None and shards.is_divided) == (each is other)
             assert run(each, range(2, 5)) == want

@@ -57,6 +57,8 @@ def saves_and_loads(folder: str, asynchronous: bool, options: dict[str, Any]) ->
     for number in range(3):
         step(*xy(number))
         scheduler.step()
+    session = step.session
+    assert session.running is not None and session.running.tail.is_pending == ("schedule" in options)
     extra = {"scheduler": scheduler, "data": data, "mine": {"rank": dist.get_rank()}, "all": torch.arange(5)}
     saving = step.save(folder, extra, asynchronous=asynchronous)
     want = train(step, range(3, 6))
@@ -74,7 +76,7 @@ def saves_and_loads(folder: str, asynchronous: bool, options: dict[str, Any]) ->
     return {"rest": rest, "mean": model.layers[1].running_mean.tolist()}
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": cf.ScheduleConfig(across_steps=True)}], ids=["", "across"])
+@pytest.mark.parametrize("options", [{}, ACROSS], ids=["", "across"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_same_bits_on_as_many_ranks(
     ranks: Ranks, tmp_path: Path, asynchronous: bool, options: dict[str, Any]
