@@ -41,6 +41,10 @@ def test_optimizers(name: str) -> None:
     step_checks.check_step(MODELS["mlp"], CPU, torch.float64, OPTIMIZERS[name])
 
 
+def test_gradients_of_several_calls_that_are_clipped() -> None:
+    step_checks.check_step(MODELS["mlp"], CPU, torch.float64, ADAMW, accumulate_steps=2, clip_grad_norm=0.05)
+
+
 def test_dropout() -> None:
     step_checks.check_step(WITH_DROPOUT["mlp"], CPU, torch.float32, ADAMW)
 

@@ -127,10 +127,6 @@ def load(twins: Twins) -> None:
         optimizer.load_state_dict(state)
 
 
-def load_into_step(twins: Twins) -> None:
-    twins.step.load_state_dict(copy.deepcopy(twins.step.state_dict()))
-
-
 def lower(twins: Twins) -> None:
     assert twins.step.lower_micro_batch(*batch(0)).text() != twins.step.lower(*batch(0)).text()
 
@@ -152,7 +148,7 @@ def set_momentum(twins: Twins) -> None:
 @pytest.mark.parametrize("place", range(COUNT))
 @pytest.mark.parametrize(
     "between",
-    [evaluate, without_gradients, fail, fail_late, load, load_into_step, lower, retrace, profile, set_momentum],
+    [evaluate, without_gradients, fail, fail_late, load, lower, retrace, profile, set_momentum],
     ids=lambda between: between.__name__,
 )
 def test_other_things_between_micro_batches(between: Callable[[Twins], None], place: int) -> None:
@@ -179,6 +175,24 @@ def test_gradients_of_an_update_that_is_not_wanted_are_dropped() -> None:
     for _ in range(COUNT + 2):
         twins.run()
     twins.step.drop_micro_batches()
+    twins.other.zero_grad()
+    twins.number = COUNT
+    for _ in range(COUNT):
+        twins.run()
+    assert twins.step.steps == 2
+
+
+def test_a_state_is_that_of_an_update_and_a_load_begins_after_it() -> None:
+    twins = Twins()
+    for _ in range(COUNT):
+        twins.run()
+    state = copy.deepcopy(twins.step.state_dict())
+    for _ in range(2):
+        twins.run()
+        with pytest.raises(cf.CheckpointError, match="of 3 micro-batches .*drop_micro_batches"):
+            twins.step.state_dict()
+    twins.step.load_state_dict(state)
+    twins.twin.load_state_dict(state["model"])
     twins.other.zero_grad()
     twins.number = COUNT
     for _ in range(COUNT):

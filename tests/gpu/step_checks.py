@@ -67,24 +67,30 @@ def check_step(
     amp: torch.dtype | None = None,
     channels_last: bool = False,
     close: float | None = None,
+    accumulate_steps: int = 1,
+    clip_grad_norm: float | None = None,
     **options: Any,
 ) -> None:
     """Train a step and an eager model with the same numbers, and compare losses, parameters and buffers."""
+    options.update(accumulate_steps=accumulate_steps, clip_grad_norm=clip_grad_norm)
     model = case.on(device, dtype, channels_last)
     twin = copy.deepcopy(model)
     step = cf.compile(model, optimizer=optimizer(model.parameters()), **options)
     theirs = optimizer(twin.parameters())
     tolerance = CLOSE[amp or dtype] if close is None else close
-    for number, batch in enumerate(case.batches(device, dtype, STEPS)):
+    for number, batch in enumerate(case.batches(device, dtype, STEPS * accumulate_steps)):
         torch.manual_seed(number)
         with autocast(device, amp):
             loss = step(**batch)
         torch.manual_seed(number)
-        theirs.zero_grad()
         with autocast(device, amp):
             want = twin(**batch)
-        want.backward()
-        theirs.step()
+        (want / accumulate_steps if accumulate_steps > 1 else want).backward()
+        if (number + 1) % accumulate_steps == 0:
+            if clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(twin.parameters(), clip_grad_norm)
+            theirs.step()
+            theirs.zero_grad()
         assert_near([loss], [want], tolerance)
     assert_near(model.parameters(), twin.parameters(), tolerance)
     torch.testing.assert_close([*model.buffers()], [*twin.buffers()], rtol=tolerance, atol=tolerance)

@@ -34,6 +34,14 @@ def test_optimizers(name: str) -> None:
     step_checks.check_step(MODELS["mlp"], CUDA, torch.float64, {**OPTIMIZERS, **CAPTURABLE}[name])
 
 
+@pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_several_calls_that_are_clipped(count: int, dtype: torch.dtype, graph: Any) -> None:
+    options = {"accumulate_steps": count, "clip_grad_norm": 0.05, "cuda_graph": graph}
+    step_checks.check_step(MODELS["gpt2"], CUDA, dtype, ADAMW, **options)
+
+
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=str)
 def test_channels_last(amp: torch.dtype | None) -> None:
     step_checks.check_step(MODELS["resnet"], CUDA, torch.float32, ADAMW, amp=amp, channels_last=True)
