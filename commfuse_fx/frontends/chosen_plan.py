@@ -53,6 +53,7 @@ class ChosenPlan:
         self.candidates = [] if found is None else found.candidates
         self.number = 0
         self.is_final = False
+        self._notes: list[tuple[str, str]] = []  # subjects and reasons, once it is final
         self._planner = planner
         self._serial = next(_serials)
 
@@ -82,12 +83,22 @@ class ChosenPlan:
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What stays in place of a default plan; that one until it is known."""
-        return self._compiled(compiled) if self.is_final and self.number and compiled.program.training else compiled
+        if not self.is_final or not compiled.program.training:
+            return compiled
+        return self._noted(self._compiled(compiled) if self.number else compiled)
 
     def _compiled(self, compiled: Compiled) -> Compiled:
         if self.found is not None and compiled is self.found.base.compiled:
             return self.candidate.compiled
         return self._planner.planned_as(compiled, self.candidate.config, self._common)
+
+    def _noted(self, compiled: Compiled) -> Compiled:
+        """The same, which says what was tried."""
+        program = compiled.program
+        program.notes = [note for note in program.notes if note.topic != TOPIC]
+        for subject, reason in self._notes:
+            program.note(TOPIC, subject, reason)
+        return compiled
 
     @cached_property
     def _common(self) -> Seconds | None:
@@ -104,11 +115,8 @@ class ChosenPlan:
         """
         assert self.found is not None, "the plans that were tried"
         self.is_final = True
-        program = self.candidate.compiled.program
-        program.notes = [note for note in program.notes if note.topic != TOPIC]
-        for name, times in tried.items():
-            program.note(TOPIC, name, times)
-        program.note(TOPIC, self.candidate.label, "stays")
+        self._notes = [*tried.items(), (self.candidate.label, "stays")]
+        self._noted(self.candidate.compiled)
         if self.number:
             self._planner.publish(self.candidate.compiled)
         base = self.found.base

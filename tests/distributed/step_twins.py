@@ -63,7 +63,7 @@ class Twins:
         self.step.synchronize()
         assert_same(snapshot(self.model, self.optimizer), snapshot(self.twin, self.other))
 
-    def tried(self) -> list[str]:
-        """What explain() says of the plans, without times."""
-        notes = [each for each in self.step.lower(*xy(0)).explain().notes if each.topic == "plans tried"]
+    def tried(self, rows: int = 4) -> list[str]:
+        """What explain() says of the plans, without times. rows: of a batch, tried or not."""
+        notes = [each for each in self.step.lower(*xy(0, rows=rows)).explain().notes if each.topic == "plans tried"]
         return [f"{each.subject} stays" if each.reason == "stays" else each.subject for each in notes]

@@ -31,6 +31,7 @@ def settles(winner: str, options: dict[str, Any] | None = None) -> tuple[list[st
         twins = Twins(options)
         twins.settle()
         twins.check()
+    assert twins.tried(rows=6) == twins.tried()
     lowered = twins.step.lower(*xy(0))
     return twins.tried(), twins.number, lowered.fingerprint
 

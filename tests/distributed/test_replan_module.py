@@ -71,6 +71,8 @@ def settles(winner: str, options: dict[str, Any], between: str = "") -> tuple[li
                 x, _ = xy(loops.number, rows=4)
                 (module(x) * module(x + 1)).sum().backward()
                 optimizer.step()
+        elif between == "new traces" and loops.number in (2, 4, 9, 20, 40):
+            loops.module.retrace()
         elif between == "join" and loops.number % 8 == 1:
             for module, optimizer in ((loops.module, loops.optimizer), (loops.plain, loops.other)):
                 with module.join():
@@ -99,7 +101,7 @@ def test_gradients_are_the_same_whatever_stays(ranks: Ranks, winner: str) -> Non
     assert len(sent) == 1 if winner == "default" else len(sent) > 1 or winner == "optimal"
 
 
-@pytest.mark.parametrize("between", ["no_sync", "sizes", "two forwards", "join"])
+@pytest.mark.parametrize("between", ["no_sync", "sizes", "two forwards", "new traces", "join"])
 def test_what_else_loops_do(ranks: Ranks, between: str) -> None:
     one, other = ranks.values(settles, "size 1", {"schedule": "auto"}, between)
     assert one == other and one[0][-1] == "size 1 stays"
