@@ -44,9 +44,14 @@ def recurrent_on_cuda() -> Iterator[None]:
     without elements, they are several ops per time step. Raises CaptureError for packed sequences.
     """
     with ExitStack() as stack:
+        stack.enter_context(patched_here(torch.nn.RNNBase, "flatten_parameters", _nothing))
         for name in _MODES:
             stack.enter_context(patched_here(torch._VF, name, _traceable(getattr(torch._VF, name), name)))
         yield
+
+
+def _nothing(module: torch.nn.RNNBase) -> None:
+    """In place of `flatten_parameters`, which asks where weights are stored, and traced ones are stored nowhere."""
 
 
 def _traceable(original: Callable[..., Any], name: str) -> Callable[..., Any]:

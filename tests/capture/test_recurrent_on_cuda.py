@@ -161,3 +161,15 @@ def test_a_retained_backward_of_cudnn_keeps_what_the_forward_has_reserved(
     x.register_hook(lambda grad: cudnn_recurrent._backward(*given.values()) and None)
     x.sum().backward(retain_graph=is_retained)
     assert (seen[0] is reserve) != is_retained
+
+
+def test_traced_weights_are_not_asked_where_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stored nowhere, which PyTorch would warn of on CUDA."""
+    asked: list[nn.RNNBase] = []
+    layer = nn.LSTM(2, 3)
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: asked.append(layer))
+    with traced.recurrent_on_cuda():
+        layer.flatten_parameters()
+    assert not asked
+    layer.flatten_parameters()
+    assert asked == [layer]

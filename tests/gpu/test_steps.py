@@ -16,6 +16,9 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 ADAMW = OPTIMIZERS["AdamW fused"]
 
+IN_SINGLE = {"ASGD": 1e-8, "Adam capturable": 1e-6}
+"""How far eager PyTorch may be from a step in float64: it keeps rates and corrections of these in float32 on CUDA."""
+
 
 @pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -31,7 +34,8 @@ def test_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", {**OPTIMIZERS, **CAPTURABLE})
 def test_optimizers(name: str) -> None:
-    step_checks.check_step(MODELS["mlp"], CUDA, torch.float64, {**OPTIMIZERS, **CAPTURABLE}[name])
+    optimizer = {**OPTIMIZERS, **CAPTURABLE}[name]
+    step_checks.check_step(MODELS["mlp"], CUDA, torch.float64, optimizer, close=IN_SINGLE.get(name))
 
 
 @pytest.mark.parametrize("graph", ["auto", False], ids=lambda graph: f"graph {graph}")

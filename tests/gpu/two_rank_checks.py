@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commfuse_fx as cf
 from benchmarks.two_ranks import FUSIONS, join_as_host_of_its_own
 from tests.distributed.quick_trials import MOST_STEPS, quickly
+from tests.gpu import divided_checks
 from tests.gpu.device_models import MODELS, RECURRENT, WITH_DROPOUT, DeviceModel
 from tests.gpu.step_checks import STEPS, assert_near, flat, has_graphs, no_host_synchronisation
 
@@ -305,7 +306,7 @@ def _cases() -> dict[str, Callable[[torch.device], None]]:
     found["recorded communication"] = check_recorded_communication
     found["profile"] = check_profile
     found["trials"] = check_trials
-    return found
+    return found | divided_checks.CASES
 
 
 def check_module_of_dropout(device: torch.device) -> None:
