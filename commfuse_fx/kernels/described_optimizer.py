@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo
@@ -63,6 +64,8 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if hooked:
         return None, "it has step hooks"
+    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        return None, "step hooks of all optimizers are registered"
     if _is_replaced(vars(optimizer).get("step"), type(optimizer)):
         return None, "its method step has been replaced"
     if any(group.get("differentiable") for group in optimizer.param_groups):

@@ -11,6 +11,7 @@ from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
+from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info, tensor_spec
@@ -37,8 +38,9 @@ class ShardOptimizer(Pass):
 
     threshold: KiB that a parameter must have at least. pad: whether rows that do not divide are padded. keep_rows:
     whether ranks keep their rows of the parameter alone (stage 3). These are then gathered where the forward and the
-    backward begin to use them. ranks: how many neighbouring ranks share the update of a parameter; 0: all that its
-    gradient is reduced over. mode: "broadcast" gives whole parameters to one rank each, in place of rows to every rank.
+    backward begin to use them; a parameter that the model itself writes stays whole. ranks: how many neighbouring
+    ranks share the update of a parameter; 0: all that its gradient is reduced over. mode: "broadcast" gives whole
+    parameters to one rank each, in place of rows to every rank.
     """
 
     name = "shard_optimizer"
@@ -66,17 +68,19 @@ class ShardOptimizer(Pass):
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         build, found = Builder(program), dict(self._reductions(program, held))
         owners = _owners(program, found) if self.mode == BROADCAST else {}
+        written = _written(program) if self.keep_rows else {}
         for start, names in found.items():
             group = sharing_ranks(program.mesh, group_of(start), self.ranks)
             for name in names:
                 param = program.params[name] = replace(program.params[name], shard=group, owner=owners.get(start))
-                program.note(SHARDED, name, _who_updates(param, program.mesh))
+                whole = "; it stays whole between steps, as the model itself writes to it" if name in written else ""
+                program.note(SHARDED, name, f"{_who_updates(param, program.mesh)}{whole}")
             if start in owners:
                 reduce_to_owner(build, start, names, owners[start])
                 continue
             _scatter(build, start, names, group)
             if self.keep_rows:
-                for name in names:
+                for name in (name for name in names if name not in written):
                     keep_rows(build, name)
         program.set_output()
         return bool(found)
@@ -129,8 +133,9 @@ def _refuse_unknown(optimizer: OptimizerInfo) -> None:
     if optimizer.rule == "opaque":
         raise ConfigValueError(
             f"enable_parallel_optimizer=True with {optimizer.class_name}: {optimizer.why_opaque}, so it is not known "
-            "whether its update of some rows of a parameter is the same as that of the whole; use an optimizer that "
-            "the compiler has a rule for (docs: parallel optimizer), or leave enable_parallel_optimizer out"
+            "whether its update of some rows of a parameter is the same as that of the whole; change that, use an "
+            "optimizer that the compiler has a rule for (docs: parallel optimizer), or leave enable_parallel_optimizer "
+            "out"
         )
 
 
@@ -157,6 +162,13 @@ def _serves_only(start: fx.Node, program: Program) -> bool:
     chain = _chain(start)
     known = dict.fromkeys((*chain, program.output))
     return not any(user not in known for node in chain for user in node.users)
+
+
+def _written(program: Program) -> dict[str, None]:
+    """The parameters that the model itself writes: whoever has gathered one would write to a copy."""
+    roots = Roots(program.graph, program.aliases())
+    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
+    return dict.fromkeys(name for name in program.params if program.placeholder("parameter", name) in written)
 
 
 def _who_updates(param: Parameter, mesh: Mesh) -> str:
