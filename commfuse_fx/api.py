@@ -193,8 +193,9 @@ def compile(
         these alone. Reading the state then takes all ranks. Optimizers that the compiler has no rule for are refused.
     parallel_optimizer_config: a dictionary: "parallel_optimizer_threshold" (KiB that a parameter must have, 64), "pad"
         (whether rows that do not divide are padded), "level" (1 divides the optimizer's state, 2 gradients as well,
-        3 parameters as well), "optimizer_weight_shard_size" (how many neighbouring ranks share an update; all) and
-        "mode" ("broadcast": one rank updates all of a parameter, in place of rows on every rank).
+        3 parameters as well), "optimizer_weight_shard_size" (how many neighbouring ranks share an update; all),
+        "gradient_accumulation_shard" (whether accumulate_steps adds up the rows that a rank updates, in place of whole
+        gradients) and "mode" ("broadcast": one rank updates all of a parameter, in place of rows on every rank).
     full_batch: whether every rank is handed the global batch and takes its rows of it.
     parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step. A module sends them,
         and buffers, when it is compiled, unless this is False.

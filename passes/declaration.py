@@ -95,9 +95,35 @@ class Situation:
         return self.mesh.all_axes
 
     @property
+    def scattered_group(self) -> str | None:
+        """As `reduced_group`, and also where the graph of a micro-batch that others follow has parts as the last one
+        has."""
+        if self.shards_micro_batches and self.config.parallel_mode != "stand_alone":
+            return self.mesh.all_axes
+        return self.reduced_group
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether the graph is that of a micro-batch which leaves its gradients to a later one, that updates."""
         return self.config.accumulate_steps > 1 and self.gradients == "local"
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a rank keeps its rows of a parameter alone, where it updates rows."""
+        asked = self.config.parallel_optimizer
+        return asked is not None and asked.level == 3
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether the sums that micro-batches leave are the rows that a rank updates, where it updates rows."""
+        asked = self.config.parallel_optimizer
+        return self.config.accumulate_steps > 1 and asked is not None and asked.gradient_accumulation_shard
+
+    @property
+    def shards_micro_batches(self) -> bool:
+        """Whether the graph is that of a micro-batch which others follow, and it divides what the last one divides:
+        parameters of which a rank keeps rows alone, or sums of gradients."""
+        return self.holds_gradients and (self.holds_rows or self.keeps_rows)
 
     @property
     def by_cost(self) -> bool:

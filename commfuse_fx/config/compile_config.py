@@ -244,8 +244,6 @@ def _check_available(settings: Mapping[str, Any]) -> None:
             f"parallel_mode={mode!r} is not available yet; use parallel_mode='data_parallel' "
             "(every rank holds the whole model and a part of the batch), or 'semi_auto' with cf.shard"
         )
-    if settings["enable_parallel_optimizer"]:
-        ParallelOptimizer.parse(settings["parallel_optimizer_config"]).check_available()
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:
             raise NotAvailableError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.support.checks import alternatives, check_bool, check_choice, check_int, is_int, show
 
 SCATTER, BROADCAST = "reduce_scatter", "broadcast"
@@ -23,7 +23,8 @@ class ParallelOptimizer:
     parallel_optimizer_threshold: KiB that a parameter must have at least to be updated in parts.
     optimizer_weight_shard_size: neighbouring ranks among which it is divided, one part of the group beside the other;
         -1: all of the group.
-    gradient_accumulation_shard: whether accumulated gradients are divided too, as level 2 has it.
+    gradient_accumulation_shard: whether micro-batches leave sums of the rows that a rank updates, in place of sums of
+        whole gradients.
     pad: whether parameters whose first dimension does not divide by the ranks are divided, the last rows padded.
     mode: "reduce_scatter" or "broadcast".
     level: what is divided between steps. 1: the optimizer's state; 2: gradients as well; 3: parameters as well.
@@ -65,12 +66,6 @@ class ParallelOptimizer:
                     f'mode="{BROADCAST}" each has one owner; leave {key} out, or use mode="{SCATTER}"'
                 )
 
-    def check_available(self) -> None:
-        """Raises NotAvailableError for what is valid but not available yet."""
-        if self.gradient_accumulation_shard:
-            instead = "leave it out: with accumulate_steps each rank adds up whole gradients"
-            raise _not_yet("gradient_accumulation_shard", True, instead)
-
     @property
     def sharing(self) -> int:
         """How many neighbouring ranks share an update; 0: all of the group."""
@@ -95,12 +90,6 @@ class ParallelOptimizer:
 
 _BOOLS = {"True": True, "False": False}
 _INT = re.compile(r"-?\d{1,9}")
-
-
-def _not_yet(key: str, value: object, instead: str) -> NotAvailableError:
-    return NotAvailableError(
-        f'parallel_optimizer_config["{key}"] is {show(value)}, which is not available yet; {instead}'
-    )
 
 
 def _check_threshold(value: object, where: str) -> int:

@@ -68,18 +68,13 @@ def check_cuda_graph(config: CompileConfig, model: nn.Module, form: str) -> None
 
 
 def check_update(config: CompileConfig, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise for options of the update where there is none in the step, and for those that it does not have yet."""
-    count, sharded = config.accumulate_steps, config.parallel_optimizer
+    """Raise for options of the update where there is none in the step."""
+    count = config.accumulate_steps
     if count > 1 and optimizer is None:
         raise ConfigValueError(
             f"accumulate_steps={count} without an optimizer: the update is the caller's, and so is when it comes; pass "
             "optimizer=, or leave accumulate_steps out. A module accumulates under model.no_sync(), as with "
             "DistributedDataParallel, and a step without an optimizer adds to param.grad in every call"
-        )
-    if count > 1 and sharded is not None and sharded.level == 3:
-        raise NotAvailableError(
-            f"accumulate_steps={count} with the parallel optimizer at level 3 is not available yet, as each rank holds "
-            "whole gradients between micro-batches: use level 1 or 2"
         )
     if config.clip_grad_norm is not None and optimizer is None:
         raise ConfigValueError(

@@ -11,6 +11,7 @@ from commfuse_fx.inspect.table import aligned
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.shard_owners import holds_of_owner
 from commfuse_fx.ir.shard_rows import spec_of_rows
 from commfuse_fx.ir.updates import is_scalar
 
@@ -130,7 +131,8 @@ def _sums(program: Program) -> Iterator[tuple[_Owner, int, int]]:
     """(who holds it, bytes of all of it, bytes that a rank holds) of what micro-batches leave of each gradient."""
     for node, source in program.sources.items():
         if source.kind == "gradient":
-            yield None, _whole(program.params[source.name.removesuffix(".grad")]).nbytes, tensor_spec(node).nbytes
+            param = program.params[source.name.removesuffix(".grad")]
+            yield _owner(param) if holds_of_owner(node) else None, _whole(param).nbytes, tensor_spec(node).nbytes
 
 
 def _states(program: Program) -> Iterator[tuple[_Owner, int, int]]:

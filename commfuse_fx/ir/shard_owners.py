@@ -35,6 +35,11 @@ def reduce_to_owner(build: Builder, start: fx.Node, names: Sequence[str], owner:
             program.grads[name] = part_of_owner(build, name, program.grads[name], f"shard/{name}/gradient")
 
 
+def holds_of_owner(held: fx.Node) -> bool:
+    """Whether what is held of a gradient is what the owner has of it, so that other ranks hold nothing."""
+    return any(value.target is of_owner for user in held.users for value in user.all_input_nodes)
+
+
 def part_of_owner(build: Builder, name: str, value: fx.Node, label: str) -> fx.Node:
     """Make what a rank has of a parameter or its gradient: all of it on the owner, and nothing on other ranks.
 

@@ -12,8 +12,10 @@ from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
 from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
+from commfuse_fx.passes.distribute.drop_gradients import DropGradients
 from commfuse_fx.passes.distribute.gather_parameters import GatherParameters
 from commfuse_fx.passes.distribute.hold_gradients import HoldGradients
+from commfuse_fx.passes.distribute.hold_rows import HoldRows
 from commfuse_fx.passes.distribute.lower_redistributions import LowerRedistributions
 from commfuse_fx.passes.distribute.lower_user_collectives import LowerUserCollectives
 from commfuse_fx.passes.distribute.range_lookups import RangeLookups
@@ -62,7 +64,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "divide": (RangeLookups, CounterRandom, Divide),
         "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
-        "shard": (ShardOptimizer,),
+        "shard": (ShardOptimizer, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),

@@ -22,6 +22,8 @@ class HoldGradients(Pass):
     """The graph of a micro-batch that others follow: no gradient is reduced, and no parameter is updated.
 
     Sums are written at the end, so that a micro-batch that fails has left nothing.
+
+    goes_on: whether gradients stay in the graph until other passes have divided it as they divide that of the last one.
     """
 
     name = "hold_gradients"
@@ -29,9 +31,11 @@ class HoldGradients(Pass):
     requires = ("simplified",)
     ensures = ("updated",)  # nothing is
 
+    goes_on: bool = False
+
     @classmethod
     def when(cls, situation: Situation) -> HoldGradients | None:
-        return cls() if situation.holds_gradients else None
+        return cls(situation.shards_micro_batches) if situation.holds_gradients else None
 
     def __call__(self, program: Program) -> bool:
         if not program.grads:
@@ -43,9 +47,10 @@ class HoldGradients(Pass):
             held = build.placeholder("gradient", f"{name}.grad", spec)
             with build.before(program.output):
                 build.call(aten.add_.Tensor, (held, value), spec=spec, like=_LIKE, name=f"reduce/{name}/hold")
-        program.grads = {}
-        program.set_output()
-        remove_dead_nodes(program)
+        if not self.goes_on:
+            program.grads = {}
+            program.set_output()
+            remove_dead_nodes(program)
         return True
 
 

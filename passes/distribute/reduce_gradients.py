@@ -47,7 +47,7 @@ class ReduceGradients(Pass):
         if situation.divides:
             return None
         return cls(
-            situation.reduced_group,
+            situation.scattered_group,
             mean=config.gradients_mean,
             fp32=config.gradient_fp32_sync,
             honour_layerwise=config.parallel_mode == "hybrid_parallel",

@@ -57,9 +57,9 @@ class ShardOptimizer(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
-        if asked is None or situation.holds_gradients:
+        if asked is None or (situation.holds_gradients and not situation.shards_micro_batches):
             return None
-        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.level == 3, asked.sharing, asked.mode)
+        return cls(asked.parallel_optimizer_threshold, asked.pad, situation.keeps_rows, asked.sharing, asked.mode)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or not program.grads or program.mesh.world == 1:

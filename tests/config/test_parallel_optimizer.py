@@ -10,7 +10,7 @@ import pytest
 from commfuse_fx import reset_auto_parallel_context, set_auto_parallel_context
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
-from commfuse_fx.errors import CommFuseError, NotAvailableError
+from commfuse_fx.errors import CommFuseError
 
 WHERE = "parallel_optimizer_config"
 
@@ -54,16 +54,6 @@ def test_bad_options_are_refused_whether_it_is_on_or_off(options: Any, error: ty
         with pytest.raises(CommFuseError, match=re.escape(message)) as raised:
             CompileConfig.resolve({"enable_parallel_optimizer": enabled, WHERE: options})
         assert isinstance(raised.value, error)
-
-
-@pytest.mark.parametrize("options", [{"gradient_accumulation_shard": True}])
-def test_what_is_not_available_says_what_to_use_instead(options: dict[str, Any]) -> None:
-    (key,) = options
-    with pytest.raises(
-        NotAvailableError, match=re.escape(f'{WHERE}["{key}"] is ') + ".*not available yet; (use|leave)"
-    ):
-        resolved(options)
-    CompileConfig.resolve({WHERE: options})  # without effect
 
 
 def test_options_are_read_back_from_the_header() -> None:

@@ -74,9 +74,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "optimal": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
     "across steps": ACROSS_STEPS,
 }
-SHARDED = {
-    "enable_parallel_optimizer": True,
-    "parallel_optimizer_config": {"parallel_optimizer_threshold": 1, "pad": True},
+
+
+def sharded(**config: Any) -> dict[str, Any]:
+    config = {"parallel_optimizer_threshold": 1, **config}
+    return {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+
+
+SHARDED = sharded(pad=True)
+OTHERS = {
+    "sums of rows": sharded(pad=True, gradient_accumulation_shard=True),
+    "rows alone": sharded(pad=True, level=3),
+    "rows alone, sums of rows": sharded(pad=True, level=3, gradient_accumulation_shard=True),
+    "sums of owners": sharded(mode="broadcast", gradient_accumulation_shard=True),
 }
 
 
@@ -88,6 +98,16 @@ def matches_ddp(kind: str) -> str:
     for options in ({}, SHARDED):
         assert_parameters_close(train(MODELS[kind](), momentum, kind, clip_grad_norm=LIMIT, **options), clipped)
     return digest(found[0])
+
+
+def shares_updates_otherwise() -> None:
+    want = ddp_steps(MODELS["mlp"](), momentum, "mlp", LIMIT)
+    for options in OTHERS.values():
+        assert_parameters_close(train(MODELS["mlp"](), momentum, "mlp", clip_grad_norm=LIMIT, **options), want)
+
+
+def test_other_ways_to_share_updates_match_ddp(ranks: Ranks) -> None:
+    ranks.values(shares_updates_otherwise, size=3)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -181,10 +201,10 @@ def test_training_is_the_same_whatever_plan_is_tried(ranks: Ranks, winner: str) 
     assert one == other and len(one) > 2 and one[-1].endswith(" stays")
 
 
-def goes_on_after_a_failure(failing: int) -> tuple[str, list[str]]:
+def goes_on_after_a_failure(failing: int, options: dict[str, Any]) -> tuple[str, list[str]]:
     """Rank 1 fails in one call; both go on until each has had all of its batches."""
     model = mlp()
-    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=momentum(model), accumulate_steps=COUNT)
+    step = cf.compile(model, loss_fn=F.cross_entropy, optimizer=momentum(model), accumulate_steps=COUNT, **options)
     errors, number, calls = [], 0, 0
     while number < COUNT * STEPS:
         x, y = xy(number)
@@ -199,9 +219,15 @@ def goes_on_after_a_failure(failing: int) -> tuple[str, list[str]]:
     return digest(model), errors
 
 
-@pytest.mark.parametrize("failing", range(COUNT + 1))
-def test_a_micro_batch_that_fails_on_one_rank_is_not_lost_and_not_counted_twice(ranks: Ranks, failing: int) -> None:
-    one, other = (each.value for each in run_soon(ranks, goes_on_after_a_failure, failing))
+@pytest.mark.parametrize(
+    ("failing", "options"),
+    [*((failing, {}) for failing in range(COUNT + 1)), (1, OTHERS["sums of rows"])],
+    ids=[*map(str, range(COUNT + 1)), "sums of rows"],
+)
+def test_a_micro_batch_that_fails_on_one_rank_is_not_lost_and_not_counted_twice(
+    ranks: Ranks, failing: int, options: dict[str, Any]
+) -> None:
+    one, other = (each.value for each in run_soon(ranks, goes_on_after_a_failure, failing, options))
     assert one[0] == other[0]
     assert one[1] == ["PeerFailedError"] and other[1] == ["IndexError"]
 

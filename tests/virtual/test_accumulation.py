@@ -205,17 +205,3 @@ def test_lockstep_compares_every_micro_batch_and_drops_collectives_of_the_last()
     (name,) = [info(node).name for node in lowered.program.collectives()]
     dropped = cf.lockstep(lowered, drop=[name])
     assert dropped(*batches[0]).disagreement is None and dropped(*batches[1]).disagreement is not None
-
-
-def test_parameters_that_are_gathered_for_each_use_are_not_available_yet() -> None:
-    config = {"level": 3}
-    with pytest.raises(cf.NotAvailableError, match="accumulate_steps=2 .* level 3 is not available yet.*level 1 or 2"):
-        make_world(
-            MLP_CASE,
-            MLP_CASE.model(),
-            2,
-            sgd,
-            accumulate_steps=2,
-            enable_parallel_optimizer=True,
-            parallel_optimizer_config=config,
-        )

@@ -36,7 +36,7 @@ from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, TakenMemory
 from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
-from commfuse_fx.runtime.memory.held_gradients import HeldGradients
+from commfuse_fx.runtime.memory.held_gradients import HeldGradients, specs_of_held
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.memory.storage import Storage
 from commfuse_fx.runtime.ranks.groups import Groups
@@ -83,9 +83,7 @@ class Executor:
         self.has_collectives = any(True for _ in program.collectives())
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
-        self._held_specs = {
-            source.name: tensor_spec(node) for node, source in program.sources.items() if source.kind == "gradient"
-        }
+        self._held_specs = specs_of_held(program, rank)
         self._sources: Sequence[Source] = list(program.sources.values())
         self._relaid: list[tuple[int, TensorSpec]] | None = None  # inputs with other strides than recorded
         self.generated: Generated | None = None
@@ -333,7 +331,7 @@ class Executor:
                 values.append(self.seed)
             elif source.kind == "gradient":
                 name = source.name.removesuffix(".grad")
-                values.append(self.held.of(name, self.params[name], self._held_specs[source.name]))
+                values.append(self.held.of(name, self.params[name], self._held_specs[name]))
             elif source.kind == "hyper":
                 number = numbers[source.owner][source.name]
                 if isinstance(number, torch.Tensor) and not self.rates.takes(len(values), number):

@@ -7,7 +7,10 @@ import weakref
 import torch
 from torch import nn
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.errors import CaptureError
+from commfuse_fx.ir.meta import TensorSpec, tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.shard_owners import holds_of_owner
 
 
 class HeldGradients:
@@ -25,6 +28,12 @@ class HeldGradients:
         is_its_own = owner is not None and owner() is param and found is not None and found.shape == spec.shape
         if is_its_own and found is not None and TensorSpec.of(found) == spec:
             return found
+        if owner is not None and owner() is param and found is not None and not is_its_own and bool(found.any()):
+            raise CaptureError(
+                f"earlier micro-batches have left a sum of shape {list(found.shape)} for the gradient of {name}, and "
+                f"this one takes one of shape {list(spec.shape)}: give all micro-batches of an update batches of one "
+                "size, or call step.drop_micro_batches() to forget the gradients since the last update"
+            )
         made = spec.empty()
         with torch.no_grad():
             if is_its_own and found is not None:
@@ -39,3 +48,17 @@ class HeldGradients:
         if tensors := [tensor for _, tensor in self._held.values()]:
             with torch.no_grad():
                 torch._foreach_zero_(tensors)
+
+
+def specs_of_held(program: Program, rank: int) -> dict[str, TensorSpec]:
+    """What this rank holds of the gradient of each parameter: of one that another rank owns, none of its rows."""
+    found: dict[str, TensorSpec] = {}
+    for node, source in program.sources.items():
+        if source.kind != "gradient":
+            continue
+        name, spec = source.name.removesuffix(".grad"), tensor_spec(node)
+        param = program.params.get(name)
+        if param is not None and holds_of_owner(node) and program.mesh.index(param.shard, rank) != param.owner:
+            spec = spec.with_shape((0, *spec.shape[1:]))
+        found[name] = spec
+    return found
