@@ -62,13 +62,13 @@ class ManySmall(nn.Module):
         return self.head(x)
 
 
-def gpt2(layers: int = 12, width: int = 256) -> nn.Module:
+def gpt2(layers: int = 12, width: int = 256, heads: int = 8, words: int = 8192) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(n_layer=layers, n_embd=width, n_head=8, vocab_size=8192, n_positions=128, use_cache=False)
+        GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, n_positions=128, use_cache=False)
     )
     return model
 

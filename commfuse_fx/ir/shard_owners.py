@@ -9,7 +9,6 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import collective_of, group_of
-from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import NodeInfo, info, tensor_spec
 from commfuse_fx.ir.owner_ops import of_owner, reduce
 
@@ -27,7 +26,7 @@ def reduce_to_owner(build: Builder, start: fx.Node, names: Sequence[str], owner:
             collective=replace(collective_of(start), kind="reduce"),
             phase="backward",
         )
-    replace_all(program, {start: made})
+    start.replace_all_uses_with(made)
     program.graph.erase_node(start)
     program.names.release(info(start).name)
     with build.before(program.output):

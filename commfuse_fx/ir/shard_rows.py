@@ -104,11 +104,8 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" or gives_rows(node)
 
 
-def updated(program: Program, name: str) -> fx.Node:
-    """The node that an update writes for this parameter: the parameter, or the rank's rows of it."""
-    found: fx.Node | None = program.placeholder("parameter", name)
-    if program.params[name].shard:
-        wanted = name_of_rows(name)
-        found = next((node for node in program.graph.nodes if has_info(node) and info(node).name == wanted), None)
-    assert found is not None, "what is updated is an input, or rows of one"
-    return found
+def updated_nodes(program: Program) -> dict[str, fx.Node]:
+    """The node that an update writes for each parameter: the parameter, or the rank's rows of it."""
+    found = {source.name: node for node, source in program.sources.items() if source.kind == "parameter"}
+    rows = (node for node in program.graph.nodes if has_info(node) and gives_rows(node))
+    return found | {parameter_of_rows(node): node for node in rows}

@@ -78,11 +78,11 @@ def keep_rows(build: Builder, name: str) -> None:
     program = build.program
     param, rows = program.params[name], program.placeholder("parameter", name)
     assert rows is not None, "what has a gradient is an input"
-    users = _in_order(program.graph, rows.users)
+    users = sorted(rows.users)
     whole = _gathered(build, name, rows, users[0])
     for user in users:
         user.replace_input_with(rows, whole)
-    later = _later_users(program.graph, whole)
+    later = _later_users(whole)
     if later and info(users[0]).phase != "backward":
         _use_again(build, name, rows, whole, later)
     details = info(rows)
@@ -106,23 +106,17 @@ def _gathered(build: Builder, name: str, rows: fx.Node, user: fx.Node, again: st
         return without_padding(build, name, wait, spec, like, again)
 
 
-def _in_order(graph: fx.Graph, nodes: Sequence[fx.Node] | dict[fx.Node, None]) -> list[fx.Node]:
-    wanted = dict.fromkeys(nodes)
-    return [node for node in graph.nodes if node in wanted]
-
-
-def _later_users(graph: fx.Graph, whole: fx.Node) -> list[fx.Node]:
-    """The nodes of the backward that use a parameter, or views of it that the forward has made."""
-    known = {whole: None}
-    found: list[fx.Node] = []
-    for node in graph.nodes:
-        if not any(value in known for value in node.all_input_nodes):
-            continue
-        if info(node).phase == "backward":
-            found.append(node)
-        elif is_view(node):
-            known[node] = None
-    return found
+def _later_users(whole: fx.Node) -> list[fx.Node]:
+    """The nodes of the backward that use a parameter, or views of it that the forward has made; in graph order."""
+    found: dict[fx.Node, None] = {}
+    views = [whole]
+    for node in views:
+        for user in node.users:
+            if info(user).phase == "backward":
+                found[user] = None
+            elif is_view(user):
+                views.append(user)
+    return sorted(found)
 
 
 def _use_again(build: Builder, name: str, rows: fx.Node, whole: fx.Node, users: Sequence[fx.Node]) -> None:

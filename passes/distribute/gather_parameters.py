@@ -9,7 +9,7 @@ from torch import fx
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.meta import NodeInfo
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_rows import updated
+from commfuse_fx.ir.shard_rows import updated_nodes
 from commfuse_fx.ir.shard_uses import broadcast_whole, gather_rows, without_padding
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -32,10 +32,11 @@ class GatherParameters(Pass):
         build = Builder(program)
         names = [name for update in program.updates for segment in update.segments for name, _ in segment.members]
         sharded = [name for name in names if program.params[name].shard]
+        rows = updated_nodes(program) if sharded else {}
         with build.before(program.output):
             for name in sharded:
                 if program.params[name].owner is None:
-                    wait = gather_rows(build, name, updated(program, name), _LIKE)
+                    wait = gather_rows(build, name, rows[name], _LIKE)
                 else:
                     wait = broadcast_whole(build, name, _LIKE)
                 _write(build, name, wait)

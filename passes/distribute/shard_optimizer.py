@@ -12,7 +12,6 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
 from commfuse_fx.ir.dependence import Roots, written_nodes
-from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
@@ -226,6 +225,6 @@ def _scatter(build: Builder, start: fx.Node, names: list[str], group: str) -> No
             )
     for node in chain:
         info(node).spec = rows.with_dtype(tensor_spec(node).dtype)
-    replace_all(program, {start: made})
+    start.replace_all_uses_with(made)
     program.graph.erase_node(start)
     program.names.release(info(start).name)

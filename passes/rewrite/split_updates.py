@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from commfuse_fx.ir.collectives import is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
 from commfuse_fx.ir.program import Program, Source, Update
-from commfuse_fx.ir.shard_rows import spec_of_rows, updated
+from commfuse_fx.ir.shard_rows import spec_of_rows, updated_nodes
 from commfuse_fx.ir.update_layout import takes_blocks
 from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.kernels.emit_updates import emit_update
@@ -49,8 +49,8 @@ class SplitUpdates(Pass):
         return _lay_out_gradients(program) or split
 
     def _split(self, program: Program) -> bool:
-        nodes = update_nodes(program)
-        work = [_Old(program, owner, nodes[owner]) for owner in range(len(program.updates))]
+        nodes, updated = update_nodes(program), updated_nodes(program)
+        work = [_Old(program, owner, nodes[owner], updated) for owner in range(len(program.updates))]
         if any(unclipped(grad) is not grad for old in work for grad in old.grads):
             return False  # no update can run before the norm of all gradients is known
         if all(len(old.by_bucket()) == 1 for old in work):
@@ -78,24 +78,24 @@ def _behind(node: fx.Node, nodes: Sequence[Sequence[fx.Node]]) -> fx.Node:
 
 
 class _Old:
-    """One update as it was, taken apart."""
+    """One update as it was, taken apart. updated: as in `updated_nodes`."""
 
-    def __init__(self, program: Program, owner: int, nodes: list[fx.Node]) -> None:
+    def __init__(self, program: Program, owner: int, nodes: list[fx.Node], updated: Mapping[str, fx.Node]) -> None:
         self.program = program
         self.owner = owner
         self.update = program.updates[owner]
         self.nodes = nodes
         self.grads = gradients_of(nodes)
-        self.params = [self._param(i) for i in range(len(self.update.segments))]
+        self.params = [self._param(i, updated) for i in range(len(self.update.segments))]
         assert program.optimizer is not None
         self.flags = dict(program.optimizer.groups[self.update.group].flags)
         self._mine = dict.fromkeys(nodes)
 
-    def _param(self, position: int) -> fx.Node:
+    def _param(self, position: int, updated: Mapping[str, fx.Node]) -> fx.Node:
         segment = self.update.segments[position]
         name = segment.members[0][0]
         if not segment.is_flat:
-            return updated(self.program, name)
+            return updated[name]
         found = self.program.placeholder("flat", name, self.owner)
         assert found is not None
         return found
