@@ -20,6 +20,7 @@ from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.dividing.division import Division
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
 from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
@@ -65,6 +66,7 @@ class Divide(Pass):
         axes = self._axes(program, resolved)
         for axis in axes:
             Division(program, axis, specs).run()
+        sum_parts(program)
         erase_marks(program)
         program.set_output()
         return bool(axes)

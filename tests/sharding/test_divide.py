@@ -106,6 +106,17 @@ def test_gradients_over_two_axes_are_reduced_once() -> None:
     assert all(each.group == (0, 1, 2, 3) for each in found)
 
 
+def test_a_part_of_a_sum_is_the_sum_of_parts() -> None:
+    """The norm needs whole rows, so each rank computes whole gradients of the weights beside it, and keeps parts."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    cf.shard(model[0].weight, ("tp", None))
+    cf.shard(model[2].weight, (None, "tp"))
+    lowered = lower(model, torch.randn(4, 8), torch.randn(4, 4), mesh=(2, 2), loss_fn=nn.MSELoss())
+    sent = {tuple(each.members): (each.group, each.bytes) for each in lowered.collectives if each.kind == "all_reduce"}
+    assert sent[("0.weight",)] == ((0, 2), 4 * 16 * 8 / 2) and sent[("2.weight",)] == ((0, 2), 4 * 4 * 16 / 2)
+    assert sent[("0.bias",)] == ((0, 2), 4 * 16 / 2)
+
+
 def test_gathers_over_two_axes_are_one() -> None:
     def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.linalg.norm(x.matmul(weight).cumsum(-1))

@@ -125,22 +125,24 @@ def test_ranks_that_cannot_share_are_refused(size: int, others: dict[str, Any], 
 
 
 class Block(nn.Module):
+    """The norm needs whole rows, so gradients of both weights are computed whole on each rank."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 13)
+        self.up, self.norm, self.down = nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 13)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(torch.tanh(self.norm(self.up(x))))
 
 
-def divided_by_a_strategy(size: int, mesh: tuple[int, ...] = (2, 2, 2)) -> LockstepWorld:
+def divided_by_a_strategy(size: int, mesh: tuple[int, ...] = (2, 2, 2), level: int = 1) -> LockstepWorld:
     """On three axes: the batch over the first two, weights over the last."""
     model = Block().double()
     last = ("dp", "tp", "pp")[len(mesh) - 1]
     cf.shard(model, "up", weight=(last, None))
     cf.shard(model, "down", weight=(None, last))
-    options = {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": size}
+    options = {**SMALL, "optimizer_weight_shard_size": size, "level": level}
     step = cf.compile(
         model, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         parallel_mode="semi_auto", mesh=mesh, device_num=8, enable_parallel_optimizer=True,
@@ -149,8 +151,10 @@ def divided_by_a_strategy(size: int, mesh: tuple[int, ...] = (2, 2, 2)) -> Locks
     return LockstepWorld(step)
 
 
-def test_parts_of_a_strategy_are_shared_by_some_of_the_ranks() -> None:
-    world = divided_by_a_strategy(2)
+@pytest.mark.parametrize("level", [1, 3])
+def test_parts_of_a_strategy_are_shared_by_some_of_the_ranks(level: int) -> None:
+    """Tensor parallel on the last axis, sharing on the middle one, and the same on the first (as in HSDP)."""
+    world = divided_by_a_strategy(2, level=level)
     for step in range(5):
         world([part for part in batches(4, step) for _ in range(2)])
     model = Block().double()
@@ -162,8 +166,15 @@ def test_parts_of_a_strategy_are_shared_by_some_of_the_ranks() -> None:
     for each in world.models:
         for param, want in zip(each.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(param, want, rtol=1e-9, atol=1e-12)
-    kinds = Counter((each.kind, each.group) for each in world.step.lower(*batches(1, 0)[0]).collectives)
-    assert kinds["reduce_scatter", (0, 2)] == kinds["all_gather", (0, 2)] == 1 and kinds["all_reduce", (0, 4)] >= 1
+    lowered = world.step.lower(*batches(1, 0)[0])
+    kinds = Counter((each.kind, each.group) for each in lowered.collectives if "weight" in each.members[0])
+    assert kinds["reduce_scatter", (0, 2)] == kinds["all_reduce", (0, 4)] == 1 and kinds["all_gather", (0, 2)] >= 1
+    shared = [note.subject for note in lowered.explain().notes if note.topic == "sharded updates"]
+    assert sorted(shared) == sorted(name for name, _ in model.named_parameters())
+    held = lowered.explain().memory.held
+    # Rows of 13 are padded to 14, which only the last bias has; a weight is a quarter on each rank.
+    rows = 8 * (16 * 12 / 4 + 16 / 4 + 2 * 16 / 2 + 14 * 8 / 2 + 14 / 2)
+    assert held[2].per_rank == 2 * rows + 4 * 6 and held[0].per_rank == (rows if level == 3 else held[0].per_rank)
 
 
 def test_a_strategy_whose_axes_do_not_fit_is_refused() -> None:
