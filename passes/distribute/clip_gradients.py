@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -12,6 +12,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import WAIT, c10d
+from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.placement import Shard
 from commfuse_fx.ir.program import Program
@@ -26,8 +27,8 @@ _EPSILON = 1e-6
 class ClipGradients(Pass):
     """What torch.nn.utils.clip_grad_norm_ does to the reduced gradients that the optimizer takes, by the same formula.
 
-    Every rank sums up by itself what all ranks have in common. Where ranks hold other parts of a parameter, one
-    all_reduce of one number adds up the squares of the parts, for all parameters that are divided over the same axes.
+    Every rank sums up by itself what all ranks have in common. Where ranks hold other parts of some parameters, one
+    all_reduce of one number adds up the squares of the parts.
 
     `layerwise_group`: the mesh axes along which parameters that are marked layerwise_parallel differ. None: none do.
     """
@@ -83,8 +84,7 @@ class ClipGradients(Pass):
             groups.append(param.shard)
         if param.layerwise_parallel and self.layerwise_group is not None:
             groups.append(self.layerwise_group)
-        axes = [axis for group in groups for axis in group.split(",")]
-        return ",".join(axis for axis in program.mesh.names if axis in axes and program.mesh.size(axis) > 1)
+        return _joined_axes(program.mesh, groups)
 
 
 class _Emitter:
@@ -99,8 +99,12 @@ class _Emitter:
     def total(self, groups: Mapping[str, Sequence[str]]) -> fx.Node:
         """The norm of all gradients together."""
         grads = self.program.grads
-        norms = [self._of_group(group, [grads[name] for name in names]) for group, names in groups.items()]
-        return norms[0] if len(norms) == 1 else self._joined(norms, [tensor_spec(norm) for norm in norms], ".all")
+        norms = {group: self._of_group(group, [grads[name] for name in names]) for group, names in groups.items()}
+        parts = {group: norm for group, norm in norms.items() if group}
+        found = [norm for group, norm in norms.items() if not group]
+        if parts:
+            found.append(self._over_ranks(parts))
+        return found[0] if len(found) == 1 else self._joined(found, [tensor_spec(norm) for norm in found], ".all")
 
     def coefficient(self, norm: fx.Node, max_norm: float) -> fx.Node:
         """max_norm / (norm + 1e-6), as torch divides a number by a tensor, and at most 1."""
@@ -119,13 +123,11 @@ class _Emitter:
         return made if dtype == spec.dtype else self._cast(made, spec.dtype, f"clipped.{name}.cast", varies)
 
     def _of_group(self, group: str, grads: Sequence[fx.Node]) -> fx.Node:
-        """The norm of these gradients, or of what all ranks of the group hold of them."""
-        label = f".{group.replace(',', '+')}" if group else ""
+        """The norm of what a rank holds of these gradients."""
         specs = tuple(TensorSpec((), spec.dtype.to_real(), (), spec.device) for spec in map(tensor_spec, grads))
-        args = (list(grads), 2)
+        args, label = (list(grads), 2), _label(group)
         norms = self._call(aten._foreach_norm.Scalar, args, specs, f"norms{label}", group or self.common)
-        norm = self._joined(norms, specs, label, group)
-        return self._over_ranks(norm, label, group) if group else norm
+        return self._joined(norms, specs, label, group)
 
     def _joined(self, norms: Any, specs: Sequence[TensorSpec], label: str, group: str = "") -> fx.Node:
         """The norm of norms."""
@@ -136,13 +138,19 @@ class _Emitter:
         spec = TensorSpec((), dtype, (), stacked.device)
         return self._call(aten.linalg_vector_norm.default, args, spec, f"norm{label}", group or self.common)
 
-    def _over_ranks(self, norm: fx.Node, label: str, group: str) -> fx.Node:
-        """The square is summed in single precision at least."""
-        dtype = torch.promote_types(tensor_spec(norm).dtype, torch.float32)
-        if dtype != tensor_spec(norm).dtype:
-            norm = self._cast(norm, dtype, f"norm{label}.cast", group)
-        spec = tensor_spec(norm)
-        square = self._call(aten.pow.Tensor_Scalar, (norm, 2), spec, f"square{label}", group)
+    def _over_ranks(self, norms: Mapping[str, fx.Node]) -> fx.Node:
+        """The norm of all parts together, of these norms of a rank's parts by the axes along which the parts differ.
+
+        One all_reduce over all of these axes: where ranks along some have the same part, each adds its share.
+        """
+        mesh = self.program.mesh
+        group = _joined_axes(mesh, norms)
+        squares = [self._square(norm, each, mesh.size(each) / mesh.size(group)) for each, norm in norms.items()]
+        dtype = reduce(torch.promote_types, (tensor_spec(square).dtype for square in squares))
+        spec, label = tensor_spec(squares[0]).with_dtype(dtype), _label(group)
+        square = squares[0]
+        for number, other in enumerate(squares[1:], 1):
+            square = self._call(aten.add.Tensor, (square, other), spec, f"squares{label}.{number}", group)
         collective = CollectiveInfo(
             "all_reduce",
             group=group,
@@ -157,6 +165,16 @@ class _Emitter:
         start = self._call(c10d.all_reduce.default, args, spec, f"all_reduce{label}", None, collective=collective)
         wait = self._call(WAIT, (start,), spec, f"wait{label}", self.common)
         return self._call(aten.sqrt.default, (wait,), spec, f"root{label}", self.common)
+
+    def _square(self, norm: fx.Node, group: str, share: float) -> fx.Node:
+        """This rank's share of the square of a norm, in single precision at least."""
+        label, dtype = _label(group), torch.promote_types(tensor_spec(norm).dtype, torch.float32)
+        if dtype != tensor_spec(norm).dtype:
+            norm = self._cast(norm, dtype, f"norm{label}.cast", group)
+        square = self._call(aten.pow.Tensor_Scalar, (norm, 2), tensor_spec(norm), f"square{label}", group)
+        if share == 1:
+            return square
+        return self._call(aten.mul.Tensor, (square, share), tensor_spec(norm), f"square{label}.share", group)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, name: str, varies: str | None) -> fx.Node:
         spec = tensor_spec(value).with_dtype(dtype)
@@ -183,3 +201,14 @@ class _Emitter:
                 varies=varies,
                 collective=collective,
             )
+
+
+def _joined_axes(mesh: Mesh, groups: Iterable[str]) -> str:
+    """All axes of these groups that have several ranks, in the order of the mesh."""
+    axes = [axis for group in groups for axis in group.split(",")]
+    return ",".join(axis for axis in mesh.names if axis in axes and mesh.size(axis) > 1)
+
+
+def _label(group: str) -> str:
+    """What the names of nodes say of the axes along which values differ."""
+    return f".{group.replace(',', '+')}" if group else ""

@@ -73,10 +73,13 @@ def test_ranks_that_are_handed_their_part_of_the_batch() -> None:
     assert sent(check((2, 2), columns, sgd, ways=2)) == [("all_reduce", "tp", 8)]
 
 
-def test_one_collective_for_each_group_of_axes() -> None:
-    found = check((2, 2), over_both_axes, sgd)
-    groups = [group for _, group, _ in sent(found)]
-    assert sorted(groups) == sorted(dict.fromkeys(groups)) and {"tp", "dp", "dp,tp"} <= {*groups}
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 2)], ids=str)
+def test_one_number_for_parameters_that_are_divided_over_other_axes(mesh: tuple[int, ...]) -> None:
+    """Where ranks have the same part, each adds its share of it."""
+    found = check(mesh, over_both_axes, sgd)
+    assert sent(found) == [("all_reduce", "dp,tp", 8)]
+    norms = [info(node).name for node in found.program.graph.nodes if info(node).name.startswith("update/norms.")]
+    assert {"update/norms.dp", "update/norms.tp", "update/norms.dp+tp"} <= {*norms}
 
 
 def test_nothing_is_sent_where_every_rank_has_all_parameters() -> None:

@@ -232,6 +232,7 @@ def test_divided_parameters_are_divided_further_where_they_repeat(options: dict[
         torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-9, atol=1e-12)
     kinds = [each.kind for each in collectives(world) if each.members[0].endswith(("weight", "bias"))]
     assert {"reduce_scatter", "all_gather"} <= {*kinds} and "all_reduce" not in kinds
+    assert [each.kind for each in collectives(world) if each.phase == "update"].count("all_reduce") == 1  # the norm's
 
 
 class Weights(nn.Module):

@@ -14,6 +14,7 @@ from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 RANKS, STEPS = 3, 4
 ACROSS = {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"}
+ACCUMULATED = {"accumulate_steps": 2}
 SHARED: dict[str, dict[str, Any]] = {
     "rows": {"pad": True},
     "rows that divide": {},
@@ -91,13 +92,15 @@ def tensors(world: LockstepWorld, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, ACROSS, {"accumulate_steps": 2}], ids=["", "across steps", "accumulated"])
-def test_every_tensor_is_that_of_plain_data_parallel(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({}, {}), (ACROSS, {}), (ACCUMULATED, {}), (ACCUMULATED, {"gradient_accumulation_shard": True})],
+    ids=["", "across steps", "accumulated", "accumulated in rows"],
+)
+def test_every_tensor_is_that_of_plain_data_parallel(options: dict[str, Any], more: dict[str, Any]) -> None:
     plain = trained(None, **options)
     for name, config in SHARED.items():
-        if "accumulate_steps" in options and config.get("level") == 3:
-            continue
-        world = trained(config, **options)
+        world = trained({**config, **more}, **options)
         for rank in range(RANKS):
             found, want = tensors(world, rank), tensors(plain, rank)
             assert sorted(found) == sorted(want)
