@@ -15,7 +15,8 @@ import commfuse_fx as cf
 from commfuse_fx.ir.collectives import group_of, is_start, kind_of, root_of
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.virtual.test_parallel_optimizer import (
-    OPTIMIZERS,
+    APART,
+    CASES,
     SMALL,
     STEPS,
     batches,
@@ -26,12 +27,9 @@ from tests.virtual.test_parallel_optimizer import (
 )
 
 OWNED = {"parallel_optimizer_threshold": 0, "mode": "broadcast"}
-APART = {"openstate": False}
 
 
-@pytest.mark.parametrize("fusion", [None, APART], ids=["fused", "apart"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "ranks", "fusion"), CASES)
 def test_training_is_that_of_one_device(optimizer: str, ranks: int, fusion: Any) -> None:
     world = trained(compiled(ranks, optimizer, OWNED, comm_fusion=fusion))
     model, eager = on_one_device(ranks, optimizer)

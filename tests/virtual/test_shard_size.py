@@ -29,8 +29,14 @@ PAIRS = {**SMALL, "optimizer_weight_shard_size": 2}
 APART = {"comm_fusion": {"openstate": False}}
 
 
-@pytest.mark.parametrize("fusion", [None, {"openstate": False}], ids=["fused", "apart"])
-@pytest.mark.parametrize(("optimizer", "level"), [*((each, 1) for each in OPTIMIZERS), ("adamw", 2), ("adamw", 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "level", "fusion"),
+    [
+        *((each, 1, None) for each in OPTIMIZERS),
+        *(("adamw", level, fusion) for level in (2, 3) for fusion in (None, {"openstate": False})),
+        ("adamw", 1, {"openstate": False}),
+    ],
+)
 def test_training_is_that_of_one_device(optimizer: str, level: int, fusion: Any) -> None:
     world = trained(compiled(4, optimizer, {**PAIRS, "level": level}, comm_fusion=fusion))
     model, eager = on_one_device(4, optimizer)
