@@ -107,41 +107,47 @@ def _gathered(build: Builder, name: str, rows: fx.Node, user: fx.Node, again: st
 
 
 def _later_users(whole: fx.Node) -> list[fx.Node]:
-    """The nodes of the backward that use a parameter, or views of it that the forward has made; in graph order."""
+    """The nodes of the backward that use a parameter, or views and casts of it that the forward has made; in order."""
     found: dict[fx.Node, None] = {}
-    views = [whole]
-    for node in views:
+    known = [whole]
+    for node in known:
         for user in node.users:
             if info(user).phase == "backward":
                 found[user] = None
-            elif is_view(user):
-                views.append(user)
+            elif _is_made_again(user):
+                known.append(user)
     return sorted(found)
 
 
+def _is_made_again(node: fx.Node) -> bool:
+    """Whether the backward makes this node of the forward once more, as a gather is most of what it takes: views, and
+    casts, which autocast makes of whole parameters."""
+    return is_view(node) or node.target is aten._to_copy.default
+
+
 def _use_again(build: Builder, name: str, rows: fx.Node, whole: fx.Node, users: Sequence[fx.Node]) -> None:
-    """Gather a parameter once more for these nodes, and make the views of it that they use once more."""
+    """Gather a parameter once more for these nodes, and make the views and casts that they use once more."""
     same = {whole: _gathered(build, name, rows, users[0], "again/")}
 
-    def view(node: fx.Node) -> fx.Node:
+    def made(node: fx.Node) -> fx.Node:
         if node not in same:
             like = NodeInfo("backward", module=info(node).module, source=info(node).source)
-            args = fx.node.map_arg(node.args, lambda value: view(value) if _leads_to(value, whole) else value)
-            made = f"shard/{name}/again/{info(node).name.rpartition('/')[2]}"
+            args = fx.node.map_arg(node.args, lambda value: made(value) if _leads_to(value, whole) else value)
+            label = f"shard/{name}/again/{info(node).name.rpartition('/')[2]}"
             with build.before(users[0]):
-                same[node] = build.call(node.target, args, node.kwargs, spec=info(node).spec, like=like, name=made)
+                same[node] = build.call(node.target, args, node.kwargs, spec=info(node).spec, like=like, name=label)
         return same[node]
 
     for user in users:
         for value in user.all_input_nodes:
             if _leads_to(value, whole):
-                user.replace_input_with(value, view(value))
+                user.replace_input_with(value, made(value))
 
 
 def _leads_to(node: fx.Node, whole: fx.Node) -> bool:
-    """Whether a node is a parameter, or a view of it."""
+    """Whether a node is a parameter, or a view or cast of it."""
     while node is not whole:
-        if not is_view(node):
+        if not _is_made_again(node):
             return False
         node = node.all_input_nodes[0]
     return True

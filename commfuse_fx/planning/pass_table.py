@@ -9,6 +9,7 @@ from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
 from commfuse_fx.passes.distribute.average_micro_batches import AverageMicroBatches
 from commfuse_fx.passes.distribute.broadcast_buffers import BroadcastBuffers
+from commfuse_fx.passes.distribute.cast_before_gather import CastBeforeGather
 from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
@@ -64,7 +65,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "divide": (RangeLookups, CounterRandom, Divide),
         "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
-        "shard": (ShardOptimizer, HoldRows, DropGradients),
+        "shard": (ShardOptimizer, CastBeforeGather, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),

@@ -132,6 +132,35 @@ def test_bf16_gradients_are_summed_in_fp32(ranks: Ranks) -> None:
         torch.testing.assert_close(param, want, rtol=2**-7, atol=2**-9)
 
 
+def under_autocast() -> tuple[float, dict[str, set[torch.dtype]]]:
+    """The largest difference of a parameter from that of DistributedDataParallel, and the dtypes that are sent."""
+    net, twin = model(torch.float32), DistributedDataParallel(model(torch.float32))
+    optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, twin))
+    step = cf.compile(
+        net, loss_fn=F.cross_entropy, optimizer=optimizer, enable_parallel_optimizer=True,
+        parallel_optimizer_config={**SMALL, "level": 3},
+    )  # fmt: skip
+    sent: dict[str, set[torch.dtype]] = {}
+    for number in range(STEPS):
+        x, y = batch(number, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            step(x, y)
+            want = F.cross_entropy(twin(x), y)
+            for each in step.lower(x, y).collectives:
+                sent.setdefault(each.kind, set()).add(each.dtype)
+        eager.zero_grad()
+        want.backward()
+        eager.step()
+    pairs = zip(net.state_dict().values(), twin.module.state_dict().values(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs), sent
+
+
+def test_float32_masters_and_bf16_compute_under_autocast(ranks: Ranks) -> None:
+    for largest, sent in ranks.values(under_autocast):
+        assert largest < 1e-6
+        assert sent == {"all_gather": {torch.bfloat16}, "reduce_scatter": {torch.float32}}
+
+
 def holds_rows() -> tuple[int, int]:
     """Bytes of optimizer state that this rank allocates in its first step, divided and whole."""
     found = []
