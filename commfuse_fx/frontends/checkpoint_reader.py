@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -14,6 +16,7 @@ from commfuse_fx.runtime.checkpoint.folders import CheckpointFolder
 from commfuse_fx.runtime.checkpoint.held import Stored, filled
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.checkpoint.plain_values import decoded
+from commfuse_fx.runtime.ranks.ballots import hash62
 
 Values = dict[str, Any]
 
@@ -29,7 +32,12 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: object, rank: int, size: int) -> None:
-        self._path = CheckpointFolder(folder).existing()
+        where = CheckpointFolder(folder)
+        try:
+            self._path = where.existing()
+            self._file = self._present_file()
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint in {str(where.path)!r} cannot be read: {error}") from error
         try:
             self._index = CheckpointIndex.load(self._path / NAME)
         except CommFuseError as error:
@@ -48,6 +56,11 @@ class CheckpointReader:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}: take another checkpoint")
         self._stored[name] = Stored(name, self._index.tensors[name].shape)
         return self._stored[name]
+
+    @property
+    def identity(self) -> int:
+        """The same on ranks that have found the same checkpoint."""
+        return hash62(json.dumps([self._index.files, self._index.values]))
 
     @property
     def state(self) -> Values:
@@ -71,10 +84,28 @@ class CheckpointReader:
         wanted = {name: places.get(name) or Place.of_whole(each.shape) for name, each in self._stored.items()}
         try:
             tensors: dict[str, torch.Tensor] = _reader().read_parts(self._path, self._index, wanted)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint in {str(self._path)!r} cannot be read: {error}") from error
+        except (OSError, CheckpointError) as error:
+            where = repr(str(self._path))
+            if self._is_replaced():
+                raise CheckpointError(
+                    f"{where} has been replaced by a save while it was read: load it again"
+                ) from error
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the checkpoint in {where} cannot be read: {error}") from error
         found: Values = filled(self.values, tensors)
         return found
+
+    def _present_file(self) -> tuple[int, int]:
+        """What tells the index in the folder from another one that takes its place. Raises OSError."""
+        found = os.stat(self._path / NAME)
+        return found.st_ino, found.st_mtime_ns
+
+    def _is_replaced(self) -> bool:
+        try:
+            return self._present_file() != self._file
+        except OSError:
+            return False
 
 
 def _reader() -> Any:

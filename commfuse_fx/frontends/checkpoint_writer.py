@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +70,9 @@ class CheckpointWriter:
             self._tensors = copies
         except Exception as error:
             self._error = self._error or self._told(error)
+        except BaseException:  # Ctrl-C
+            self._remove()
+            raise
 
     def write(self) -> None:
         """Write the files, and let the folder appear when all ranks have. May run in a thread of its own."""
@@ -108,7 +110,7 @@ class CheckpointWriter:
         if not self._part.is_dir():
             raise CheckpointError(
                 f"this rank does not see the folder {str(self._part)!r}, which rank 0 has made: give a folder that all "
-                "ranks share"
+                "ranks share, and to which no other program saves"
             )
         return _writer().write_share(self._part, self._shares, self._meeting.rank, self._tensors)
 
@@ -143,15 +145,16 @@ class CheckpointWriter:
 
     def _remove(self) -> None:
         if self._meeting.rank == 0 and self._part is not None:
-            shutil.rmtree(self._part, ignore_errors=True)
+            self._folder.abandon(self._part)
 
     def _told(self, error: Exception) -> Exception:
         """An error of the system as one that says what to do."""
         if not isinstance(error, OSError):
             return error
+        place = f" ({error.filename})" if error.filename else ""
         told = CheckpointError(
-            f"{self._what} cannot write there: {error.strerror or error} ({error.filename or 'no file named'}). Make "
-            "room or give the right to write, or name another folder. A checkpoint that was there is as before"
+            f"{self._what} cannot write there: {error.strerror or error}{place}. Make room or give the right to write, "
+            "or name another folder. A checkpoint that was there is as before"
         )
         told.__cause__ = error
         return told

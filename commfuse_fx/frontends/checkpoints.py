@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.errors import CheckpointError, ConfigValueError
 from commfuse_fx.frontends.checkpoint_reader import CheckpointReader
 from commfuse_fx.frontends.checkpoint_writer import CheckpointWriter
 from commfuse_fx.frontends.extras import Extras
@@ -43,9 +43,7 @@ class Checkpoints:
 
     def save(self, folder: object, extra: object, asynchronous: object) -> Saving:
         """As `CompiledStep.save`."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.wait()
+        self.wait()
         what = f"step.save({show(folder)})"
         with self._session.together.doing(what) as meeting:
             writer = CheckpointWriter(meeting, what, folder, lambda: self._held(extra, asynchronous))
@@ -63,7 +61,7 @@ class Checkpoints:
         """As `CompiledStep.load`."""
         extras = Extras(None)
 
-        def read(meeting: Meeting, undo: list[Undo]) -> dict[str, Any]:
+        def read(meeting: Meeting, undo: list[Undo]) -> tuple[dict[str, Any], int]:
             nonlocal extras
             extras = Extras(extra)
             reader = CheckpointReader(folder, meeting.rank, meeting.size)
@@ -74,7 +72,7 @@ class Checkpoints:
             undo.append(self._state.put_by_methods(found))
             undo.append(extras.put(found["extra"]))
             undo.append(RankGenerators(self._model).put(found["random"]))
-            return found
+            return found, reader.identity
 
         found = self._load(f"step.load({show(folder)})", read)
         if self._session.replan is not None and found["plan"] is not None:
@@ -84,14 +82,20 @@ class Checkpoints:
     def load_state_dict(self, given: object) -> None:
         """As `CompiledStep.load_state_dict`."""
 
-        def read(_: Meeting, undo: list[Undo]) -> dict[str, Any]:
+        def read(_: Meeting, undo: list[Undo]) -> tuple[dict[str, Any], int]:
             source = StateInMemory(given)
             tensors = source.read(self._state.places_in(source.values))
             found: dict[str, Any] = filled(source.values, tensors)
             undo.append(self._state.put_by_methods(found))
-            return found
+            return found, 0
 
         self._load("step.load_state_dict()", read)
+
+    def wait(self) -> None:
+        """Wait for a save that runs. Raises what kept it from its end, if nobody has seen that yet."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
 
     def finish(self) -> None:
         """Wait for a save that runs, well or not: its error is for the next save, or for who waits for it."""
@@ -108,22 +112,24 @@ class Checkpoints:
             "extra": Extras(extra).held(),
         }
 
-    def _load(self, what: str, read: Callable[[Meeting, list[Undo]], dict[str, Any]]) -> dict[str, Any]:
+    def _load(self, what: str, read: Callable[[Meeting, list[Undo]], tuple[dict[str, Any], int]]) -> dict[str, Any]:
         """Let all ranks read a state, and go on from it if none of them has failed.
 
-        read: gives the state. It may change what can be taken back, and adds how to its second argument.
+        read: gives the state, and a number that tells checkpoints apart. It may change what can be taken back, and adds
+        how to its second argument.
         """
         self.finish()  # the ranks meet in one place
         with self._session.together.doing(what) as meeting:
             found: dict[str, Any] = {}
+            identity = 0
             undo: list[Undo] = []
             error: Exception | None = None
             try:
                 try:
-                    found = read(meeting, undo)
+                    found, identity = read(meeting, undo)
                 except Exception as caught:
                     error = caught
-                meeting.agree(what, error)
+                _check_same(meeting, what, meeting.agree(what, error, identity))
                 with interrupts_deferred():
                     self._state.put(found)
                     undo.clear()
@@ -145,3 +151,14 @@ class Checkpoints:
             log.info("the plan in the checkpoint is not used: %s", error)
             return None
         return profile
+
+
+def _check_same(meeting: Meeting, what: str, identities: list[int]) -> None:
+    """Raises CheckpointError, on all ranks, where they have read different checkpoints."""
+    other = next((rank for rank, each in enumerate(identities) if each != identities[0]), None)
+    if other is not None:
+        error = CheckpointError(
+            f"{what}: ranks 0 and {other} have found different checkpoints there, and nothing is loaded. Give a folder "
+            "that all ranks share; if another program saves to it now, load again"
+        )
+        meeting.agree(what, error)

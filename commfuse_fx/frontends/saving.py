@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from commfuse_fx.support.logs import logger
+
+log = logger("runtime")
+
 
 class Saving:
     """A save of a checkpoint, as `CompiledStep.save` returns it.
@@ -44,3 +48,4 @@ class Saving:
             work()
         except BaseException as error:
             self._error = error
+            log.error("a checkpoint has not been written: %s", error)  # a program may end without asking

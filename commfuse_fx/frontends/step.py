@@ -86,10 +86,13 @@ class CompiledStep(CompiledCall):
 
         A program that ends does the same by itself, and so does `destroy_process_group()` for the graphs. A step
         that is closed already stays so. Raises CollectiveError if updates of the last step are still to come and their
-        communication fails; the step is closed all the same.
+        communication fails, and the error of an asynchronous save that nobody has seen. The step is closed all the
+        same.
         """
-        self._checkpoints.finish()
-        self.session.close()
+        try:
+            self._checkpoints.wait()
+        finally:
+            self.session.close()
 
     @user_frames_only
     def lower_micro_batch(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -171,9 +174,9 @@ class CompiledStep(CompiledCall):
         asynchronous: whether to return when all is copied, and write while the step goes on. The next save waits for
             this one, and so do `close` and the end of the program.
 
-        Returns a `Saving`, whose `wait()` waits and raises what went wrong; an asynchronous save that failed is also
-        raised by the next one. Raises CheckpointError, or PeerFailedError where another rank has failed: nothing has
-        been written then.
+        Returns a `Saving`, whose `wait()` waits and raises what went wrong. The error of an asynchronous save is also
+        logged, and raised by the next save or `close` if nobody has waited. Raises CheckpointError, or PeerFailedError
+        where another rank has failed: nothing has been written then.
         """
         self._check_ranks("save")
         with outside_inference_mode():

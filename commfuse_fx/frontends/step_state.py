@@ -202,8 +202,11 @@ class StepState:
     def _shared_by_ranks(self) -> set[int]:
         """The `id`s of tensors that all ranks have with the same values: parameters and their optimizer states.
 
-        Each rank has its own buffers, and its own parameters where the user divides the model.
+        Each rank has its own buffers, and its own parameters where the user divides the model. Before the first step,
+        in which rank 0 may send its parameters, they may have any.
         """
+        if not self._session.is_started:
+            return set()
         single, divided = self.of_single_ranks().values(), self._state_places()
         found: set[int] = set()
         for name, param in self._model.named_parameters():

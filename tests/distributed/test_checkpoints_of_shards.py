@@ -27,6 +27,7 @@ LEVELS: dict[str, dict[str, Any] | None] = {
     "level 1, no padding": {"parallel_optimizer_threshold": 0},
     "level 2": {"parallel_optimizer_threshold": 0, "pad": True, "level": 2},
     "level 3": {"parallel_optimizer_threshold": 0, "pad": True, "level": 3},
+    "owners": {"parallel_optimizer_threshold": 0, "mode": "broadcast"},
     "plain": None,
 }
 ACROSS: dict[str, Any] = {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"}
@@ -59,7 +60,8 @@ def rows_stay_rows(folder: str, level: str, options: dict[str, Any]) -> Any:
             with patch.object(tensor_reader, "read_parts", wraps=tensor_reader.read_parts) as read:
                 each.load(folder)
             place = read.call_args.args[2]["optimizer/state/0.weight/exp_avg"]
-            assert place.part == ((13, 12) if each is other else (26, 12))
+            rows = 13 if level != "owners" else 26 if place.boxes else 0
+            assert place.part == ((rows, 12) if each is other else (26, 12))
             shards = each.session.runners.executors.shards
             assert (shards is not None and shards.is_divided) == (each is other)
             assert run(each, range(2, 5)) == want
@@ -80,8 +82,8 @@ def test_rows_stay_rows(ranks: Ranks, tmp_path: Path, level: str, options: dict[
     saved = ranks.values(rows_stay_rows, str(tmp_path / "kept"), level, options)
     assert_same(saved[1], saved[0])
     tensors = json.loads((tmp_path / "kept" / "commfuse.json").read_text())["tensors"]
-    whole = level.endswith("no padding")
-    for name, count in (("0.weight", 2), ("2.weight", 1 if whole else 2)):
+    whole = level in ("level 1, no padding", "owners")
+    for name, count in (("0.weight", 1 if level == "owners" else 2), ("2.weight", 1 if whole else 2)):
         assert len(tensors[f"optimizer/state/{name}/exp_avg"]["boxes"]) == count
         assert len(tensors[f"model/{name}"]["boxes"]) == (2 if level == "level 3" else 1)
 

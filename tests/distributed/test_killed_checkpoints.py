@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,25 +151,35 @@ def test_a_restart_goes_on_with_the_plan_that_was_found(ranks: Ranks, tmp_path: 
 
 SCRIPT = """
 import os, sys
-from tests.distributed.test_killed_checkpoints import train
+from tests.distributed.test_killed_checkpoints import RESTARTS, train
 
-folder, killed = sys.argv[1:]
-train(folder, 12, {}, {6: ("step", (1,))} if killed == "1" and not os.path.exists(folder + "/kept") else {})
+train(sys.argv[1], 12, {}, RESTARTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
 """
+RESTARTS: list[dict[int, tuple[str, Sequence[int]]]] = [
+    {6: ("step", (1,))},
+    {7: ("write", (0,))},
+    {10: ("step", (0, 1))},
+    {},
+]
+"""Who is killed at which step: in the first run, and after each restart."""
 
 
-def test_an_elastic_restart(tmp_path: Path) -> None:
-    """torchrun starts all ranks again when one is killed."""
+def test_elastic_restarts(ranks: Ranks, tmp_path: Path) -> None:
+    """torchrun starts all ranks again when one is killed in a step, in a save, and when all of them are."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    assert [each.code for each in start(ranks, whole, train, 12, {}, {})] == [0, 0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command += ["--monitor-interval=0.1", str(tmp_path / "train.py"), str(broken)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = []
-    for killed in ("0", "1"):
-        (tmp_path / killed).mkdir()
-        arguments = [*command, str(tmp_path / "train.py"), str(tmp_path / killed), killed]
-        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        assert ("Signal 9 (SIGKILL)" in ended.stderr or "exitcode: -9" in ended.stderr) == (killed == "1"), ended.stderr
-        found.append([losses(tmp_path / killed, rank) for rank in range(2)])
-    assert [each[0] for each in found[1]] == [each[0] for each in found[0]]
-    assert [count for _, count in found[1]] == [14, 14]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        want, have = losses(whole, rank)[0], losses(broken, rank)[0]
+        assert have == want and len(want) == 12
+        run = [json.loads(line)[0] for line in (broken / f"{rank}.losses").read_text().splitlines()]
+        begins = [after for before, after in pairwise([-1, *run]) if after != before + 1]
+        assert begins in ([4, 4, 4], [4, 4, 8]), run  # 4: when all were killed, the save of step 8 was still running
+    assert [name for name in os.listdir(broken) if "kept" in name] == ["kept"]

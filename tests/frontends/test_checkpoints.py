@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -121,6 +121,17 @@ def test_extra_state_of_modules_and_objects_of_all_kinds(tmp_path: Path) -> None
     assert_same((average.state_dict(), fresh.state_dict()), want)
     rest = step.load(tmp_path / "kept")
     assert list(rest) == ["average", "second", "scaler"] and rest["scaler"]["scale"] == 65536.0
+
+
+class Pair(NamedTuple):
+    number: int
+    tensors: list[torch.Tensor]
+
+
+def test_tuples_with_names_are_tuples(tmp_path: Path) -> None:
+    step = make()
+    step.save(tmp_path / "kept", {"pair": Pair(1, [torch.ones(2)])})
+    assert_same(step.load(tmp_path / "kept"), {"pair": (1, [torch.ones(2)])})
 
 
 class Stubborn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -103,6 +105,40 @@ def test_what_killed_writers_have_left_is_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".other.0123456789ab.part", "kept"]
 
 
+def test_two_writers(tmp_path: Path, way: str) -> None:
+    """Each has its own folder, and the last one to complete stays."""
+    path = tmp_path / "kept"
+    for kept in ("", "old"):
+        if kept:
+            save(path, kept)
+        one, other = CheckpointFolder(path), CheckpointFolder(path)
+        parts = one.begin(), other.begin()
+        save(path, "third")
+        for folder, part, text in ((other, parts[1], "second"), (one, parts[0], "first")):
+            (part / NAME).write_text(text)
+            folder.complete(part)
+            assert load(path) == text
+        assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_a_writer_that_another_one_takes_for_dead(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has no locks, it fails, and what the other one has written is whole."""
+    path = tmp_path / "kept"
+
+    def without(*_: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    slow = CheckpointFolder(path)
+    part = slow.begin()
+    (part / NAME).write_text("half")
+    save(path, "whole")
+    with pytest.raises(FileNotFoundError):
+        slow.complete(part)
+    slow.abandon(part)
+    assert load(path) == "whole" and os.listdir(tmp_path) == ["kept"]
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
@@ -130,9 +166,20 @@ def test_files_of_the_user_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="exists"):
         CheckpointFolder(tmp_path / "notes.txt" / "kept").begin()
     assert (tmp_path / "notes.txt").read_text() == "mine" and os.listdir(tmp_path) == ["notes.txt"]
+    save(tmp_path / "kept", "text")
+    (tmp_path / "kept" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"other files than those of a checkpoint \(notes.txt\)"):
+        CheckpointFolder(tmp_path / "kept").begin()
+    assert (tmp_path / "kept" / "notes.txt").read_text() == "mine" and load(tmp_path / "kept") == "text"
 
 
-@pytest.mark.parametrize("path", [None, 3, "", ["a"]])
+@pytest.mark.parametrize("path", ["/proc", "/"])
+def test_where_a_file_system_is_mounted(path: str) -> None:
+    with pytest.raises(CheckpointError, match="where a file system is mounted.* such as '.*/checkpoint'"):
+        CheckpointFolder(path).begin()
+
+
+@pytest.mark.parametrize("path", [None, 3, "", ["a"], "a\0b"])
 def test_what_is_no_path(path: Any) -> None:
     with pytest.raises(ConfigTypeError, match="the folder of a checkpoint is .*; give the path of a folder"):
         CheckpointFolder(path)

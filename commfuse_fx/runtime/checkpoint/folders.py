@@ -17,22 +17,28 @@ from pathlib import Path
 
 from commfuse_fx.errors import CheckpointError, ConfigTypeError
 from commfuse_fx.runtime.checkpoint.checkpoint_index import NAME
+from commfuse_fx.runtime.checkpoint.folder_locks import FolderLock
 from commfuse_fx.support.checks import show
+from commfuse_fx.support.long_lists import shortened
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 class CheckpointFolder:
-    """The folder that a user has named for a checkpoint. Raises ConfigTypeError for what is no path."""
+    """The folder that a user has named for a checkpoint. Raises ConfigTypeError for what is no path.
+
+    Several programs may write to one folder at a time: each writes to its own, and the last one to complete stays.
+    """
 
     def __init__(self, path: object) -> None:
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in os.fsdecode(path):
             raise ConfigTypeError(f"the folder of a checkpoint is {show(path)}; give the path of a folder")
         self.path = Path(os.path.realpath(os.fsdecode(path)))
-        self._old = self.path.with_name(f".{self.path.name}.old")
+        self._old = self._beside("old")
+        self._lock: FolderLock | None = None  # says that somebody writes
 
     def existing(self) -> Path:
-        """Where the checkpoint lies. Raises CheckpointError if there is none."""
+        """Where the checkpoint lies. Raises CheckpointError if there is none, and OSError."""
         for path in (self.path, self._old):
             if (path / NAME).is_file():
                 return path
@@ -53,33 +59,74 @@ class CheckpointFolder:
         Raises CheckpointError if a checkpoint cannot take the place of what is there, and OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._recover()
-        if self.path.exists():
-            if not self.path.is_dir():
-                raise CheckpointError(f"{str(self.path)!r} is a file: give the path of a folder, or remove the file")
-            if any(self.path.iterdir()) and not (self.path / NAME).exists():
-                raise CheckpointError(
-                    f"the folder {str(self.path)!r} has other files than those of a checkpoint, which takes its "
-                    f"place as a whole: give a folder of its own, such as {str(self.path / 'checkpoint')!r}"
-                )
-        for left in self.path.parent.glob(f".{_escaped(self.path.name)}.*.part"):
-            shutil.rmtree(left, ignore_errors=True)
-        part = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.part")
-        part.mkdir()
+        with FolderLock(self.path.parent, waits=True):
+            self._recover()
+            self._check_free()
+            left = self._taken_over()
+            part = self._new_part()
+            part.mkdir()
+            self._lock = FolderLock(part, waits=False)
+        for each in left:
+            shutil.rmtree(each, ignore_errors=True)
         return part
 
     def complete(self, part: Path) -> None:
         """Let the folder that was written take the place of the one before. Raises OSError."""
         _sync(part)
-        if not self.path.exists() or not any(self.path.iterdir()):
-            os.rename(part, self.path)
-        elif _exchanged(part, self.path):
-            shutil.rmtree(part, ignore_errors=True)
+        with FolderLock(self.path.parent, waits=True):
+            before = part
+            if not self.path.exists() or not any(self.path.iterdir()):
+                os.rename(part, self.path)
+            elif not _exchanged(part, self.path):
+                before = self._old
+                os.rename(self.path, before)
+                os.rename(part, self.path)
+            _sync(self.path.parent)
+        self.abandon(before)
+
+    def abandon(self, part: Path) -> None:
+        """Remove a folder that was written."""
+        if self._lock is not None:
+            self._lock.release()
+        shutil.rmtree(part, ignore_errors=True)
+
+    def _beside(self, ending: str) -> Path:
+        return self.path.parent / f".{self.path.name}.{ending}"
+
+    def _new_part(self) -> Path:
+        return self._beside(f"{uuid.uuid4().hex[:12]}.part")
+
+    def _taken_over(self) -> list[Path]:
+        """What writers that were killed have left, under new names.
+
+        So one that is still at it, where the file system has no locks, cannot complete what is half removed.
+        """
+        found = []
+        for each in self.path.parent.glob(f".{_escaped(self.path.name)}.*.part"):
+            with suppress(OSError), FolderLock(each, waits=False) as lock:  # another writer may remove it now
+                if not lock.is_taken:
+                    found.append(each.rename(self._new_part()))
+        return found
+
+    def _check_free(self) -> None:
+        """Raises CheckpointError if a checkpoint cannot take the place of what is there."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise CheckpointError(f"{str(self.path)!r} is a file: give the path of a folder, or remove the file")
+        found = sorted(os.listdir(self.path))
+        others = [name for name in found if not _is_ours(name)] if NAME in found else found
+        if os.path.ismount(self.path):
+            what = "is where a file system is mounted, and a checkpoint"
+        elif others:
+            names = ", ".join(shortened(others, 3, "and {} more"))
+            what = f"has other files than those of a checkpoint ({names}), which"
         else:
-            os.rename(self.path, self._old)
-            os.rename(part, self.path)
-            shutil.rmtree(self._old, ignore_errors=True)
-        _sync(self.path.parent)
+            return
+        raise CheckpointError(
+            f"the folder {str(self.path)!r} {what} takes its place as a whole: give a folder of its own, such as "
+            f"{str(self.path / 'checkpoint')!r}"
+        )
 
     def _recover(self) -> None:
         """A writer may have been killed between the two renamings, or behind them."""
@@ -89,6 +136,11 @@ class CheckpointFolder:
             shutil.rmtree(self._old, ignore_errors=True)
         else:
             os.rename(self._old, self.path)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file in the folder of a checkpoint belongs to it."""
+    return name in (NAME, ".metadata") or name.endswith(".distcp")
 
 
 def _escaped(name: str) -> str:

@@ -107,9 +107,11 @@ def replaced(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any
         items = {key: replaced(item, leaf, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
         made: type = next((made for made in (OrderedDict, Counter) if isinstance(value, made)), dict)
         return made(items)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+    if isinstance(value, (list, tuple)):
         parts = [replaced(item, leaf, f"{path}/{number}" if path else str(number)) for number, item in enumerate(value)]
-        return tuple(parts) if isinstance(value, tuple) else parts
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return leaf(path, value)
 
 

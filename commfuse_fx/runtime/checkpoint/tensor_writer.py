@@ -73,7 +73,12 @@ def write_share(folder: Path, shares: Shares, rank: int, tensors: Mapping[Write,
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    try:
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # after which torch.save found its own file incomplete
+            raise error.__context__ from None
+        raise
     files = dict.fromkeys(each.storage_data.relative_path for each in results)
     return Written(results, {name: checksum(folder / name) for name in files})
 
