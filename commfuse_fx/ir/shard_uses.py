@@ -82,6 +82,7 @@ def keep_rows(build: Builder, name: str) -> None:
     whole = _gathered(build, name, rows, users[0])
     for user in users:
         user.replace_input_with(rows, whole)
+    program.aux = {key: whole if value is rows else value for key, value in program.aux.items()}
     later = _later_users(whole)
     if later and info(users[0]).phase != "backward":
         _use_again(build, name, rows, whole, later)

@@ -211,6 +211,31 @@ def test_another_sharding_goes_on_from_its_state(ranks: Ranks, size: int) -> Non
     assert max(ranks.values(goes_on_from_its_state, size=size)) < 1e-13
 
 
+class Returns(nn.Linear):
+    """Its loss, its weight, and a part of that."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        return super().forward(x).square().mean(), (self.weight, self.weight[1:])
+
+
+def returns_parameters() -> None:
+    torch.manual_seed(0)
+    net = Returns(12, 13)
+    step = cf.compile(
+        net, form="step", has_aux=True, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        enable_parallel_optimizer=True, parallel_optimizer_config={**SMALL, "level": 3},
+    )  # fmt: skip
+    for is_training in (True, True, False):
+        net.train(is_training)
+        want = net.weight.detach().clone()
+        _, (weight, part) = step(torch.randn(4, 12))
+        assert torch.equal(weight.detach(), want) and torch.equal(part.detach(), want[1:])
+
+
+def test_a_model_returns_whole_parameters_as_its_forward_has_had_them(ranks: Ranks) -> None:
+    ranks.values(returns_parameters)
+
+
 def reads_on_one_rank() -> str:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
