@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
     from commfuse_fx.frontends.module import CompiledModule
     from commfuse_fx.frontends.saving import Saving
+    from commfuse_fx.frontends.sharded_optimizer import ShardedOptimizer
     from commfuse_fx.frontends.step import CompiledStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
@@ -109,6 +110,7 @@ __all__ = [
     "Redistribution",
     "Saving",
     "ScheduleConfig",
+    "ShardedOptimizer",
     "SimulatedCollective",
     "Simulation",
     "Snapshot",
@@ -153,6 +155,7 @@ _HOMES = {
     "commfuse_fx.cost.collective_cost": ("CollectiveCost", "collective_cost"),
     "commfuse_fx.frontends.module": ("CompiledModule",),
     "commfuse_fx.frontends.saving": ("Saving",),
+    "commfuse_fx.frontends.sharded_optimizer": ("ShardedOptimizer",),
     "commfuse_fx.frontends.step": ("CompiledStep",),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),

@@ -62,7 +62,8 @@ class Situation:
         layer is one op on some ranks and two on others, and the order of two must not matter.
     local_parameters: whether every rank keeps its part of a divided parameter.
     gradients: "reduced" over the ranks; "local": each rank keeps its own; "accumulated": added to what `.grad` holds,
-        or what earlier micro-batches of a step have left, and the sum is reduced.
+        or what earlier micro-batches of a step have left, and the sum is reduced; "given": inputs, which ranks have
+        reduced before.
     by_autograd: whether autograd computes the gradients, op by op, and the program holds their communication only.
     by_rules: whether plans follow from rules alone, as ranks may plan at other times and cannot agree on prices.
     """
@@ -90,7 +91,7 @@ class Situation:
     @property
     def reduced_group(self) -> str | None:
         """The mesh axes over which gradients are reduced where every rank has its own batch; None: they are not."""
-        if self.config.parallel_mode == "stand_alone" or self.gradients == "local":
+        if self.config.parallel_mode == "stand_alone" or self.gradients in ("local", "given"):
             return None
         return self.mesh.all_axes
 

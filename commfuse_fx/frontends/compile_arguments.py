@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
+from commfuse_fx.errors import CommFuseError, ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.kernels.described_optimizer import check_optimizer
@@ -92,11 +93,8 @@ def check_form_of_module(config: CompileConfig) -> None:
             "compile without loss_fn and optimizer): a loss over a rank's part of the output has no global meaning; "
             'pass loss_fn or form="step"'
         )
-    if config.parallel_optimizer is not None:
-        raise NotAvailableError(
-            "enable_parallel_optimizer=True is not available yet for the module form, whose caller updates the "
-            "parameters: pass loss_fn and optimizer for a step, or leave it out"
-        )
+    if (sharded := config.parallel_optimizer) is not None:
+        raise _in_module_form(sharded)
     if config.has_aux:
         raise ConfigValueError(
             "has_aux=True with the module form: a module returns all that the model returns; leave it out"
@@ -126,6 +124,22 @@ def check_form_of_module(config: CompileConfig) -> None:
             "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "
             "out, or pass loss_fn and optimizer"
         )
+
+
+def _in_module_form(sharded: ParallelOptimizer) -> CommFuseError:
+    """The error for the parallel optimizer in the module form, whose caller updates the parameters."""
+    asked = "enable_parallel_optimizer=True with the module form, whose caller updates the parameters"
+    if sharded.level > 1:
+        return NotAvailableError(
+            f"{asked}: level={sharded.level} is not available there yet, as a module hands out whole gradients; pass "
+            "loss_fn and optimizer for a step, which has all levels, or leave it out and use cf.ShardedOptimizer, "
+            "which divides the optimizer's state"
+        )
+    return ConfigValueError(
+        f"{asked}: leave it out, and update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which takes "
+        "parallel_optimizer_config; or pass loss_fn and optimizer for a step. Where the context has set it, pass "
+        "enable_parallel_optimizer=False"
+    )
 
 
 def _measured(config: CompileConfig) -> str:

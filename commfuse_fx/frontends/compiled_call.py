@@ -34,7 +34,7 @@ from commfuse_fx.support.warned import warn_once_per_step
 class CompiledCall:
     """A compiled call knows the model, the ranks and the plans of what users call.
 
-    form: "step" or "module".
+    form: "step", "module" or "update", as in `CompileRequest`.
     """
 
     form = "step"

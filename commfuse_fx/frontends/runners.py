@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from commfuse_fx.capture.given_gradients import given_gradients
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
@@ -68,7 +69,7 @@ class Runners:
         watch = planner.watch
         executor = self.executors.make(program, watch.params, watch.buffers, planner.optimizer, groups)
         ballot = None
-        if self._agreement is not None and executor.has_collectives:
+        if self._agreement is not None and (executor.has_collectives or planner.form == "update"):
             ballot = _ballot(plan, self._agreement.number, planner, planner.config)
             executor.wire.distress = self._agreement.distress
         runner = Runner(executor, ballot)
@@ -110,6 +111,8 @@ class Runners:
 def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) -> Ballot:
     if plan.compiled.program.has_two_halves:
         return ballot_of_module(plan.compiled.program, number, planner)
+    if planner.form == "update":
+        return _ballot_of_update(plan.compiled.program, number, planner)
     texts = plan.compiled.voted
     assert texts is not None, "a step of several ranks"
     return Ballot(
@@ -119,6 +122,12 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
         communication_text(plan.compiled.program),
         plan.config is None and (planner.has_common_plan or not config.plans_by_cost),
     )
+
+
+def _ballot_of_update(program: Program, number: int, planner: Planner) -> Ballot:
+    lines = [f"gradient of {name}: {program.params[name].spec}" for name in given_gradients(program)]
+    text, plan = "\n".join(lines) + "\n", communication_text(program)
+    return Ballot(number, type(planner.model).__qualname__, text, text, plan, True, is_module=True)
 
 
 def ballot_of_module(program: Program, number: int, planner: Planner) -> Ballot:

@@ -7,18 +7,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from commfuse_fx.inspect.table import aligned
+from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.functions import optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.ir.shard_owners import holds_of_owner
-from commfuse_fx.ir.shard_rows import spec_of_rows
+from commfuse_fx.ir.shard_rows import name_of_gradient, spec_of_rows
 from commfuse_fx.ir.updates import is_scalar
 
 _Owner = tuple[str, int] | None
 """The group and the position there of the one rank that holds something; None where every rank holds as much."""
 
 _HEAD = ("", "whole", "per rank")
+
+_PARTS = (aten.alias.default, aten.constant_pad_nd.default, aten.narrow.default, of_owner)
+"""What gives a rank its part of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,17 @@ class RankMemory:
 
 def rank_memory(program: Program, peak: int) -> RankMemory:
     """What a rank holds of this program, whose predicted peak memory is given."""
-    graded = [program.params[name] for name in _with_gradients(program)]
+    graded, given = [program.params[name] for name in _with_gradients(program)], _given(program)
     held: tuple[HeldBytes, ...] = (
         _held("parameters", ((None, _whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
         _held(
             "gradients",
-            ((_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes) for param in graded),
+            (
+                (None, param.spec.nbytes, param.spec.nbytes)
+                if param.name in given
+                else (_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes)
+                for param in graded
+            ),
         ),
     )
     if sums := list(_sums(program)):
@@ -125,6 +137,19 @@ def _with_gradients(program: Program) -> list[str]:
         params: Any = node.args[0]
         updated += [program.sources[param].name for param in params]
     return [*updated, *program.grads]
+
+
+def _given(program: Program) -> dict[str, None]:
+    """The parameters whose gradients are inputs, which the caller holds."""
+    made = {info(node).name: node for node in program.graph.nodes if node.op == "call_function"}
+    grads = {name: made.get(name_of_gradient(name)) for name in program.params}
+    return dict.fromkeys(name for name, node in grads.items() if node is not None and _leads_to_input(program, node))
+
+
+def _leads_to_input(program: Program, node: fx.Node) -> bool:
+    while node.op == "call_function" and node.target in _PARTS:
+        node = node.all_input_nodes[0]
+    return node in program.sources and program.sources[node].kind == "input"
 
 
 def _sums(program: Program) -> Iterator[tuple[_Owner, int, int]]:

@@ -11,6 +11,7 @@ from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import collective_of, group_of
 from commfuse_fx.ir.meta import NodeInfo, info, tensor_spec
 from commfuse_fx.ir.owner_ops import of_owner, reduce
+from commfuse_fx.ir.shard_rows import name_of_gradient
 
 
 def reduce_to_owner(build: Builder, start: fx.Node, names: Sequence[str], owner: int) -> None:
@@ -29,9 +30,15 @@ def reduce_to_owner(build: Builder, start: fx.Node, names: Sequence[str], owner:
     start.replace_all_uses_with(made)
     program.graph.erase_node(start)
     program.names.release(info(start).name)
+    give_to_owner(build, names)
+
+
+def give_to_owner(build: Builder, names: Sequence[str]) -> None:
+    """Leave the gradients of these parameters to the ranks that own them: on others there is nothing."""
+    program = build.program
     with build.before(program.output):
         for name in names:
-            program.grads[name] = part_of_owner(build, name, program.grads[name], f"shard/{name}/gradient")
+            program.grads[name] = part_of_owner(build, name, program.grads[name], name_of_gradient(name))
 
 
 def holds_of_owner(held: fx.Node) -> bool:

@@ -66,6 +66,11 @@ def name_of_rows(name: str) -> str:
     return f"shard/{name}{_PART}"
 
 
+def name_of_gradient(name: str) -> str:
+    """The name of the node that gives a rank what it takes of a gradient that is whole on every rank."""
+    return f"shard/{name}/gradient"
+
+
 def gives_rows(node: fx.Node) -> bool:
     """Whether a node gives a rank its rows of a parameter."""
     name = info(node).name

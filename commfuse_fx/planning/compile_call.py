@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from commfuse_fx.capture.build import capture
+from commfuse_fx.capture.given_gradients import capture_update
 from commfuse_fx.capture.joint import Outputs, capture_joint
 from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
@@ -48,6 +49,8 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         with torch_is_quiet(not are_full()):
             if request.form == "module":
                 program, outputs = capture_joint(request.model, call.structure, call.leaves, mesh, config, reads)
+            elif request.form == "update":
+                program = capture_update(request.model, call.leaves, mesh, config, request.optimizer)
             else:
                 program = capture(
                     request.model,
@@ -74,7 +77,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
             program.marks, program.layouts = asked.sharding.marks, asked.sharding.fixed
         captured = program.copy() if request.keep_captured else None
         several = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
-        votes = several and request.form == "step"  # ranks of a module vote on what is sent
+        votes = several and request.form == "step"  # ranks of other forms vote on other texts
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)

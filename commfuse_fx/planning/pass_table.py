@@ -22,6 +22,7 @@ from commfuse_fx.passes.distribute.lower_user_collectives import LowerUserCollec
 from commfuse_fx.passes.distribute.range_lookups import RangeLookups
 from commfuse_fx.passes.distribute.reduce_gradients import ReduceGradients
 from commfuse_fx.passes.distribute.shard_optimizer import ShardOptimizer
+from commfuse_fx.passes.distribute.share_update import ShareUpdate
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.distribute.use_all_parameters import UseAllParameters
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
@@ -65,7 +66,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "divide": (RangeLookups, CounterRandom, Divide),
         "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
-        "shard": (ShardOptimizer, CastBeforeGather, HoldRows, DropGradients),
+        "shard": (ShardOptimizer, ShareUpdate, CastBeforeGather, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),

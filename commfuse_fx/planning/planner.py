@@ -79,7 +79,7 @@ class Planner:
         self.config = config
         self.mesh = mesh
         self._on_compile = on_compile
-        self.watch = Watch(model, optimizer, trains_in_eval_mode=form == "module")
+        self.watch = Watch(model, optimizer, trains_in_eval_mode=form != "step")
         self.plans = PlanCache()
         self.keeps_captured = config.accumulate_steps > 1
         """Whether plans keep what was captured, so that they can be made anew with other options."""
@@ -240,12 +240,12 @@ class Planner:
             keep_captured or self.keeps_captured or self.form == "module" or self._on_compile.keeps_captured(),
             self.form,
         )
-        what = "module" if self.form == "module" else f"{'training' if training else 'evaluation'} step"
+        what = f"{'training' if training else 'evaluation'} step" if self.form == "step" else self.form
         with progress(f"compiling the {what}"):
             divides = self.config.divides_graphs
             compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
-        if not (keep_captured or self.keeps_captured) and self.form == "step":
+        if not (keep_captured or self.keeps_captured) and self.form != "module":
             compiled.captured = None
         return compiled
 
@@ -295,6 +295,8 @@ class Planner:
 
     def _asked(self, flat_updates: bool = True, gradients: str = "") -> PassRequest:
         common = self._common.get(self._mode) if self._common else None
+        if not gradients and self.form == "update":
+            gradients = "given"
         gradients = gradients or ("accumulated" if self.config.accumulate_steps > 1 else "reduced")
         return PassRequest(flat_updates=flat_updates, common=common, gradients=gradients, by_rules=self._by_rules)
 

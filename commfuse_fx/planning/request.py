@@ -70,7 +70,8 @@ class CompileRequest:
     training: whether gradients are taken and the parameters updated.
     optimizer: describes the update; None where the caller is handed the gradients.
     keep_captured: whether the graph as captured is kept, to replay the passes from.
-    form: "step", or "module" where the caller gets the outputs and starts the backward.
+    form: "step"; "module" where the caller gets the outputs and starts the backward; or "update" where the caller has
+        the gradients, and these are the call's argument: a dict by the names of the parameters.
     """
 
     model: nn.Module

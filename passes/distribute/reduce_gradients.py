@@ -44,7 +44,7 @@ class ReduceGradients(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ReduceGradients | None:
         config = situation.config
-        if situation.divides:
+        if situation.divides or situation.gradients == "given":
             return None
         return cls(
             situation.scattered_group,

@@ -8,21 +8,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
-from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
 from commfuse_fx.ir.dependence import Roots, written_nodes
-from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
+from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.ir.shard_owners import reduce_to_owner
-from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank, sharing_ranks, spec_of_rows
+from commfuse_fx.ir.shard_rows import padding_of, sharing_ranks, spec_of_rows
 from commfuse_fx.ir.shard_uses import keep_rows
+from commfuse_fx.ir.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown, who_updates
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.assign_owners import assign_owners
-
-SHARDED, WHOLE = "sharded updates", "updated by every rank"
-"""Topics of notes."""
 
 _ELEMENTWISE = (aten._to_copy.default, aten.clone.default)
 
@@ -56,14 +52,16 @@ class ShardOptimizer(Pass):
     @classmethod
     def when(cls, situation: Situation) -> ShardOptimizer | None:
         asked = situation.config.parallel_optimizer
-        if asked is None or (situation.holds_gradients and not situation.shards_micro_batches):
+        if asked is None or situation.gradients == "given":
+            return None
+        if situation.holds_gradients and not situation.shards_micro_batches:
             return None
         return cls(asked.parallel_optimizer_threshold, asked.pad, situation.keeps_rows, asked.sharing, asked.mode)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or not program.grads or program.mesh.world == 1:
             return False
-        _refuse_unknown(program.optimizer)
+        refuse_unknown(program.optimizer, "enable_parallel_optimizer=True", "leave enable_parallel_optimizer out")
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         build, found = Builder(program), dict(self._reductions(program, held))
         owners = _owners(program, found) if self.mode == BROADCAST else {}
@@ -73,7 +71,7 @@ class ShardOptimizer(Pass):
             for name in names:
                 param = program.params[name] = replace(program.params[name], shard=group, owner=owners.get(start))
                 whole = "; it stays whole between steps, as the model itself writes to it" if name in written else ""
-                program.note(SHARDED, name, f"{_who_updates(param, program.mesh)}{whole}")
+                program.note(SHARED, name, f"{who_updates(param, program.mesh)}{whole}")
             if start in owners:
                 reduce_to_owner(build, start, names, owners[start])
                 continue
@@ -106,36 +104,12 @@ class ShardOptimizer(Pass):
     def _why_not(self, program: Program, start: fx.Node, name: str) -> str:
         """Why the update of a parameter is not divided; "" if it is."""
         param = program.params[name]
-        kib = param.spec.nbytes / 1024
-        if self.ranks == 1:
-            return "optimizer_weight_shard_size=1 leaves it to each rank"
-        if not param.parallel_optimizer:
-            return "it is marked with parallel_optimizer = False"
-        if not param.spec.shape:
-            return "it is a scalar, which has no rows"
-        if kib < self.threshold:
-            return f"it has {kib:.3g} KiB, less than parallel_optimizer_threshold={self.threshold}"
-        if not param.is_block or not (self.mode == BROADCAST or param.spec.is_contiguous):
-            return "it shares memory, or its rows do not lie one after another"
+        sharing = Sharing(self.threshold, self.pad, self.ranks, self.mode == BROADCAST)
+        if reason := sharing.why_not(param, program.mesh, group_of(start)):
+            return reason
         if tensor_spec(start).shape != param.spec.shape or not _serves_only(start, program):
             return "its gradient is reduced together with other values"
-        ways = program.mesh.size(sharing_ranks(program.mesh, group_of(start), self.ranks))
-        if param.spec.shape[0] % ways and not self.pad and self.mode == SCATTER:
-            return (
-                f"its first dimension of {param.spec.shape[0]} does not divide by {ways} ranks; "
-                'parallel_optimizer_config={"pad": True} pads it'
-            )
         return ""
-
-
-def _refuse_unknown(optimizer: OptimizerInfo) -> None:
-    if optimizer.rule == "opaque":
-        raise ConfigValueError(
-            f"enable_parallel_optimizer=True with {optimizer.class_name}: {optimizer.why_opaque}, so it is not known "
-            "whether its update of some rows of a parameter is the same as that of the whole; change that, use an "
-            "optimizer that the compiler has a rule for (docs: parallel optimizer), or leave enable_parallel_optimizer "
-            "out"
-        )
 
 
 def _reduction(grad: fx.Node) -> fx.Node | None:
@@ -168,12 +142,6 @@ def _written(program: Program) -> dict[str, None]:
     roots = Roots(program.graph, program.aliases())
     written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
     return dict.fromkeys(name for name in program.params if program.placeholder("parameter", name) in written)
-
-
-def _who_updates(param: Parameter, mesh: Mesh) -> str:
-    if param.owner is not None:
-        return f"rank {param.owner} over {param.shard} updates it"
-    return f"{mesh.size(param.shard)} ranks over {param.shard} update {rows_per_rank(param, mesh)} rows each"
 
 
 def _owners(program: Program, found: Mapping[fx.Node, list[str]]) -> dict[fx.Node, int]:

@@ -12,10 +12,10 @@ from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.edit import remove_dead_nodes
 from commfuse_fx.ir.functions import axis_index, optimizer_step
-from commfuse_fx.ir.meta import NodeInfo
+from commfuse_fx.ir.meta import NodeInfo, tensor_spec
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
 from commfuse_fx.ir.shard_owners import part_of_owner
-from commfuse_fx.ir.shard_rows import name_of_rows, padding_of, spec_of_rows
+from commfuse_fx.ir.shard_rows import name_of_gradient, name_of_rows, padding_of, spec_of_rows
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -83,7 +83,7 @@ def _emit_rule(build: Builder, optimizer: OptimizerInfo) -> None:
         for names in parts.values():
             segments = [Segment(((name, 0),), program.params[name].spec.numel) for name in names]
             params = [rows.updated(name) for name in names]
-            grads = [program.grads[name] for name in names]
+            grads = [rows.gradient(name) for name in names]
             emit_update(build, Update(optimizer.rule, number, segments), dict(group.flags), params, grads)
 
 
@@ -105,13 +105,28 @@ class _RowsOfRank:
         if param.owner is not None:
             with self._build.before(program.output):
                 return part_of_owner(self._build, name, whole, name_of_rows(name))
-        rows, padding = spec_of_rows(param, program.mesh), padding_of(param, program.mesh)
-        with self._build.before(program.output):
+        return self._rows(param, whole, "padded", name_of_rows(name))
+
+    def gradient(self, name: str) -> fx.Node:
+        """The gradient of what this rank updates. One that was given is an input, and whole until here."""
+        program, label = self._build.program, name_of_gradient(name)
+        param, grad = program.params[name], program.grads[name]
+        if tensor_spec(grad).shape != spec_of_rows(param, program.mesh).shape:
+            return self._rows(param, grad, "padded_gradient", label)
+        if grad.op != "placeholder":
+            return grad
+        with self._build.before(program.output):  # inputs among what an update takes are parameters and states
+            return self._build.call(aten.alias.default, (grad,), spec=tensor_spec(grad), like=_LIKE, name=label)
+
+    def _rows(self, param: Parameter, whole: fx.Node, padded: str, label: str) -> fx.Node:
+        """This rank's rows of a tensor that lies as the parameter does. padded, label: parts of names."""
+        build, mesh = self._build, self._build.program.mesh
+        rows, padding = spec_of_rows(param, mesh), padding_of(param, mesh)
+        with build.before(build.program.output):
             if padding:
-                whole = self._build.padded(whole, padding, _LIKE, f"shard/{name}/padded")
-            begin = self._begin_of(param.shard, rows.shape[0])
-            args = (whole, 0, begin, rows.shape[0])
-            return self._build.call(aten.narrow.default, args, spec=rows, like=_LIKE, name=name_of_rows(name))
+                whole = build.padded(whole, padding, _LIKE, f"shard/{param.name}/{padded}")
+            args = (whole, 0, self._begin_of(param.shard, rows.shape[0]), rows.shape[0])
+            return build.call(aten.narrow.default, args, spec=rows, like=_LIKE, name=label)
 
     def _begin_of(self, group: str, rows: int) -> fx.Node:
         """The first row of this rank, where each has so many."""

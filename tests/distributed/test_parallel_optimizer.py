@@ -308,7 +308,7 @@ class Lamb(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("module", "not available yet for the module form"),
+        ("module", "update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...)"),
         ("no optimizer", "without an optimizer"),
         ("opaque", "enable_parallel_optimizer=True with Lamb: Lamb has no rule in the compiler"),
     ],

@@ -144,6 +144,11 @@ class ProcessExchange:
     def _group(self, group: str) -> Any:
         """The process group, made at its first use: then all ranks are known to be there."""
         if group not in self._groups:
+            if not dist.is_initialized():
+                raise CollectiveError(
+                    f"rank {self.rank}: what is divided among the ranks can no longer be gathered: read it on all "
+                    "ranks before destroy_process_group()"
+                )
             made: dict[tuple[int, ...], Any] = {}
             for rank in range(self.mesh.world):
                 ranks = self.mesh.ranks(group, rank)

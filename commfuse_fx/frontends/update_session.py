@@ -1,0 +1,130 @@
+"""How the update of a compiled module's parameters is compiled and run, given gradients that the ranks have reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from commfuse_fx.config.compile_config import CompileConfig, ScheduleConfig
+from commfuse_fx.errors import CommFuseError, NotAvailableError
+from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.module_session import ModuleSession
+from commfuse_fx.frontends.runners import Runner
+from commfuse_fx.frontends.session import Session
+from commfuse_fx.ir.meta import same_layout
+from commfuse_fx.kernels.described_optimizer import check_optimizer
+from commfuse_fx.planning.plan_cache import Plan
+from commfuse_fx.planning.planner import Planner
+from commfuse_fx.support.long_lists import shortened
+
+
+class CompiledUpdate(CompiledCall):
+    """The update of a module as a graph of its own, whose inputs are the gradients.
+
+    owner: the module, whose backward reduces them.
+    """
+
+    form = "update"
+
+    def __init__(
+        self, owner: CompiledCall, optimizer: torch.optim.Optimizer, parallel_optimizer_config: dict[str, Any] | None
+    ) -> None:
+        assert isinstance(owner.session, ModuleSession)
+        self._owner = owner.session
+        super().__init__(owner.model, None, optimizer, _config_of_update(owner.config, parallel_optimizer_config))
+
+    def _make_session(self) -> Session:
+        return UpdateSession(self.planner, self.rank, self._owner)
+
+
+class UpdateSession(Session):
+    """The session of an update. Its ranks vote ahead of the first op, since there is no backward to hide a vote behind.
+
+    owner: that of the module.
+    """
+
+    def __init__(self, planner: Planner, rank: int, owner: ModuleSession) -> None:
+        super().__init__(planner, rank)
+        self._owner = owner
+
+    def update(self) -> None:
+        """Update the parameters that have a gradient.
+
+        Raises CommFuseError for gradients that no backward has reduced, NotAvailableError inside of a `join()`, and
+        what a step raises.
+        """
+        self.call((), {})
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.agreement is not None:
+            self._refuse_join()
+            self._refuse_unreduced()
+        return super()._run((_gradients_of(self.planner),), {})
+
+    def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        if self.agreement is not None:
+            self._voting.cast(runner)
+            self._voting.settle(runner)
+        return super()._launch(plan, runner, inputs)
+
+    def _refuse_join(self) -> None:
+        if self._owner.uneven is not None and self._owner.uneven.roll is not None:
+            raise NotAvailableError(
+                "ShardedOptimizer.step() inside of join() is not available yet: a rank without batches would have to "
+                "update its rows. Give all ranks as many batches (drop_last), or use an optimizer of torch.optim there"
+            )
+
+    def _refuse_unreduced(self) -> None:
+        held = self._owner.params
+        local = [name for name in self._owner.parts.local if name in held and held[name].grad is not None]
+        if local:
+            raise CommFuseError(
+                f".grad of {', '.join(shortened(local, 4, '{} other parameters'))} holds gradients of this rank alone, "
+                "as a backward under no_sync() leaves them: run the last backward before step() outside of it, or call "
+                "zero_grad()"
+            )
+
+
+def _gradients_of(planner: Planner) -> dict[str, torch.Tensor]:
+    """The gradients of the parameters that the optimizer holds, by name, laid out as their parameters are.
+
+    Raises ConfigValueError where it holds a parameter that is none of the model's.
+    """
+    assert planner.optimizer is not None, "what updates has one"
+    check_optimizer(planner.optimizer, planner.model)
+    planner.watch.look()
+    held = {id(param) for group in planner.optimizer.param_groups for param in group["params"]}
+    return {
+        name: _laid_out(param.grad, param)
+        for name, param in planner.watch.params.items()
+        if id(param) in held and param.grad is not None
+    }
+
+
+def _laid_out(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The gradient, or a copy of it that lies as the parameter does."""
+    if same_layout(param.shape, gradient.stride(), param.stride()):
+        return gradient
+    return torch.empty_like(param, requires_grad=False).copy_(gradient)
+
+
+def _config_of_update(config: CompileConfig, parallel_optimizer_config: dict[str, Any] | None) -> CompileConfig:
+    """The options of a module's update: of those of the module it has the ones that say how something is sent."""
+    return replace(
+        config,
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config=parallel_optimizer_config,
+        return_loss=False,
+        parameter_broadcast=False,
+        broadcast_buffers=False,
+        find_unused_parameters=False,
+        capture="trace",
+        schedule="none" if config.schedule == "none" else ScheduleConfig(),
+        cluster=config.figures,
+        replan=False,
+        backend="eager",
+        cuda_graph=False,
+    )
