@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
 import commfuse_fx as cf
@@ -113,17 +112,24 @@ DEATHS: dict[str, tuple[int, dict[int, tuple[str, Sequence[int]]]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run has written its losses that nobody has killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = start(ranks, folder, train, 12, {}, {})
+    assert [each.code for each in ended] == [0, 0], ended
+    return folder
+
+
 @pytest.mark.parametrize("when", DEATHS)
-def test_a_restart_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path, when: str) -> None:
+def test_a_restart_goes_on_with_the_same_bits(ranks: Ranks, whole: Path, tmp_path: Path, when: str) -> None:
     last, deaths = DEATHS[when]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder, killed in ((whole, {}), (broken, deaths)):
-        folder.mkdir()
-        ended = start(ranks, folder, train, 12, {}, killed)
-        dead = [rank for rank, each in enumerate(ended) if each.code == -signal.SIGKILL]
-        assert dead == [*next(iter(killed.values()))[1]] if killed else not any(each.code for each in ended)
-        for each in ended:
-            assert each.code in (0, -signal.SIGKILL) or "CollectiveError" in each.err, each.err
+    broken = tmp_path
+    ended = start(ranks, broken, train, 12, {}, deaths)
+    dead = [rank for rank, each in enumerate(ended) if each.code == -signal.SIGKILL]
+    assert dead == [*next(iter(deaths.values()))[1]]
+    for each in ended:
+        assert each.code in (0, -signal.SIGKILL) or "CollectiveError" in each.err, each.err
     assert (broken / "kept").exists() == (last > 0)
     ended = start(ranks, broken, train, 12, {}, {})
     assert [each.code for each in ended] == [0, 0], ended
@@ -149,12 +155,6 @@ def test_a_restart_goes_on_with_the_plan_that_was_found(ranks: Ranks, tmp_path: 
         assert losses(broken, rank)[0] == losses(whole, rank)[0]
 
 
-SCRIPT = """
-import os, sys
-from tests.distributed.test_killed_checkpoints import RESTARTS, train
-
-train(sys.argv[1], 12, {}, RESTARTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
-"""
 RESTARTS: list[dict[int, tuple[str, Sequence[int]]]] = [
     {6: ("step", (1,))},
     {7: ("write", (0,))},
@@ -164,18 +164,25 @@ RESTARTS: list[dict[int, tuple[str, Sequence[int]]]] = [
 """Who is killed at which step: in the first run, and after each restart."""
 
 
-def test_elastic_restarts(ranks: Ranks, tmp_path: Path) -> None:
-    """torchrun starts all ranks again when one is killed in a step, in a save, and when all of them are."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    assert [each.code for each in start(ranks, whole, train, 12, {}, {})] == [0, 0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    command += ["--monitor-interval=0.1", str(tmp_path / "train.py"), str(broken)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+def train_again(folder: str) -> None:
+    """One start of all ranks by the agent of torchrun, which counts them."""
+    train(folder, 12, {}, RESTARTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+
+
+def launch(folder: str) -> None:
+    """What torchrun does, with ranks that are forks: they need not import anything anew."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=3, monitor_interval=0.1, start_method="fork",
+        run_id="run", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    elastic_launch(config, train_again)(folder)
+
+
+def test_elastic_restarts(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
+    """torchrun's agent starts all ranks again when one is killed in a step, in a save, and when all of them are."""
+    broken = tmp_path
+    (ended,) = run_programs(ranks, launch, str(broken), files=broken, folder=ROOT, size=1)
+    assert ended.code == 0, ended.err
     for rank in range(2):
         want, have = losses(whole, rank)[0], losses(broken, rank)[0]
         assert have == want and len(want) == 12
