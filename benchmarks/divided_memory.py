@@ -49,16 +49,24 @@ def worker(layers: int, width: int, level: int, rounds: int, out: Path) -> None:
     gc.collect()
     before = resident_bytes()
     step = make_step(layers, width, level)
-    peaks: list[int] = []
-    for number in range(2 + rounds):
-        dist.barrier()
-        reset_peak()
-        step(*args, **kwargs)
-        if number >= 2:
-            peaks.append(peak_bytes() - before)
-    program = step.lower(*args, **kwargs).program
+
+    def measured() -> float:
+        peaks: list[int] = []
+        for number in range(2 + rounds):
+            dist.barrier()
+            reset_peak()
+            step(*args, **kwargs)
+            if number >= 2:
+                peaks.append(peak_bytes() - before)
+        return statistics.median(peaks)
+
+    row = {"level": level, "measured": measured(), "simulated": peak_memory(step.lower(*args, **kwargs).program)}
+    step.model.eval()
+    row["evaluation"] = measured()
+    for param in step.model.parameters():
+        param.detach().view(-1)[0].item()  # all ranks read it, and it stays whole
+    row["evaluation_of_whole"] = measured()
     if dist.get_rank() == 0:
-        row = {"level": level, "simulated": peak_memory(program), "measured": statistics.median(peaks)}
         out.write_text(json.dumps(row))
     dist.destroy_process_group()
 
@@ -88,11 +96,21 @@ def main(arguments: list[str]) -> None:
     if options.worker:
         worker(options.layers, options.width, options.level, options.rounds, Path(options.worker))
         return
-    print(f"{'level':>5} {'simulated MiB':>14} {'measured MiB':>13} {'measured / simulated':>20}")
+    head = (
+        "level",
+        "simulated MiB",
+        "measured MiB",
+        "measured / simulated",
+        "evaluation MiB",
+        "of whole parameters MiB",
+    )
+    print("{:>5} {:>14} {:>13} {:>20} {:>15} {:>24}".format(*head))
     rows = []
     for level in LEVELS:
         rows.append(row := measure(options, level))
         print(
-            f"{level:5} {row['simulated'] / MIB:14.1f} {row['measured'] / MIB:13.1f} {row['ratio']:20.3f}", flush=True
+            f"{level:5} {row['simulated'] / MIB:14.1f} {row['measured'] / MIB:13.1f} {row['ratio']:20.3f} "
+            f"{row['evaluation'] / MIB:15.1f} {row['evaluation_of_whole'] / MIB:24.1f}",
+            flush=True,
         )
     print(f"written to {save('divided_memory', rows)}")

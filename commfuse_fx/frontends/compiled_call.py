@@ -98,8 +98,10 @@ class CompiledCall:
         world. Raises what compiling raises.
         """
         self.synchronize()
-        with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
-            compiled = self.session.shown(self.planner.read(self.planner.take_apart(args, kwargs)))
+        with lock_of(self.model), outside_inference_mode():
+            with self.session.shapes_only():
+                compiled = self.planner.read(self.planner.take_apart(args, kwargs))
+            compiled = self.session.shown(compiled)
         return self._lowered(compiled, args, kwargs)
 
     def _lowered(self, compiled: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lowered:

@@ -236,6 +236,8 @@ class Session:
 
     def shown(self, compiled: Compiled) -> Compiled:
         """What runs in place of the default plan of a call."""
+        if not compiled.program.training:
+            return self.planner.read_on_parts(compiled, self.runners.executors.divided)
         return compiled if self.replan is None else self.replan.shown(compiled)
 
     def _call(self, agreement: Agreement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -334,6 +336,8 @@ class Session:
         """The plan that runs in place of the default plan of a call."""
         if self.micro_batches.is_early:
             return self.micro_batches.plan(plan)
+        if not plan.compiled.program.training:
+            return self.planner.on_parts(plan, self.runners.executors.divided)
         return plan if self.replan is None else self.replan.chosen(plan)
 
     def _start(self, plan: Plan, call: Call) -> None:

@@ -32,6 +32,7 @@ class Parameter:
     of mesh axes over which it is divided; "": every rank updates all that it has of the parameter. Ranks then update
     equal numbers of rows (of the first dimension) in the order of the group, the last ones padded where they do not
     divide. `rows_alone`: ranks also keep these rows alone; then that is the last entry of `layout`, and `shard` is "".
+    Only in an evaluation that has still to gather them where it uses them, `shard` has it in place of `layout`.
     `owner`: the position in the group `shard` of the rank that updates all of it, in place of rows on every rank.
     """
 
@@ -54,7 +55,7 @@ class Parameter:
     @property
     def layout_by_marks(self) -> tuple[tuple[str, Placement], ...]:
         """The layout without what the parallel optimizer has added."""
-        return self.layout[:-1] if self.rows_alone else self.layout
+        return self.layout[:-1] if self.rows_alone and not self.shard else self.layout
 
     def placement_on(self, group: str) -> Placement:
         """How a rank keeps it, as far as the ranks of this group are concerned."""

@@ -77,25 +77,31 @@ def keep_rows(build: Builder, name: str) -> None:
     that reads the parameter, and once more in front of the first one of the backward."""
     program = build.program
     param, rows = program.params[name], program.placeholder("parameter", name)
-    assert rows is not None, "what has a gradient is an input"
-    users = sorted(rows.users)
-    whole = _gathered(build, name, rows, users[0])
-    for user in users:
-        user.replace_input_with(rows, whole)
-    program.aux = {key: whole if value is rows else value for key, value in program.aux.items()}
-    later = _later_users(whole)
-    if later and info(users[0]).phase != "backward":
-        _use_again(build, name, rows, whole, later)
-    details = info(rows)
-    details.spec = spec_of_rows(param, program.mesh)
+    spec = spec_of_rows(param, program.mesh)
+    if rows is not None:
+        if rows.users:
+            _gather_for(build, name, rows, sorted(rows.users))
+        info(rows).spec = spec
     program.params[name] = replace(
         param,
-        spec=details.spec,
+        spec=spec,
         whole=param.whole or param.spec,
         layout=(*param.layout, (param.shard, S(0))),
         shard="",
         rows_alone=True,
     )
+
+
+def _gather_for(build: Builder, name: str, rows: fx.Node, users: Sequence[fx.Node]) -> None:
+    """Gather a parameter in front of the first of these nodes, which are in graph order."""
+    program = build.program
+    whole = _gathered(build, name, rows, users[0])
+    for user in users:
+        user.replace_input_with(rows, whole)
+    program.aux = {path: whole if node is rows else node for path, node in program.aux.items()}
+    later = _later_users(whole)
+    if later and info(users[0]).phase != "backward":
+        _use_again(build, name, rows, whole, later)
 
 
 def _gathered(build: Builder, name: str, rows: fx.Node, user: fx.Node, again: str = "") -> fx.Node:

@@ -25,6 +25,7 @@ from commfuse_fx.passes.distribute.shard_optimizer import ShardOptimizer
 from commfuse_fx.passes.distribute.share_update import ShareUpdate
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
 from commfuse_fx.passes.distribute.use_all_parameters import UseAllParameters
+from commfuse_fx.passes.distribute.use_rows import UseRows
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.fuse.keep_gradients import KeepGradients
@@ -66,7 +67,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "divide": (RangeLookups, CounterRandom, Divide),
         "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
-        "shard": (ShardOptimizer, ShareUpdate, CastBeforeGather, HoldRows, DropGradients),
+        "shard": (ShardOptimizer, ShareUpdate, UseRows, CastBeforeGather, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),

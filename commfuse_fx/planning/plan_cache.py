@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from commfuse_fx.capture.guards import Guards
 from commfuse_fx.capture.signature import Signature
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.ir.program import Parameter
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.shared_prices import Seconds
 
@@ -22,6 +24,7 @@ class Plan:
     others: plans of the same module with another treatment of its gradients, as in `Situation`, and for losses that do
         not use some outputs, given by their numbers.
     config: the options that it was planned with; None: those of its planner. common: as in `Planner.planned_as`.
+    parts: of an evaluation of parameters that are divided, what the training step has made of these.
     """
 
     compiled: Compiled
@@ -32,6 +35,7 @@ class Plan:
     others: dict[tuple[str, tuple[int, ...]], Plan] = field(default_factory=dict)
     config: CompileConfig | None = None
     common: Seconds | None = None
+    parts: Mapping[str, Parameter] | None = None
 
 
 @dataclass

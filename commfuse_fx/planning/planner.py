@@ -22,7 +22,7 @@ from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.halves import crossing
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Layouts, OptimizerInfo
+from commfuse_fx.ir.program import Layouts, OptimizerInfo, Parameter, Program
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
@@ -40,6 +40,9 @@ _PLAN = logger("plan")
 
 _EARLY: tuple[str, tuple[int, ...]] = ("local", ())
 """Where a plan keeps that of the micro-batches ahead of its own."""
+
+_ON_PARTS: tuple[str, tuple[int, ...]] = ("parts", ())
+"""Where the plan of an evaluation keeps that for parameters which are divided."""
 
 
 class OnCompile(Protocol):
@@ -228,6 +231,7 @@ class Planner:
         if not training:
             self._findings.report_evaluation(self.model, is_first=not self._has_compiled)
         self._has_compiled = True
+        keep_captured = keep_captured or self.keeps_captured or (not training and self._divides_evaluations)
         request = CompileRequest(
             self.model,
             self.loss_fn,
@@ -237,7 +241,7 @@ class Planner:
             training,
             self._describe_optimizer(opaque) if training else None,
             self._asked(flat_updates=flat_updates),
-            keep_captured or self.keeps_captured or self.form == "module" or self._on_compile.keeps_captured(),
+            keep_captured or self.form == "module" or self._on_compile.keeps_captured(),
             self.form,
         )
         what = f"{'training' if training else 'evaluation'} step" if self.form == "step" else self.form
@@ -245,7 +249,7 @@ class Planner:
             divides = self.config.divides_graphs
             compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
-        if not (keep_captured or self.keeps_captured) and self.form != "module":
+        if not keep_captured and self.form != "module":
             compiled.captured = None
         return compiled
 
@@ -283,11 +287,50 @@ class Planner:
 
     def read_early(self, compiled: Compiled) -> Compiled:
         """The same for a call that is only to be read."""
-        assert compiled.captured is not None, "a step that accumulates keeps what was captured"
+        return self._planned_again(self._captured_again(compiled), replace(compiled.asked, gradients="local"), compiled)
+
+    def on_parts(self, plan: Plan, parts: Mapping[str, Parameter]) -> Plan:
+        """The plan of an evaluation, where ranks have parts of the parameters alone. It gathers each one for its use.
+
+        parts: the parameters that the training step has divided; empty: all are whole, and the plan is as it was.
+        """
+        if not parts or not self._divides_evaluations:
+            return plan
+        known = plan.others.get(_ON_PARTS)
+        if known is None or known.parts is not parts:
+            with progress("compiling the evaluation of divided parameters"):
+                compiled = self.read_on_parts(plan.compiled, parts)
+            self._on_compile(compiled)
+            known = plan.others[_ON_PARTS] = Plan(compiled, plan.signature, plan.guards, parts=parts)
+        return known
+
+    def read_on_parts(self, compiled: Compiled, parts: Mapping[str, Parameter]) -> Compiled:
+        """The same for a call that is only to be read."""
+        if not parts or not self._divides_evaluations:
+            return compiled
+        captured = self._captured_again(compiled)
+        for name, part in parts.items():
+            group = part.layout[-1][0] if part.rows_alone else part.shard
+            captured.params[name] = replace(
+                captured.params[name], shard=group, owner=part.owner, rows_alone=part.rows_alone
+            )
+        return self._planned_again(captured, compiled.asked, compiled)
+
+    @property
+    def _divides_evaluations(self) -> bool:
+        """Whether parameters may have other parts in an evaluation that follows a training step than in one that does
+        not."""
+        asked = self.config.parallel_optimizer
+        return self.form == "step" and asked is not None and (asked.level == 3 or self.config.divides_graphs)
+
+    def _captured_again(self, compiled: Compiled) -> Program:
+        assert compiled.captured is not None, "what is planned again keeps what was captured"
         captured = compiled.captured.copy()
         if self._layouts is not None:
             captured.layouts = self._layouts
-        asked = replace(compiled.asked, gradients="local")
+        return captured
+
+    def _planned_again(self, captured: Program, asked: PassRequest, compiled: Compiled) -> Compiled:
         planned = plan_step(captured.copy(), self.config, asked)
         return replace(
             compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2], asked=asked

@@ -195,11 +195,14 @@ class LockstepWorld:
 
     def _plan(self, call: Call) -> Plan:
         with self._shapes_only():
-            return self._chosen(self.step.planner.plan(call))
+            plan = self.step.planner.plan(call)
+        return self._chosen(plan)
 
     def _chosen(self, plan: Plan) -> Plan:
         """What runs in place of the plan of a call."""
-        return self._micro_batches.plan(plan) if self._micro_batches.is_early else plan
+        if self._micro_batches.is_early:
+            return self._micro_batches.plan(plan)
+        return plan if plan.compiled.program.training else self.step.planner.on_parts(plan, self._ranks[0].divided)
 
     @contextmanager
     def _shapes_only(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
@@ -65,6 +65,13 @@ class RankExecutors:
         self._alive.add(made)
         self._pool.keep_memory(key for each in self._alive for key in each.kept)
         return made
+
+    @property
+    def divided(self) -> Mapping[str, Parameter]:
+        """What the last step has made of the parameters, if a rank holds nothing but its parts of them now."""
+        shards = self.shards
+        held = shards is not None and shards.is_divided and shards.divides_parameters
+        return shards.described if shards is not None and held else {}
 
     def hand_over(self, executor: Executor) -> None:
         """Before this executor runs: make parameters whole if it divides them in another way than the last one."""

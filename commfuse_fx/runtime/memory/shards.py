@@ -32,6 +32,7 @@ log = logging.getLogger("commfuse_fx.runtime")
 class Shards:
     """The divided parameters of one rank, shared by all programs of a step that divide them alike.
 
+    described: what the compiler knows of the divided parameters, by name.
     values: the tensors that a graph reads, by parameter name. They are parts, or the user's own undivided tensors.
     updated: what of them this rank updates, by the same names.
     optimizer: the user's optimizer with the states of the parts in place of the whole ones.
@@ -53,7 +54,7 @@ class Shards:
         self.exchange = exchange
         self._users = optimizer
         self._before_reading = before_reading
-        divided = divided_parameters(program)
+        self.described = divided = divided_parameters(program)
         self._divided = [DividedParameter(param, params[name], program.mesh, rank) for name, param in divided.items()]
         self.values: Mapping[str, nn.Parameter] = {**params, **{each.name: each.part for each in self._divided}}
         self.updated: Mapping[str, nn.Parameter] = {**params, **{each.name: each.updated for each in self._divided}}
