@@ -110,8 +110,7 @@ def test_other_ways_to_share_updates_match_ddp(ranks: Ranks) -> None:
     ranks.values(shares_updates_otherwise, size=3)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in MODELS), ("mlp", 3)])
 def test_training_matches_ddp(ranks: Ranks, kind: str, size: int) -> None:
     assert len({*ranks.values(matches_ddp, kind, size=size)}) == 1
 
@@ -195,7 +194,7 @@ def tries_plans(winner: str) -> list[str]:
     return twins.tried()
 
 
-@pytest.mark.parametrize("winner", ["", "size 1", "across steps"])
+@pytest.mark.parametrize("winner", ["", "across steps"])
 def test_training_is_the_same_whatever_plan_is_tried(ranks: Ranks, winner: str) -> None:
     one, other = ranks.values(tries_plans, winner)
     assert one == other and len(one) > 2 and one[-1].endswith(" stays")

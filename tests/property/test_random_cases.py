@@ -13,9 +13,9 @@ from tests.property.compare_cases import Result
 from tests.property.random_cases import LOCAL, OF_RANKS, draw
 from tests.property.run_cases import run_on_ranks, run_seed
 
-LOCAL_CASES, CHUNKS = 210, 7
-RANKS_CASES, RUNS = 40, 2
-MODULE_CASES, MODULE_RANKS_CASES = 40, 20
+LOCAL_CASES, CHUNKS = 147, 7
+RANKS_CASES, RUNS = 28, 2
+MODULE_CASES, MODULE_RANKS_CASES = 28, 14
 """Seeds from 0; those of real ranks are cases of their own kinds."""
 
 
