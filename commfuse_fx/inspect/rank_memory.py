@@ -79,20 +79,23 @@ class RankMemory:
 def rank_memory(program: Program, peak: int) -> RankMemory:
     """What a rank holds of this program, whose predicted peak memory is given."""
     graded, given = [program.params[name] for name in _with_gradients(program)], _given(program)
-    held: tuple[HeldBytes, ...] = (
-        _held("parameters", ((None, _whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))),
-        _held(
-            "gradients",
-            (
-                (None, param.spec.nbytes, param.spec.nbytes)
-                if param.name in given
-                else (_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes)
-                for param in graded
-            ),
+    parameters = _held(
+        "parameters", ((None, _whole(param).nbytes, param.spec.nbytes) for param in _once(program.params))
+    )
+    sums = [_held("sums of micro-batches", each) for each in [[*_sums(program)]] if each]
+    if sums and not graded:
+        unknown = "it updates nothing: the graph of the last micro-batch shows gradients and the optimizer's state"
+        return RankMemory(str(program.mesh), (parameters, *sums), peak, unknown)
+    gradients = _held(
+        "gradients",
+        (
+            (None, param.spec.nbytes, param.spec.nbytes)
+            if param.name in given
+            else (_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes)
+            for param in graded
         ),
     )
-    if sums := list(_sums(program)):
-        held = (*held, _held("sums of micro-batches", sums))
+    held = (parameters, gradients, *sums)
     optimizer = program.optimizer
     if optimizer is not None and optimizer.rule == "opaque":
         unknown = f"{optimizer.class_name} holds its state itself, so the graph does not show how much that is"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,32 @@ def shares_updates_otherwise() -> None:
 
 def test_other_ways_to_share_updates_match_ddp(ranks: Ranks) -> None:
     ranks.values(shares_updates_otherwise, size=3)
+
+
+def goes_on_from_checkpoints(folder: str) -> None:
+    """One that another way to share updates has written, and again between micro-batches, whose sums are forgotten."""
+    for one, two in (("sums of rows", "sums of owners"), ("rows alone, sums of rows", "rows alone")):
+        model, other = mlp(), mlp(seed=1)
+        step, again = (
+            cf.compile(each, loss_fn=F.cross_entropy, optimizer=momentum(each), accumulate_steps=2, **OTHERS[chosen])
+            for each, chosen in ((model, one), (other, two))
+        )
+        for call in range(4):
+            step(*xy(call))
+        place = f"{folder}/{one}"
+        step.save(place)
+        want = [float(step(*xy(call))) for call in range(4, 8)]
+        for calls in (0, 1):
+            for call in range(calls):
+                again(*xy(call))
+            again.load(place)
+            assert again.steps == 2
+            torch.testing.assert_close([float(again(*xy(call))) for call in range(4, 8)], want)
+            torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoints_of_one_way_to_share_updates_load_in_another(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(goes_on_from_checkpoints, str(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in MODELS), ("mlp", 3)])

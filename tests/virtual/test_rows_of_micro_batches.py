@@ -154,6 +154,8 @@ def test_a_rank_holds_sums_of_what_it_updates(name: str) -> None:
     whole = sum(param.nbytes for param in params)
     (sums,) = [each for each in _lowered(world)[1].explain().memory.held if each.kind == "sums of micro-batches"]
     assert sums.whole == whole and sums.per_rank == max(held)
+    early = _lowered(world)[0].explain().memory
+    assert early.held[1:] == (sums,) and "the graph of the last micro-batch shows gradients" in early.text()
     if name == "level 3":
         assert held == [whole] * ranks
     elif name == "owners":
