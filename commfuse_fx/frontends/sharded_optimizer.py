@@ -11,7 +11,7 @@ from torch import nn
 from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.options import Default
 from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
-from commfuse_fx.errors import ConfigTypeError, NotAvailableError, VirtualWorldError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.frontends.update_session import CompiledUpdate, UpdateSession
 from commfuse_fx.inspect.lowered import Lowered
@@ -59,10 +59,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _check_class(optimizer_class)
         config = _checked_config(parallel_optimizer_config)
         self._optimizer = optimizer_class(model.parameters() if params is None else params, **options)
-        super().__init__(self._optimizer.param_groups, self._optimizer.defaults)
         check_optimizer(self._optimizer, model.module)
         refuse_unknown(describe_optimizer(self._optimizer, model.module), "ShardedOptimizer", "use it as it is")
         self._update = CompiledUpdate(model._compiled, self._optimizer, config)
+        super().__init__(self._optimizer.param_groups, self._optimizer.defaults)
 
     @property
     def state(self) -> Any:
@@ -83,8 +83,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer.param_groups = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update these parameters of the model as well. All ranks call this together."""
+        """Update these parameters of the model as well. All ranks call this together.
+
+        Raises ConfigValueError for a parameter that is none of the model's, which is not added then.
+        """
         self._optimizer.add_param_group(param_group)
+        try:
+            check_optimizer(self._optimizer, self._update.model)
+        except ConfigValueError:
+            self._optimizer.param_groups.pop()
+            raise
 
     @user_frames_only
     @torch._disable_dynamo
@@ -132,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = self._update.model.named_parameters()
         learning = {name: param for name, param in named if id(param) in held and param.requires_grad}
         with torch.enable_grad():
-            return self._update.lower({name: torch.empty_like(param).detach() for name, param in learning.items()})
+            return self._update.lower({name: param.detach() for name, param in learning.items()})
 
     @property
     def _session(self) -> UpdateSession:

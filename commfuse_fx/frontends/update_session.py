@@ -15,7 +15,6 @@ from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.ir.meta import same_layout
-from commfuse_fx.kernels.described_optimizer import check_optimizer
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.support.long_lists import shortened
@@ -91,10 +90,9 @@ class UpdateSession(Session):
 def _gradients_of(planner: Planner) -> dict[str, torch.Tensor]:
     """The gradients of the parameters that the optimizer holds, by name, laid out as their parameters are.
 
-    Raises ConfigValueError where it holds a parameter that is none of the model's.
+    A parameter that is none of the model's is found when the update is planned.
     """
     assert planner.optimizer is not None, "what updates has one"
-    check_optimizer(planner.optimizer, planner.model)
     planner.watch.look()
     held = {id(param) for group in planner.optimizer.param_groups for param in group["params"]}
     return {

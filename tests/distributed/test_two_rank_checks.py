@@ -28,7 +28,7 @@ def run(names: list[str]) -> None:
     [
         ["step mlp", "equal bits by optimal"],
         ["equal bits by across steps", "equal bits by index"],
-        ["module lstm", "module, unused", "parallel optimizer, level 3"],
+        ["module lstm", "module, unused", "parallel optimizer, level 3", "sharded optimizer"],
         ["tensor parallel", "masks", "streams", "other streams", "recorded communication", "profile", "trials"],
     ],
     ids=lambda names: names[0],

@@ -63,6 +63,13 @@ def test_hooks_and_schedulers_see_its_steps() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05 and seen == ["before", "after", "state", "loaded"]
 
 
+def test_a_group_of_another_model_is_not_added() -> None:
+    optimizer = made()
+    with pytest.raises(cf.ConfigValueError, match="parameter 0 of param group 1 .* is not a parameter of the model"):
+        optimizer.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_it_shows_what_is_divided() -> None:
     lowered = made().lower()
     notes = {note.subject: note.reason for note in lowered.explain().notes}

@@ -68,10 +68,42 @@ def check_divided(device: torch.device, model: str, optimizer: str, **config: An
         assert_near([states[0][number][key] for key in wanted], wanted.values(), CLOSE)
 
 
+def check_sharded(device: torch.device, model: str, **config: Any) -> None:
+    """The optimizer of a module equals that of DDP, with micro-batches, clipping and a load of its whole state."""
+    case = MODELS[model]
+    net = case.on(device, torch.float64)
+    twin = copy.deepcopy(net)
+    theirs = DistributedDataParallel(twin, device_ids=[device.index] if device.type == "cuda" else None)
+    ours, options = cf.compile(net), options_of(**config)["parallel_optimizer_config"]
+    mine = cf.ShardedOptimizer(ours, torch.optim.AdamW, lr=1e-3, parallel_optimizer_config=options)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    batches = case.batches(device, torch.float64, 8, seed=dist.get_rank())
+    for number, batch in enumerate(batches):
+        for call, optimizer in ((ours, mine), (theirs, plain)):
+            updates = number % 2 == 1
+            with nullcontext() if updates else call.no_sync():
+                call(**batch).backward()
+            if updates:
+                nn.utils.clip_grad_norm_(call.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        if number == 3:
+            mine.load_state_dict(copy.deepcopy(mine.state_dict()))
+    assert_near(net.parameters(), twin.parameters(), CLOSE)
+    states, wanted = mine.state_dict()["state"], plain.state_dict()["state"]
+    assert states.keys() == wanted.keys()
+    for number, state in wanted.items():
+        assert_near(
+            [states[number][key] for key in ("exp_avg", "exp_avg_sq")], [state["exp_avg"], state["exp_avg_sq"]], CLOSE
+        )
+
+
 CASES: dict[str, Callable[[torch.device], None]] = {
     "parallel optimizer, level 1": lambda device: check_divided(device, "gpt2", "AdamW fused", level=1),
     "parallel optimizer, padded": lambda device: check_divided(device, "gpt2", "Adam amsgrad", level=1, pad=True),
     "parallel optimizer, level 2": lambda device: check_divided(device, "llama", "SGD momentum", level=2),
     "parallel optimizer, level 3": lambda device: check_divided(device, "gpt2", "AdamW fused", level=3),
     "parallel optimizer, broadcast": lambda device: check_divided(device, "gpt2", "AdamW foreach", mode="broadcast"),
+    "sharded optimizer": lambda device: check_sharded(device, "gpt2", pad=True),
+    "sharded optimizer, broadcast": lambda device: check_sharded(device, "llama", mode="broadcast"),
 }
