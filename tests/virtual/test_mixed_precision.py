@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
+from commfuse_fx.ir import info
 from commfuse_fx.passes.distribute.cast_before_gather import CastBeforeGather
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 
@@ -146,6 +147,22 @@ def test_casts_that_are_gathered_have_the_bits_of_those_of_what_is_gathered(
     # head. Its lookup takes float32, as the norm does.
     cast = 4 * (4 * 16 * 33 + 16 + 33 + WORDS * 16 + (33 if again else 0))
     assert sent == {torch.float32: all_sent[torch.float32] - cast, torch.bfloat16: cast // 2}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_evaluation_gathers_casts_too(count: int) -> None:
+    world = world_of({"level": 3}, accumulate_steps=count)
+    for step in range(STEPS):
+        world(batches(2, step))
+    for model in world.models:
+        model.eval()
+    losses = [float(result.loss) for result in world(batches(2, STEPS))]
+    running = world._running
+    assert running is not None
+    sent = {info(node).collective.dtype for node in running.program.collectives()}
+    assert sent == {torch.float32, torch.bfloat16}
+    alone = on_one_device(2, count)
+    assert losses == pytest.approx([loss_fn(alone(x), y).item() for x, y in batches(2, STEPS)], rel=1e-3)
 
 
 def test_masters_and_states_are_float32_rows() -> None:
