@@ -317,6 +317,18 @@ def with_groups_that_change() -> float:
     return max((one - other).abs().max().item() for one, other in zip(found, want, strict=True))
 
 
+def used_on_one_rank() -> float:
+    """Of parameters and states, some of which only rank 1 uses."""
+    ours, theirs = sharded("adamw", SMALL, find_unused_parameters=True), with_ddp("adamw")
+    for _, model, optimizer in (ours, theirs):
+        for number in range(STEPS):
+            x, y = batch(number)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, dist.get_rank() == 1 and number > 0), y).backward()
+            optimizer.step()
+    return largest_difference(ours, theirs)
+
+
 def several() -> dict[str, float]:
     held, whole = holds_rows()
     return {
@@ -324,6 +336,7 @@ def several() -> dict[str, float]:
         "scaled": scaled(),
         "dynamo": by_dynamo(),
         "groups": with_groups_that_change(),
+        "unused": used_on_one_rank(),
     }
 
 
