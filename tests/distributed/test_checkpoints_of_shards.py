@@ -26,6 +26,7 @@ LEVELS: dict[str, dict[str, Any] | None] = {
     "level 1": {"parallel_optimizer_threshold": 0, "pad": True},
     "level 1, no padding": {"parallel_optimizer_threshold": 0},
     "level 2": {"parallel_optimizer_threshold": 0, "pad": True, "level": 2},
+    "level 2, large ones": {"parallel_optimizer_threshold": 2, "level": 2},
     "level 3": {"parallel_optimizer_threshold": 0, "pad": True, "level": 3},
     "owners": {"parallel_optimizer_threshold": 0, "mode": "broadcast"},
     "plain": None,
@@ -76,13 +77,13 @@ def rows_stay_rows(folder: str, level: str, options: dict[str, Any]) -> Any:
     return state_of(fresh)
 
 
-@pytest.mark.parametrize("options", [{}, ACROSS], ids=["", "across steps"])
+@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.1}, ACROSS], ids=["clipped", "across steps"])
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "plain"])
 def test_rows_stay_rows(ranks: Ranks, tmp_path: Path, level: str, options: dict[str, Any]) -> None:
     saved = ranks.values(rows_stay_rows, str(tmp_path / "kept"), level, options)
     assert_same(saved[1], saved[0])
     tensors = json.loads((tmp_path / "kept" / "commfuse.json").read_text())["tensors"]
-    whole = level in ("level 1, no padding", "owners")
+    whole = level in ("level 1, no padding", "level 2, large ones", "owners")
     for name, count in (("0.weight", 1 if level == "owners" else 2), ("2.weight", 1 if whole else 2)):
         assert len(tensors[f"optimizer/state/{name}/exp_avg"]["boxes"]) == count
         assert len(tensors[f"model/{name}"]["boxes"]) == (2 if level == "level 3" else 1)
@@ -104,7 +105,7 @@ def goes_on(folder: str, level: str, saves: bool) -> tuple[list[float], Any]:
 @pytest.mark.parametrize("before", LEVELS)
 def test_another_sharding_goes_on(ranks: Ranks, tmp_path: Path, before: str) -> None:
     (want, saved), _, _ = ranks.values(goes_on, str(tmp_path), before, True, size=3)
-    for after in LEVELS:
+    for after in ("level 1", "level 3", "owners", "plain"):
         for losses, state in ranks.values(goes_on, str(tmp_path), after, False, size=3):
             assert losses == pytest.approx(want, rel=1e-12)
             assert_same(state, saved)

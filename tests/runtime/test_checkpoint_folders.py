@@ -57,7 +57,11 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("place", ["written", "exchanged", "first rename", "second rename", "removed"])
+RENAMES = ("first rename", "second rename", "third rename")
+"""The first one is refused, as the folder is there."""
+
+
+@pytest.mark.parametrize("place", ["written", "exchanged", *RENAMES, "removed"])
 def test_a_writer_that_is_killed(tmp_path: Path, way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kept"
     save(path, "old")
@@ -68,7 +72,8 @@ def test_a_writer_that_is_killed(tmp_path: Path, way: str, place: str, monkeypat
             was_killed = False
         except Killed:
             was_killed = True
-    assert was_killed == (place in ("written", "removed") or (way == "exchange") == (place == "exchanged"))
+    at_all = place in ("written", "first rename", "removed")
+    assert was_killed == (at_all or (way == "exchange") == (place == "exchanged"))
     assert load(path) == ("old" if was_killed and place not in ("exchanged", "removed") else "new")
     save(path, "newer")
     assert load(path) == "newer" and os.listdir(tmp_path) == ["kept"]
@@ -80,7 +85,7 @@ def _die(patch: pytest.MonkeyPatch, place: str) -> None:
 
     def counted(one: Any, other: Any) -> None:
         nonlocal renames
-        if place == ("first rename", "second rename")[renames]:
+        if place == RENAMES[renames]:
             raise Killed
         renames += 1
         rename(one, other)
@@ -98,11 +103,12 @@ def _die(patch: pytest.MonkeyPatch, place: str) -> None:
 
 
 def test_what_killed_writers_have_left_is_removed(tmp_path: Path) -> None:
-    for name in (".kept.0123456789ab.part", ".other.0123456789ab.part"):
+    others = [".kept.2.0123456789ab.part", ".other.0123456789ab.part"]  # of folders "kept.2" and "other"
+    for name in (".kept.0123456789ab.part", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     save(tmp_path / "kept", "text")
-    assert sorted(os.listdir(tmp_path)) == [".other.0123456789ab.part", "kept"]
+    assert sorted(os.listdir(tmp_path)) == [*others, "kept"]
 
 
 def test_two_writers(tmp_path: Path, way: str) -> None:
@@ -171,6 +177,13 @@ def test_files_of_the_user_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"other files than those of a checkpoint \(notes.txt\)"):
         CheckpointFolder(tmp_path / "kept").begin()
     assert (tmp_path / "kept" / "notes.txt").read_text() == "mine" and load(tmp_path / "kept") == "text"
+    folder = CheckpointFolder(tmp_path / "late")
+    part = folder.begin()
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "notes.txt").write_text("mine")  # while it is written
+    with pytest.raises(CheckpointError, match=r"other files than those of a checkpoint \(notes.txt\)"):
+        folder.complete(part)
+    assert (tmp_path / "late" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("path", ["/proc", "/"])

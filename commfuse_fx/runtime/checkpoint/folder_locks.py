@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 
 class FolderLock:
-    """A lock on a folder, for a `with` block or until `release`. Other programs and objects do not get it meanwhile.
+    """A lock on a folder until `release`, or until nobody holds this object.
 
-    waits: until it is free. is_taken: whether somebody else has it, which only one that does not wait finds. Where the
-    file system has no locks, as many as want one get it. Raises OSError for a folder that cannot be opened.
+    is_mine: whether nobody else has it. Where the file system has no locks, as many as want one get it. Raises OSError
+    for a folder that cannot be opened.
     """
 
-    def __init__(self, folder: Path, *, waits: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self.release = weakref.finalize(self, _release, handle)
-        self.is_taken = False
+        self.is_mine = True
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except OSError as error:
-            self.is_taken = error.errno in (errno.EAGAIN, errno.EACCES)
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.is_mine = False
+        except OSError:  # no locks here
+            pass
 
 
 def _release(handle: int) -> None:
-    try:
+    with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)  # children of this process have the same handle
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    os.close(handle)

@@ -21,6 +21,8 @@ from commfuse_fx.runtime.checkpoint.folder_locks import FolderLock
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.long_lists import shortened
 
+_DIGITS = 12
+
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -59,29 +61,36 @@ class CheckpointFolder:
         Raises CheckpointError if a checkpoint cannot take the place of what is there, and OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FolderLock(self.path.parent, waits=True):
-            self._recover()
-            self._check_free()
-            left = self._taken_over()
+        self._recover()
+        self._check_free()
+        for left in self.path.parent.glob(f".{_escaped(self.path.name)}.{'[0-9a-f]' * _DIGITS}.part"):
+            self._remove_left(left)
+        while True:
             part = self._new_part()
             part.mkdir()
-            self._lock = FolderLock(part, waits=False)
-        for each in left:
-            shutil.rmtree(each, ignore_errors=True)
-        return part
+            with suppress(FileNotFoundError):
+                self._lock = FolderLock(part)
+                if self._lock.is_mine and part.exists():
+                    return part  # and no other writer has taken it for left over before it had the lock
 
     def complete(self, part: Path) -> None:
-        """Let the folder that was written take the place of the one before. Raises OSError."""
+        """Let the folder that was written take the place of the one before.
+
+        Raises CheckpointError if it cannot take the place of what is there by now, and OSError.
+        """
         _sync(part)
-        with FolderLock(self.path.parent, waits=True):
-            before = part
-            if not self.path.exists() or not any(self.path.iterdir()):
-                os.rename(part, self.path)
-            elif not _exchanged(part, self.path):
+        self._check_free()
+        before = part
+        try:
+            os.rename(part, self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not _exchanged(part, self.path):
                 before = self._old
                 os.rename(self.path, before)
                 os.rename(part, self.path)
-            _sync(self.path.parent)
+        _sync(self.path.parent)
         self.abandon(before)
 
     def abandon(self, part: Path) -> None:
@@ -94,19 +103,18 @@ class CheckpointFolder:
         return self.path.parent / f".{self.path.name}.{ending}"
 
     def _new_part(self) -> Path:
-        return self._beside(f"{uuid.uuid4().hex[:12]}.part")
+        return self._beside(f"{uuid.uuid4().hex[:_DIGITS]}.part")
 
-    def _taken_over(self) -> list[Path]:
-        """What writers that were killed have left, under new names.
+    def _remove_left(self, part: Path) -> None:
+        """Remove what a writer that was killed has left.
 
-        So one that is still at it, where the file system has no locks, cannot complete what is half removed.
+        It gets another name first. Where the file system has no locks, its writer may still be at it, and must not
+        complete what is half removed.
         """
-        found = []
-        for each in self.path.parent.glob(f".{_escaped(self.path.name)}.*.part"):
-            with suppress(OSError), FolderLock(each, waits=False) as lock:  # another writer may remove it now
-                if not lock.is_taken:
-                    found.append(each.rename(self._new_part()))
-        return found
+        with suppress(OSError):  # another writer removes it, too
+            lock = FolderLock(part)
+            if lock.is_mine:
+                shutil.rmtree(part.rename(self._new_part()), ignore_errors=True)
 
     def _check_free(self) -> None:
         """Raises CheckpointError if a checkpoint cannot take the place of what is there."""
