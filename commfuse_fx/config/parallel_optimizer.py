@@ -59,8 +59,10 @@ class ParallelOptimizer:
 
     def _check_mode(self, where: str) -> None:
         """One rank owns all of a parameter, so options of rows do not go with that."""
-        for key, fine in (("level", 1), ("optimizer_weight_shard_size", -1)) if self.mode == BROADCAST else ():
-            if getattr(self, key) != fine:
+        if self.mode != BROADCAST:
+            return
+        for key, fine in (("level", (1, 2)), ("optimizer_weight_shard_size", (-1,))):
+            if getattr(self, key) not in fine:
                 raise ConfigValueError(
                     f'{where}["{key}"] is {getattr(self, key)}, which divides the rows of parameters, but with '
                     f'mode="{BROADCAST}" each has one owner; leave {key} out, or use mode="{SCATTER}"'

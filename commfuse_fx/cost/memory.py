@@ -16,6 +16,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.fixed_values import held_values
 from commfuse_fx.ir.fusible import fused_values
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.whole_updates import BY_OP
 
@@ -35,7 +36,8 @@ def memory_profile(program: Program, roots: Roots | None = None) -> list[int]:
     that is kept between steps, and what is computed once and needed by other nodes.
     All else lives from the node that makes it to its last use, what a collective sends or receives at least to its
     wait, and what a node of the following step uses to that node: such memory may be there twice, for this step and
-    for the one before. What a compiled region never writes to memory (`fused_values`) takes none. An update that
+    for the one before. Of a gradient that one rank of a group keeps, the others let go: it counts as on the average.
+    What a compiled region never writes to memory (`fused_values`) takes none. An update that
     runs several ops inside of its own has their temporary tensors while it runs.
     """
     return Memory(program, roots).profile()
@@ -133,17 +135,20 @@ def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots)
     for at, node in enumerate(order):
         if info(node).once:
             continue
-        used = [roots[node], *[roots[value] for value in node.all_input_nodes]]
+        kept = _is_kept_by_owner(node, roots)
+        used = [node] if kept else [_root(each, roots) for each in (node, *node.all_input_nodes)]
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
             used.append(roots[sent])
+        uses = [(root, at) for root in used]
+        if kept:
+            uses.append((roots[node], at - 1))  # all ranks have it up to here
         deferred = is_deferred(node)
-        for root in used:
-            if root in twins:
-                root = twins[root]
+        for root, until in uses:
+            root = twins.get(root, root)
             if deferred and not is_deferred(root):
-                later[root] = at
+                later[root] = until
             else:
-                last[root] = at
+                last[root] = max(last.get(root, until), until)
     taken: dict[fx.Node, int] = {}
     for part in parts:
         if part not in twins:
@@ -151,14 +156,25 @@ def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots)
             taken[maker] = taken.get(maker, 0) + bytes_of(info(part).spec)
     found: dict[fx.Node, _Lifetime] = {}
     for root in order:
-        if root.op != "call_function" or roots[root] is not root or root in twins or info(root).once:
+        if root.op != "call_function" or _root(root, roots) is not root or root in twins or info(root).once:
             continue
         # An op that yields several tensors makes them all; each then lives as long as somebody needs it.
         maker = _maker(root) if _is_part(root, roots) else root
-        size = bytes_of(info(root).spec) - taken.get(root, 0)
+        ways: Any = root.args[2] if _is_kept_by_owner(root, roots) else 1
+        size = bytes_of(info(root).spec) // ways - taken.get(root, 0)
         until = max(last.get(maker, -1), last.get(root, -1))
         found[root] = _Lifetime(position[maker], until, max(later.get(maker, -1), later.get(root, -1)), size)
     return found
+
+
+def _root(node: fx.Node, roots: Roots) -> fx.Node:
+    """Whose memory a node refers to, once ranks have let go of what another one owns."""
+    return node if _is_kept_by_owner(node, roots) else roots[node]
+
+
+def _is_kept_by_owner(node: fx.Node, roots: Roots) -> bool:
+    """Whether one rank of a group keeps a value that the step has made, and others have no memory of it from here."""
+    return node.target is of_owner and roots[node].op == "call_function"
 
 
 def _is_part(node: fx.Node, roots: Roots) -> bool:

@@ -18,6 +18,7 @@ from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, kind_of, rol
 from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.order import reorder, stable_sort
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -79,8 +80,18 @@ def start_late(program: Program, costs: CostModel, lead: float, dependence: Depe
     stable_sort(program.graph, position, before)
 
 
-def _is_scattered(node: fx.Node) -> bool:
-    return is_start(node) and kind_of(node) == "reduce_scatter" and role_of(node) == "gradient"
+def _leaves_a_part(node: fx.Node) -> bool:
+    """Whether a collective leaves a rank a part of a whole gradient: its rows, or all of it on one rank alone."""
+    return is_start(node) and kind_of(node) in ("reduce_scatter", "reduce") and role_of(node) == "gradient"
+
+
+def _left_of(start: fx.Node) -> list[fx.Node]:
+    """The nodes behind which a rank has its part of a gradient alone."""
+    found = [wait_of(start)]
+    if kind_of(start) == "reduce":
+        for node in found:
+            found.extend(user for user in node.users if node.target is not of_owner and _is_pure(user))
+    return found
 
 
 def _only_for(start: fx.Node) -> list[fx.Node]:
@@ -128,8 +139,8 @@ class _Order:
             self.starts_after.setdefault(wait_of(one), []).append(other)
         divided = program.config.parallel_optimizer
         if divided is not None and divided.level > 1:  # a gradient is whole until its rows have arrived
-            for one, other in pairwise(filter(_is_scattered, self.nodes)):
-                self.dependence.direct[other] = [*self.dependence.direct[other], wait_of(one)]
+            for one, other in pairwise(filter(_leaves_a_part, self.nodes)):
+                self.dependence.direct[other] = [*self.dependence.direct[other], *_left_of(one)]
 
     def _lazy_nodes(self) -> dict[fx.Node, None]:
         """Waits, and what merely reshapes or scales their results: they stand where the first real use is."""

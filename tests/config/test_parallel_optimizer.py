@@ -39,7 +39,7 @@ def resolved(options: Any, **others: Any) -> CompileConfig:
         ({"pad": None}, TypeError, "is None; give True or False"),
         ({"mode": "scatter"}, ValueError, 'use one of "reduce_scatter", "broadcast"'),
         ({"mode": "broadcast", "level": 3}, ValueError, '"level"] is 3, which divides the rows'),
-        ({"mode": "broadcast", "level": 2}, ValueError, 'leave level out, or use mode="reduce_scatter"'),
+        ({"mode": "broadcast", "level": 3}, ValueError, 'leave level out, or use mode="reduce_scatter"'),
         (
             {"mode": "broadcast", "optimizer_weight_shard_size": 2},
             ValueError,

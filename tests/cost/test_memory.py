@@ -13,6 +13,7 @@ from commfuse_fx.cost.memory import memory_profile, peak_memory
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Program
 from tests.cost.graphs import Graph, aten, f32
 from tests.models import WIDE
@@ -169,3 +170,26 @@ def test_what_a_compiled_region_keeps_in_registers_takes_no_memory() -> None:
     for node in (a, b, c):
         info(node).region = 0
     assert by_name(program) == {"x": 16, "a": 16, "b": 16, "c": 20, "output": 20}
+
+
+def test_what_one_rank_owns_counts_as_on_the_average() -> None:
+    g = Graph()
+    x = g.input("x", f32(8))
+    a = g.op("a", x, spec=f32(8))
+    view = g.op("view", a, [8], target=aten.view.default, spec=f32(8))
+    own = g.op("own", view, 1, 4, "dp", target=of_owner, spec=f32(8))
+    b = g.op("b", x, spec=f32())
+    last = g.op("last", own, b, spec=f32())
+    given = g.op("given", x, 1, 4, "dp", target=of_owner, spec=f32(8))  # a part of an input takes nothing more
+    total = g.op("total", last, given, spec=f32())
+    assert by_name(g.program(total)) == {
+        "x": 32,
+        "a": 64,
+        "view": 64,
+        "own": 32 + 8,
+        "b": 32 + 8 + 4,
+        "last": 32 + 8 + 4 + 4,
+        "given": 32 + 4,
+        "total": 32 + 4 + 4,
+        "output": 32 + 4,
+    }

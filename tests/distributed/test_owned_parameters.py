@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "optimal": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
     "across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"},
     "clipped": {"clip_grad_norm": 0.1},
+    "level 2": {"parallel_optimizer_config": {**OWNED, "level": 2}, "comm_fusion": {"openstate": False}},
 }
 
 
@@ -154,3 +156,34 @@ def test_an_owner_that_dies_before_its_broadcast_leaves_nobody_waiting(ranks: Ra
     one, other = ranks.run(is_killed_before_it_broadcasts, world_timeout=20.0)
     assert other.died == -signal.SIGKILL
     assert "broadcast failed" in one.value and "load a checkpoint" in one.value
+
+
+def gradients_that_live(level: int) -> list[int]:
+    """How many gradients that were sent this rank still has in memory, whenever it sends another one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    step = compiled(
+        net, torch.optim.AdamW(net.parameters()), loss_fn=F.mse_loss, comm_fusion={"openstate": False},
+        parallel_optimizer_config={**OWNED, "level": level},
+    )  # fmt: skip
+    x, sent, found, sends = torch.randn(2, 64), [], [], dist.reduce
+    step(x, x)
+
+    def watched(block: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found.append(sum(not each.expired() for each in sent))
+        sent.append(StorageWeakRef(block.untyped_storage()))
+        return sends(block, *args, **options)
+
+    dist.reduce = watched
+    try:
+        step(x, x)
+    finally:
+        dist.reduce = sends
+    return found
+
+
+def test_at_level_2_a_gradient_lives_on_with_its_owner_alone(ranks: Ranks) -> None:
+    for found in ranks.values(gradients_that_live, 1, size=3):
+        assert found == [0, 1, 2, 3, 4, 5]
+    for found in ranks.values(gradients_that_live, 2, size=3):  # each rank owns two
+        assert len(found) == 6 and max(found) <= 3

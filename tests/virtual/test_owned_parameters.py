@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -268,3 +269,46 @@ def test_states_that_are_loaded_go_to_their_owners() -> None:
     for one, two in zip(world.models, again.models, strict=True):
         for param, want in zip(one.parameters(), two.parameters(), strict=True):
             assert torch.equal(param, want)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"comm_fusion": APART}, {"clip_grad_norm": 0.05}, {"accumulate_steps": 2}],
+    ids=["fused", "apart", "clipped", "micro-batches"],
+)
+def test_level_2_trains_as_level_1(others: dict[str, Any]) -> None:
+    one, two = (trained(compiled(3, "nadam", {**OWNED, "level": level}, **others)) for level in (1, 2))
+    for first, second in zip(one.models, two.models, strict=True):
+        assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize("cluster", [None, "gloo-1gbit"])
+def test_at_level_2_few_gradients_are_there_at_once(cluster: str | None) -> None:
+    peaks = []
+    for level in (1, 2):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+        step = cf.compile(
+            model, APART, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device_num=4,
+            enable_parallel_optimizer=True, parallel_optimizer_config={**OWNED, "level": level}, cluster=cluster,
+        )  # fmt: skip
+        x = torch.randn(2, 256)
+        peaks.append(step.lower(x, x).simulate("gloo-1gbit").peak_memory)
+    weight = 256 * 256 * 4
+    # All parameters and gradients; all parameters, a quarter of the gradients, and two that are on their way.
+    assert [round(peak / weight, 1) for peak in peaks] == [24.0, 16.5]
+
+
+def test_at_level_2_gradients_in_bf16_are_freed_when_the_owner_has_cast_them() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))).bfloat16()
+    step = cf.compile(
+        model, APART, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device_num=4,
+        enable_parallel_optimizer=True, parallel_optimizer_config={**OWNED, "level": 2},
+    )  # fmt: skip
+    x = torch.randn(2, 256, dtype=torch.bfloat16)
+    lowered = step.lower(x, x)
+    order = list(lowered.graph_module.graph.nodes)
+    place = {node.meta["commfuse"].name: at for at, node in enumerate(order)}
+    sent = [node.meta["commfuse"].name.split("/")[1] for node in order if is_start(node) and kind_of(node) == "reduce"]
+    assert len(sent) == 12
+    for name, later in pairwise(sent):
+        assert place[f"shard/{name}/gradient"] < place[f"reduce/{later}/reduce"]

@@ -78,7 +78,7 @@ class Wire:
             return lambda x, src, group: x if mine == src else torch.zeros_like(x)
         if node.target is of_owner:
             is_mine = self.program.mesh.index(str(node.args[3]), self.rank) == node.args[1]
-            return lambda x, *args: x if is_mine else x.narrow(0, 0, 0)
+            return lambda x, *args: x if is_mine else _nothing_of(x)
         return None
 
     def abandon(self) -> None:
@@ -237,6 +237,11 @@ def _exchange_and_add(group: Any, x: torch.Tensor, size: int) -> Flight:
                 out.add_(row)
 
     return Flight(out, work, (given, received), add)
+
+
+def _nothing_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one without rows, which does not keep its memory."""
+    return x.new_empty_strided((0, *x.shape[1:]), x.stride())
 
 
 def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
