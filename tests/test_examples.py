@@ -114,7 +114,7 @@ def check_graph(output: str, ranks: int) -> None:
 @pytest.mark.dist
 @pytest.mark.xdist_group("dist")
 def test_train_char_gpt_and_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    small = ("--layers", "2", "--batch-size", "4", "--context", "32", "--sample-length", "10")
+    small = ("--layers", "1", "--batch-size", "4", "--context", "32", "--sample-length", "10")
     saved = tmp_path / "folder" / "gpt.pt"
     output = run_on_ranks(ranks, "train_char_gpt.py", "--steps", "3", "--save", str(saved), *small)
     steps = re.findall(r"^step: (\d), lr: \d\.\d+, loss is (\d+\.\d+)$", output, re.MULTILINE)

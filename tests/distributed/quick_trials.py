@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
 from commfuse_fx.frontends.measured_plans import MeasuredPlans
+from commfuse_fx.measure import contention_probe, network_probe
 from commfuse_fx.planning import alternatives, trials
 from commfuse_fx.planning.trials import Trials
 
@@ -23,6 +24,8 @@ def quickly(winner: str = "") -> Iterator[None]:
 
     with (
         patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
+        patch.object(network_probe, "PAUSE", 1e-3),
+        patch.multiple(contention_probe, RUNS=(1, 1), ROW=1e-3, LEAST_IN_ROW=2, SPARSE=2, UPDATED=6 << 12),
         patch.object(MeasuredPlans, "pays_after", lambda self, seconds: True),
         patch.multiple(plan_turns, TURN_SECONDS=0.001, FEWEST=2),
         patch.multiple(trials, FEWEST=2, MOST=3),

@@ -211,6 +211,52 @@ def test_another_sharding_goes_on_from_its_state(ranks: Ranks, size: int) -> Non
     assert max(ranks.values(goes_on_from_its_state, size=size)) < 1e-13
 
 
+def beside_tensor_parallel() -> list[float]:
+    """Differences from one device of parameters and states, and of what goes on from them. Ranks 0 and 1 have one half
+    of the batch, ranks 2 and 3 the other, and each of a pair half of both weights."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 26), nn.LayerNorm(26), nn.Linear(26, 13)).double()
+
+    def half(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(2 * step + number)
+        x = torch.randn(6, 12, generator=drawn, dtype=torch.float64)
+        return x, torch.randint(0, 13, (6,), generator=drawn)
+
+    found = []
+    for options in (SMALL, {**SMALL, "level": 3}, {"parallel_optimizer_threshold": 0, "mode": "broadcast"}):
+        net, alone = made(), made()
+        cf.shard(net[0], weight=("tp", None))
+        cf.shard(net[2], weight=(None, "tp"))
+        optimizer, eager = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (net, alone))
+        step = cf.compile(
+            net, loss_fn=F.cross_entropy, optimizer=optimizer, parallel_mode="semi_auto", mesh=(2, 2),
+            enable_parallel_optimizer=True, parallel_optimizer_config=options, clip_grad_norm=0.3,
+        )  # fmt: skip
+        for number in range(2 * STEPS):
+            if number == STEPS:
+                step.load_state_dict(copy.deepcopy(step.state_dict()))
+            step(*half(number, dist.get_rank() // 2))
+            eager.zero_grad()
+            x, y = (torch.cat(each) for each in zip(half(number, 0), half(number, 1), strict=True))
+            F.cross_entropy(alone(x), y).backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
+            eager.step()
+        kinds = [each.kind for each in step.lower(*half(0, 0)).collectives]
+        assert "all_gather" in kinds and ("broadcast" in kinds) == ("mode" in options)
+        states, others = optimizer.state_dict()["state"], eager.state_dict()["state"]
+        pairs = list(zip(net.parameters(), alone.parameters(), strict=True))
+        pairs += [(states[i][key], others[i][key]) for i in others for key in others[i]]
+        found.append(max((one - other).abs().max().item() for one, other in pairs))
+    return found
+
+
+def test_divided_parameters_are_divided_further(ranks: Ranks) -> None:
+    for found in ranks.values(beside_tensor_parallel, size=4):
+        assert max(found) < 1e-12
+
+
 class Returns(nn.Linear):
     """Its loss, its weight, and a part of that."""
 
