@@ -235,3 +235,21 @@ def test_a_sum_of_another_shape_is_not_forgotten() -> None:
     held._held["into.weight"] = owner, torch.ones(24, 12, dtype=found.dtype)
     with pytest.raises(cf.CaptureError, match=r"\[24, 12\] for the gradient of into.weight.*\[12, 12\].*drop_micro"):
         world(given(2, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "peaks"), [(False, [36.0, 25.5]), (True, [16.9, 7.3])], ids=["whole sums", "sums of rows"]
+)
+def test_with_sums_of_rows_few_gradients_are_whole_at_once(rows: bool, peaks: list[float]) -> None:
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    found = []
+    for level in (2, 3):
+        step = cf.compile(
+            layers, APART, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(layers.parameters(), lr=0.1), device_num=8,
+            accumulate_steps=COUNT, enable_parallel_optimizer=True,
+            parallel_optimizer_config={"level": level, "gradient_accumulation_shard": rows},
+        )  # fmt: skip
+        x = torch.randn(2, 256)
+        found.append(step.lower_micro_batch(x, x).simulate("gloo-1gbit").peak_memory / (256 * 256 * 4))
+    # Parameters, or rows; sums and gradients, of which each is as large as a weight, or an eighth of it.
+    assert [round(peak, 1) for peak in found] == peaks
