@@ -18,12 +18,14 @@ from tests.virtual.test_parallel_optimizer import OPTIMIZERS, SMALL, Odd, batche
 COUNT, UPDATES, LIMIT = 2, 5, 0.05
 APART = {"openstate": False}
 ROWS = {**SMALL, "gradient_accumulation_shard": True}
+OWNERS = {"parallel_optimizer_threshold": 0, "mode": "broadcast", "gradient_accumulation_shard": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "rows": ROWS,
     "undivided rows stay whole": {"parallel_optimizer_threshold": 1, "gradient_accumulation_shard": True},
     "some ranks": {**ROWS, "optimizer_weight_shard_size": 2},
-    "owners": {"parallel_optimizer_threshold": 0, "mode": "broadcast", "gradient_accumulation_shard": True},
+    "owners": OWNERS,
     "level 2": {**ROWS, "level": 2},
+    "owners, level 2": {**OWNERS, "level": 2},
     "level 3": {**SMALL, "level": 3},
     "level 3, rows": {**ROWS, "level": 3},
 }
