@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import CollectiveInfo, info
+from commfuse_fx.ir.member_ops import Tables, all_gather_members, reduce_scatter_members
+from commfuse_fx.ir.meta import CollectiveInfo, Stretch, info, tensor_spec
 from commfuse_fx.ir.owner_ops import reduce, reduce_
 
 c10d = torch.ops._c10d_functional
@@ -29,6 +30,8 @@ _STARTS: dict[Any, tuple[str, int]] = {
     c10d.all_to_all_single.default: ("all_to_all", 3),
     reduce: ("reduce", 3),
     reduce_: ("reduce", 3),
+    all_gather_members: ("all_gather", 2),
+    reduce_scatter_members: ("reduce_scatter", 3),
 }
 
 _START_IDS = frozenset(map(id, _STARTS))
@@ -39,6 +42,12 @@ IN_PLACE = {
     c10d.broadcast.default: c10d.broadcast_.default,
     reduce: reduce_,
 }
+
+BY_MEMBERS = {
+    c10d.all_gather_into_tensor.default: all_gather_members,
+    c10d.reduce_scatter_tensor.default: reduce_scatter_members,
+}
+"""Ops on the rows of one tensor, and what does the same for several ones: its last argument are their sizes."""
 
 # Kinds that may be merged, whoever has put them into the graph.
 FUSIBLE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
@@ -97,6 +106,30 @@ def root_of(node: fx.Node) -> int | None:
     """The position in its group of the rank that a start sends from, or to; None where all ranks do the same."""
     kind, group = _STARTS[node.target]
     return node.args[group - 1] if kind in ("broadcast", "reduce") else None  # type: ignore[return-value]
+
+
+def tables_of(start: fx.Node) -> Tables | None:
+    """How the memory that an all_gather or a reduce_scatter gives or takes holds the rows of ranks; None for others."""
+    kind, group = _STARTS[start.target]
+    if kind not in ("all_gather", "reduce_scatter"):
+        return None
+    ways: int = start.args[group - 1]  # type: ignore[assignment]
+    if start.target in BY_MEMBERS.values():
+        return Tables(tuple(start.args[group + 1]), ways)  # type: ignore[arg-type]
+    of_a_rank = start.args[0] if kind == "all_gather" else start
+    return Tables((tensor_spec(of_a_rank).numel,), ways)  # type: ignore[arg-type]
+
+
+def elements_to_send(start: fx.Node) -> int:
+    """How many elements the pieces of a collective have together: where ranks give or get rows, those of one rank."""
+    tables = tables_of(start)
+    return tensor_spec(start).numel if tables is None else tables.all.end
+
+
+def bytes_of_piece(start: fx.Node, stretch: Stretch) -> int:
+    """The payload of a piece of a collective: of a gather or scatter, the rows of all ranks together."""
+    tables = tables_of(start)
+    return stretch.size * tensor_spec(start).itemsize * (1 if tables is None else tables.ways)
 
 
 def memory_on_wire(wait: fx.Node) -> fx.Node | None:

@@ -1,26 +1,20 @@
 """Merge several collectives into one: flatten, concat, one start, one wait, split, restore shapes.
 
-The layout of each kind (W ranks, members with n_i elements, N = sum n_i):
-
-- all_reduce, broadcast, reduce: [n_1 | n_2 | ...], the same on input and output.
-- all_gather: input [n_1 | n_2 | ...], output rank-major [W, N], so each member is column slice
-  [W, n_i] made contiguous.
-- reduce_scatter: input interleaved by rank: row r holds every member's slice r, [W, N/W]; output
-  is row r of the sum.
+Members lie one behind the other, on input and output. Those of an all_gather have W times as many elements on output,
+W being the number of ranks, and those of a reduce_scatter W times as many on input.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import WAIT, collective_of, kind_of, wait_of
+from commfuse_fx.ir.collectives import BY_MEMBERS, WAIT, collective_of, kind_of, wait_of
 from commfuse_fx.ir.meta import NodeInfo, Part, Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.reshaped import reshaped
 
@@ -47,12 +41,26 @@ class Merge:
     def run(self) -> list[fx.Node]:
         """Build the bucket; returns the members' results, which take the places of the old waits."""
         with self.build.before(self.starts[-1]):
-            start, results = _LAYOUTS[kind_of(self.starts[0])](self)
+            start, results = self._built()
         info(start).parts = tuple(
             Part(collective_of(old).members, value, result)
             for old, value, result in zip(self.starts, self.inputs, results, strict=True)
         )
         return results
+
+    def _built(self) -> tuple[fx.Node, list[fx.Node]]:
+        """The start and the members' results. Rows are those of the first dimension, and keep their order."""
+        is_of_rows = self.starts[0].target in BY_MEMBERS
+        results = [tensor_spec(wait) for wait in self.waits]
+        if not is_of_rows:
+            results = [_dense(tensor_spec(value)) for value in self.inputs]
+        flatten = self.in_rows if is_of_rows else self.flatten
+        flat = [flatten(value, i) for i, value in enumerate(self.inputs)]
+        given = TensorSpec.flat(sum(tensor_spec(value).numel for value in self.inputs), results[0])
+        total = TensorSpec.flat(sum(spec.numel for spec in results), given)
+        concat = self.node(aten.cat.default, (flat, 0), given, "concat", self.input_at)
+        start, wait = self.communicate(concat, total)
+        return start, self.restored(wait, results)
 
     def node(
         self, target: Any, args: tuple[Any, ...], spec: Spec, label: str, at: int, kwargs: dict[str, Any] | None = None
@@ -65,7 +73,12 @@ class Merge:
     def communicate(self, value: fx.Node, spec: TensorSpec) -> tuple[fx.Node, fx.Node]:
         """Start and wait on the concatenated input; all but sizes and members comes from the first start."""
         first = self.starts[0]
-        start = self.node(first.target, (value, *first.args[1:]), spec, kind_of(first), self.input_at)
+        target, args = first.target, first.args[1:]
+        if target in BY_MEMBERS:
+            pairs = zip(self.starts, self.inputs, strict=True)
+            sizes = [min(tensor_spec(start).numel, tensor_spec(given).numel) for start, given in pairs]
+            target, args = BY_MEMBERS[target], (*args, sizes)
+        start = self.node(target, (value, *args), spec, kind_of(first), self.input_at)
         infos = [collective_of(old) for old in self.starts]
         info(start).collective = replace(
             infos[0],
@@ -85,34 +98,30 @@ class Merge:
             return self.node(aten.view.default, (value, [-1]), flat, label, self.input_at)
         if spec.is_dense:
             return self.node(aten.as_strided.default, (value, [spec.numel], [1]), flat, label, self.input_at)
-        return self.in_row_major(value, number)
+        return self.in_rows(value, number)
 
-    def in_row_major(self, value: fx.Node, number: int) -> fx.Node:
+    def in_rows(self, value: fx.Node, number: int) -> fx.Node:
         """One dimension, in the order of indices; as a view, which need not be contiguous, where strides allow it."""
+        if tensor_spec(value).is_contiguous:
+            return self.flatten(value, number)
         spec = reshaped(tensor_spec(value), (tensor_spec(value).numel,))
         return self.node(aten.reshape.default, (value, [-1]), spec, f"flatten.{number}", self.input_at)
 
-    def concat(self, values: list[fx.Node], dim: int, spec: TensorSpec) -> fx.Node:
-        return self.node(aten.cat.default, (values, dim), spec, "concat", self.input_at)
-
-    def split(self, value: fx.Node, sizes: list[int], dim: int, parts: list[TensorSpec]) -> list[fx.Node]:
-        whole = self.node(aten.split_with_sizes.default, (value, sizes, dim), tuple(parts), "split", self.output_at)
-        return [
-            self.node(operator.getitem, (whole, i), part, f"part.{i}", self.output_at) for i, part in enumerate(parts)
+    def restored(self, wait: fx.Node, specs: Sequence[TensorSpec]) -> list[fx.Node]:
+        """The members' results, in their shapes and strides."""
+        flat = [TensorSpec.flat(spec.numel, spec) for spec in specs]
+        sizes = [spec.numel for spec in specs]
+        whole = self.node(aten.split_with_sizes.default, (wait, sizes, 0), tuple(flat), "split", self.output_at)
+        parts = [
+            self.node(operator.getitem, (whole, i), spec, f"part.{i}", self.output_at) for i, spec in enumerate(flat)
         ]
+        return [self._restored(part, spec, i) for i, (part, spec) in enumerate(zip(parts, specs, strict=True))]
 
-    def restore(self, value: fx.Node, spec: TensorSpec, number: int) -> fx.Node:
-        """A member's result in its shape and strides. Its part of an all_gather's table has gaps, which views keep."""
-        label, given = f"restore.{number}", tensor_spec(value)
-        if not given.is_contiguous and not reshaped(given, spec.shape).is_contiguous:
-            kwargs = {"memory_format": torch.contiguous_format}
-            given = given.with_shape(given.shape)
-            value = self.node(aten.clone.default, (value,), given, f"own.{number}", self.output_at, kwargs)
+    def _restored(self, part: fx.Node, spec: TensorSpec, number: int) -> fx.Node:
+        label, shape = f"restore.{number}", list(spec.shape)
         if spec.is_contiguous:
-            target = aten.view.default if given.is_contiguous else aten.reshape.default
-            return self.node(target, (value, list(spec.shape)), spec, label, self.output_at)
-        args = (value, list(spec.shape), list(spec.stride))
-        return self.node(aten.as_strided.default, args, spec, label, self.output_at)
+            return self.node(aten.view.default, (part, shape), spec, label, self.output_at)
+        return self.node(aten.as_strided.default, (part, shape, list(spec.stride)), spec, label, self.output_at)
 
 
 def before_merged(before: Mapping[fx.Node, Sequence[fx.Node]], merges: Sequence[Merge]) -> dict[fx.Node, list[fx.Node]]:
@@ -141,57 +150,3 @@ def before_merged(before: Mapping[fx.Node, Sequence[fx.Node]], merges: Sequence[
 
 def _dense(spec: TensorSpec) -> TensorSpec:
     return spec if spec.is_dense else spec.with_shape(spec.shape)
-
-
-def _in_one_row(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
-    specs = [_dense(tensor_spec(value)) for value in merge.inputs]
-    sizes = [spec.numel for spec in specs]
-    total = TensorSpec.flat(sum(sizes), specs[0])
-    flat = [merge.flatten(value, i) for i, value in enumerate(merge.inputs)]
-    start, wait = merge.communicate(merge.concat(flat, 0, total), total)
-    parts = merge.split(wait, sizes, 0, [TensorSpec.flat(size, total) for size in sizes])
-    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, specs, strict=True))]
-
-
-def _all_gather(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
-    world: int = merge.starts[0].args[1]  # type: ignore[assignment]
-    sizes = [tensor_spec(value).numel for value in merge.inputs]
-    results = [tensor_spec(wait) for wait in merge.waits]
-    total = TensorSpec.flat(sum(sizes), results[0])
-    flat = [
-        merge.flatten(value, i) if tensor_spec(value).is_contiguous else merge.in_row_major(value, i)
-        for i, value in enumerate(merge.inputs)
-    ]
-    start, wait = merge.communicate(merge.concat(flat, 0, total), TensorSpec.flat(world * total.numel, total))
-    rows = total.with_shape((world, total.numel))
-    table = merge.node(aten.view.default, (wait, list(rows.shape)), rows, "by_rank", merge.output_at)
-    columns = [TensorSpec((world, size), rows.dtype, (total.numel, 1), rows.device) for size in sizes]
-    parts = merge.split(table, sizes, 1, columns)
-    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))]
-
-
-def _reduce_scatter(merge: Merge) -> tuple[fx.Node, list[fx.Node]]:
-    world: int = merge.starts[0].args[2]  # type: ignore[assignment]
-    results = [tensor_spec(wait) for wait in merge.waits]
-    sizes = [spec.numel for spec in results]
-    total = TensorSpec.flat(sum(sizes), results[0])
-    columns: list[fx.Node] = []
-    for i, value in enumerate(merge.inputs):
-        spec = reshaped(tensor_spec(value), (world, sizes[i]))
-        target = aten.view.default if tensor_spec(value).is_contiguous else aten.reshape.default
-        columns.append(merge.node(target, (value, [world, sizes[i]]), spec, f"by_rank.{i}", merge.input_at))
-    table = merge.concat(columns, 1, total.with_shape((world, total.numel)))
-    whole = TensorSpec.flat(world * total.numel, total)
-    flat = merge.node(aten.view.default, (table, [-1]), whole, "interleaved", merge.input_at)
-    start, wait = merge.communicate(flat, total)
-    parts = merge.split(wait, sizes, 0, [TensorSpec.flat(size, total) for size in sizes])
-    return start, [merge.restore(part, spec, i) for i, (part, spec) in enumerate(zip(parts, results, strict=True))]
-
-
-_LAYOUTS: dict[str, Callable[[Merge], tuple[fx.Node, list[fx.Node]]]] = {
-    "all_reduce": _in_one_row,
-    "broadcast": _in_one_row,
-    "reduce": _in_one_row,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-}

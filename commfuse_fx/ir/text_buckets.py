@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import IN_PLACE, collective_of, is_wait
-from commfuse_fx.ir.meta import CollectiveInfo, Part, Stretch, info, tensor_spec
+from commfuse_fx.ir.collectives import IN_PLACE, collective_of, elements_to_send, is_wait, tables_of
+from commfuse_fx.ir.member_ops import reduce_scatter_members
+from commfuse_fx.ir.meta import CollectiveInfo, Part, Stretch, info
 from commfuse_fx.ir.naming import parameter_of
 from commfuse_fx.ir.program import Program
 
@@ -72,7 +73,6 @@ def _parts(start: fx.Node, collective: CollectiveInfo) -> tuple[Part, ...]:
     values: list[Any] = concat.args[0]  # type: ignore[assignment]
     if not len(values) == len(results) == len(collective.members):
         return ()
-    # `flatten.0`, or `by_rank.0` in front of a reduce_scatter.
     flat = [value.args[0] if info(value).name.startswith(f"{label}/") else value for value in values]
     return tuple(
         Part((name,), value, result) for name, value, result in zip(collective.members, flat, results, strict=True)
@@ -94,9 +94,10 @@ def _results(start: fx.Node, label: str) -> list[fx.Node]:
 
 
 def _writes(start: fx.Node) -> tuple[tuple[fx.Node, Stretch], ...]:
-    """What fills which stretch of the flat storage that is reduced in place. A stretch reaches to the next one."""
-    storage = start.args[0]
-    if start.target not in IN_PLACE.values() or not isinstance(storage, fx.Node):
+    """What fills which stretch of the flat storage that is reduced. A stretch reaches to the next one."""
+    storage, tables = start.args[0], tables_of(start)
+    ways = 1 if tables is None else tables.ways
+    if start.target not in (*IN_PLACE.values(), reduce_scatter_members) or not isinstance(storage, fx.Node):
         return ()
     if storage.target is not aten.empty.memory_format:
         return ()
@@ -105,9 +106,9 @@ def _writes(start: fx.Node) -> tuple[tuple[fx.Node, Stretch], ...]:
     for place in storage.users:
         if place.target is aten.as_strided.default and len(place.args) == 4 and isinstance(place.args[3], int):
             if not info(place).name.startswith(padding):
-                found += [(place.args[3], user) for user in place.users if _fills(user, place)]
+                found += [(place.args[3] // ways, user) for user in place.users if _fills(user, place)]
     found.sort(key=lambda each: each[0])
-    ends = [*(begin for begin, _ in found), tensor_spec(start).numel][1:]
+    ends = [*(begin for begin, _ in found), elements_to_send(start)][1:]
     return tuple((node, Stretch(begin, end)) for (begin, node), end in zip(found, ends, strict=True))
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import fx
 
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.collectives import is_start, is_wait, memory_on_wire, wait_of
+from commfuse_fx.ir.collectives import elements_to_send, is_start, is_wait, memory_on_wire, wait_of
 from commfuse_fx.ir.declared_specs import check_declared_specs
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
-from commfuse_fx.ir.meta import Stretch, has_info, info, tensor_spec
+from commfuse_fx.ir.meta import Stretch, has_info, info
 from commfuse_fx.ir.program import Program
 
 
@@ -143,10 +143,10 @@ def _check_pieces(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node,
             if not written or overlap:
                 fail(node, f"touches memory of {info(start).name} of which pieces are on the wire")
         for start, stretch in info(node).sends:
-            buckets[roots[start]] = start
+            buckets[roots[start.all_input_nodes[0]]] = start
             sent.setdefault(start, []).append(stretch)
         if is_start(node):
-            buckets.pop(roots[node], None)
+            buckets.pop(roots[node.all_input_nodes[0]], None)
             _check_coverage(node, [*sent.get(node, ()), *info(node).rest], fail)
 
 
@@ -159,8 +159,8 @@ def _check_coverage(start: fx.Node, pieces: list[Stretch], fail: Callable[[fx.No
             low, high = sorted((reached, stretch.begin))
             fail(start, f"is sent in pieces, and {what} {Stretch(low, high)}")
         reached = stretch.end
-    if pieces and reached != tensor_spec(start).numel:
-        fail(start, f"is sent in pieces that end at {reached} of {tensor_spec(start).numel} elements")
+    if pieces and reached != elements_to_send(start):
+        fail(start, f"is sent in pieces that end at {reached} of {elements_to_send(start)} elements")
 
 
 def _check_in_flight(calls: Sequence[_Call], roots: Roots, fail: Callable[[fx.Node, str], None]) -> None:

@@ -30,6 +30,7 @@ from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.fuse_collectives import FuseCollectives
 from commfuse_fx.passes.fuse.keep_gradients import KeepGradients
 from commfuse_fx.passes.fuse.reinplace import Reinplace
+from commfuse_fx.passes.fuse.scatter_storage import ScatterStorage
 from commfuse_fx.passes.kernels.channels_last import ChannelsLast
 from commfuse_fx.passes.kernels.draw_masks import DrawMasks
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
@@ -70,7 +71,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         "shard": (ShardOptimizer, ShareUpdate, UseRows, CastBeforeGather, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
-        "fuse": (FuseCollectives, FlattenStorage, TileFirstGradient, SplitUpdates, LowerAverage),
+        "fuse": (FuseCollectives, FlattenStorage, ScatterStorage, TileFirstGradient, SplitUpdates, LowerAverage),
         "schedule": (Overlap, StreamBuckets, IssueByNeed, AcrossSteps, Schedule, VoteFirst),
         "memory": (KeepGradients, InductorRegions, Reinplace, GiveWay),
     }

@@ -15,9 +15,9 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import alike
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import WAIT, is_start
+from commfuse_fx.ir.collectives import WAIT, bytes_of_piece, is_start
 from commfuse_fx.ir.deferred import execution_order, is_deferred
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.meta import Stretch, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.simulate.engine import Engine
 
@@ -96,7 +96,7 @@ def pieces_of(program: Program, order: list[fx.Node], model: CostModel) -> dict[
     found: dict[fx.Node, list[Piece]] = {}
 
     def add(node: fx.Node, start: fx.Node, stretch: Stretch | None) -> None:
-        size = None if stretch is None else stretch.size * tensor_spec(start).itemsize
+        size = None if stretch is None else bytes_of_piece(start, stretch)
         found.setdefault(node, []).append(Piece(start, model.transfer_of(start, size, mesh=program.mesh)))
 
     for node, details in zip(order, infos, strict=True):

@@ -5,3 +5,6 @@ PIECE = 8 * 2**20
 
 FIRST_PIECE = 2**20
 """Bytes from which the first one of a step is: it ends the time in which the wire has nothing to carry."""
+
+ROWS_PIECE = 2 * 2**20
+"""Bytes of a piece that a rank gives to an all_gather, or gets from a reduce_scatter."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.ir.collectives import c10d
+from commfuse_fx.ir.member_ops import Tables, all_gather_members, reduce_scatter_members
 from commfuse_fx.ir.owner_ops import reduce, reduce_
 
 Tensors = list[torch.Tensor]
@@ -59,6 +60,18 @@ def _all_to_all(out: torch.Tensor, sent: Tensors, mine: int, outputs: list[int],
     out.copy_(torch.cat([value.split(inputs)[mine] for value in sent]))
 
 
+def _all_gather_members(out: torch.Tensor, sent: Tensors, mine: int, size: int, group: str, sizes: list[int]) -> None:
+    tables = Tables(tuple(sizes), size)
+    tables.put(out, tables.all, torch.stack(sent))
+
+
+def _reduce_scatter_members(
+    out: torch.Tensor, sent: Tensors, mine: int, op: str, size: int, group: str, sizes: list[int]
+) -> None:
+    tables = Tables(tuple(sizes), size)
+    out.copy_(_reduce([tables.message(value, tables.all)[mine] for value in sent], op))
+
+
 def own_part(out: torch.Tensor, sent: Tensors, mine: int, *args: Any) -> None:
     """Stand in for a dropped collective: repeat or slice the rank's own data to the shape of the result."""
     own = sent[mine]
@@ -78,6 +91,8 @@ EXCHANGE: dict[Any, Callable[..., None]] = {
     c10d.broadcast.default: _broadcast,
     c10d.broadcast_.default: _broadcast,
     c10d.all_to_all_single.default: _all_to_all,
+    all_gather_members: _all_gather_members,
+    reduce_scatter_members: _reduce_scatter_members,
     reduce: _reduce_to_owner,
     reduce_: _reduce_to_owner,
 }

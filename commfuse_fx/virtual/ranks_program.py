@@ -11,16 +11,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import group_of, is_start, is_wait, memory_on_wire, result_of_start
+from commfuse_fx.ir.collectives import (
+    BY_MEMBERS,
+    group_of,
+    is_start,
+    is_wait,
+    kind_of,
+    memory_on_wire,
+    result_of_start,
+    tables_of,
+)
 from commfuse_fx.ir.declared_specs import is_declared
 from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.functions import optimizer_step
+from commfuse_fx.ir.member_ops import Tables
 from commfuse_fx.ir.meta import Stretch, info, spec_of, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
@@ -167,7 +178,8 @@ class _Step:
             dict(zip(program.sources, executor.gather(given), strict=True))
             for executor, given in zip(world.executors, inputs, strict=True)
         ]
-        self.arrivals: dict[fx.Node, list[Callable[[], None]]] = {}
+        self.arrivals: dict[fx.Node, list[Callable[[], object]]] = {}
+        self.sent_in_pieces: dict[fx.Node, Tensors] = {}
         self.streams = RankStreams(program, world.executors[0].seed)
         self.outputs: list[tuple[Any, ...]] = []
 
@@ -224,10 +236,8 @@ class _Step:
     def _start(self, node: fx.Node) -> None:
         if info(node).rest:
             self._send(node, info(node).rest)
-            storage = node.args[0]
-            assert isinstance(storage, fx.Node)
-            for values in self.values:
-                values[node] = values[storage]
+            for values, result in zip(self.values, self.sent_in_pieces.pop(node), strict=True):
+                values[node] = result
             return
         arguments = [self._arguments(node.args, rank) for rank in self.ranks]
         for values, result in zip(self.values, self._issue(node, arguments), strict=True):
@@ -235,10 +245,35 @@ class _Step:
 
     def _send(self, start: fx.Node, stretches: Sequence[Stretch]) -> None:
         """Put parts of a bucket onto the wire, each as a message of its own."""
-        assert start.target in IN_PLACE, "only what is reduced where it lies can be sent in pieces"
+        arguments = [self._arguments(start.args, rank) for rank in self.ranks]
+        tables = tables_of(start)
+        if tables is None:
+            assert start.target in IN_PLACE, "only what is reduced where it lies can be sent in pieces, and rows"
+            self.sent_in_pieces[start] = [args[0] for args in arguments]
+            for stretch in stretches:
+                self._issue(start, [(args[0][stretch.begin : stretch.end], *args[1:]) for args in arguments])
+            return
+        if start not in self.sent_in_pieces:
+            self.sent_in_pieces[start] = [result_of_start(start.target, args) for args in arguments]
+            for out in self.sent_in_pieces[start]:
+                _poison(out)
         for stretch in stretches:
-            arguments = [self._arguments(start.args, rank) for rank in self.ranks]
-            self._issue(start, [(args[0][stretch.begin : stretch.end], *args[1:]) for args in arguments])
+            self._send_rows(start, tables, stretch, arguments)
+
+    def _send_rows(self, start: fx.Node, tables: Tables, stretch: Stretch, arguments: Sequence[Sequence[Any]]) -> None:
+        """Exchange a stretch of what each rank has of the rows, and put it into its place once it has arrived."""
+        gathers, sizes = kind_of(start) == "all_gather", [stretch.size]
+        messages: list[Sequence[Any]] = []
+        for value, *args in arguments:
+            flat = value.reshape(-1)
+            given = flat[stretch.begin : stretch.end] if gathers else tables.message(flat, stretch).reshape(-1)
+            messages.append((given, *args[:-1], sizes) if start.target in BY_MEMBERS.values() else (given, *args))
+        for out, result in zip(self.sent_in_pieces[start], self._issue(start, messages), strict=True):
+            flat = out.view(-1)
+            if gathers:
+                self.arrivals[start].append(partial(tables.put, flat, stretch, result.view(tables.ways, stretch.size)))
+            else:
+                self.arrivals[start].append(partial(flat[stretch.begin : stretch.end].copy_, result))
 
     def _issue(self, node: fx.Node, arguments: Sequence[Sequence[Any]]) -> Tensors:
         """Allocate and poison every rank's result, and note how to fill it."""

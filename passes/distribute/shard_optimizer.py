@@ -20,6 +20,8 @@ from commfuse_fx.ir.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.assign_owners import assign_owners
 
+ON_CPU = "an all_to_all of rows and their sum, since Gloo's reduce_scatter would send all rows to all ranks"
+
 _ELEMENTWISE = (aten._to_copy.default, aten.clone.default)
 
 
@@ -79,6 +81,8 @@ class ShardOptimizer(Pass):
             if self.keep_rows:
                 for name in (name for name in names if name not in written):
                     keep_rows(build, name)
+        if any(start not in owners and tensor_spec(start).device == "cpu" for start in found):
+            program.note("on CPU", "reduce_scatter", ON_CPU)
         program.set_output()
         return bool(found)
 

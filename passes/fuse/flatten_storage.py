@@ -7,29 +7,22 @@ and dtype lie in flat storage in the same order, and are updated as one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, collective_of, kind_of, role_of, wait_of
 from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all
 from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
+from commfuse_fx.ir.gradient_places import ALIGNMENT, allocate, source_of, write, writes_into
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.naming import parameter_of
-from commfuse_fx.ir.out_variants import WRITES_INTO
 from commfuse_fx.ir.program import Parameter, Program, Segment
 from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
 from commfuse_fx.solvers.pieces import PIECE
-
-# Members start on cache-line boundaries, as tensors of their own do: kernels run at full speed, and give the
-# same bits but for the last few elements of a tensor that does not fill whole vectors. Kernels of the CPU compute
-# those one by one, and round them otherwise than in the middle of a flat tensor: `runtime.execute.whole_vectors`
-# hands such tensors to them by themselves.
-ALIGNMENT = 64
 
 
 @dataclass
@@ -157,8 +150,8 @@ def _costs_nothing(program: Program, start: fx.Node) -> bool:
     itemsize = min(member.spec.itemsize, program.params[parameter_of(member.name)].spec.itemsize)
     if member.spec.numel % (ALIGNMENT // itemsize):
         return False  # padding is zeroed
-    source = _source(member)
-    return tensor_spec(source).dtype != member.spec.dtype or _writes_into(source, member)
+    source = source_of(member.value, member.spec)
+    return tensor_spec(source).dtype != member.spec.dtype or writes_into(source, member.spec)
 
 
 def _sums_gradients(program: Program, start: fx.Node) -> bool:
@@ -252,11 +245,14 @@ class _Bucket:
 
     def rewrite(self) -> fx.Node:
         """Returns the wait, which yields the reduced flat storage."""
-        sources = [_source(member) for member in self.members]
+        sources = [source_of(member.value, member.spec) for member in self.members]
         first = min(sources, key=self.position.__getitem__)
         storage = self._allocate(first)
         writes = tuple(
-            (self._write(storage, member, source), Stretch(member.offset, member.offset + member.padded))
+            (
+                write(self.build, source, storage, member.spec, member.offset, self._names(member)),
+                Stretch(member.offset, member.offset + member.padded),
+            )
             for member, source in zip(self.members, sources, strict=True)
         )
         details = info(self.start)
@@ -279,16 +275,10 @@ class _Bucket:
 
     def _allocate(self, first: fx.Node) -> fx.Node:
         """The flat storage, made just before the first gradient; padding is zeroed so that it stays harmless."""
-        like = info(self.start)
-        kwargs = {"dtype": self.spec.dtype, "device": torch.device(self.spec.device)}
+        like, name = info(self.start), f"{self.label}/storage"
+        # Without an optimizer the user keeps the gradients, and with them this memory.
+        storage = allocate(self.build, self.spec, first, like, name, kept=bool(self.program.updates))
         with self.build.before(first):
-            size = ([self.spec.numel],)
-            name = f"{self.label}/storage"
-            # Without an optimizer the user keeps the gradients, and with them this memory.
-            kept = bool(self.program.updates)
-            storage = self.build.call(
-                aten.empty.memory_format, size, kwargs, spec=self.spec, like=like, name=name, kept=kept
-            )
             for number, run in enumerate(self.runs):
                 if run.padded_from is not None:
                     tail = TensorSpec.flat(run.offset + run.numel - run.padded_from, self.spec)
@@ -297,59 +287,5 @@ class _Bucket:
                     self.build.call(aten.zero_.default, (view,), spec=tail, like=like, name=f"{name}.zero")
         return storage
 
-    def _write(self, storage: fx.Node, member: _Member, source: fx.Node) -> fx.Node:
-        """Compute the gradient straight into its place, or copy it there."""
-        name = f"{self.label}/write.{member.name}"
-        spec = tensor_spec(source)
-        if _writes_into(source, member):
-            target = WRITES_INTO[source.target]
-            with self.build.before(source):
-                place = self.build.strided(storage, spec, member.offset, f"{self.label}/place.{member.name}")
-                kwargs = {**source.kwargs, "out": place}
-                origin = info(source).origin or info(source).name
-                return self.build.call(
-                    target, source.args, kwargs, spec=spec, like=info(source), name=name, origin=origin
-                )
-        place_spec = member.spec if spec.shape == member.spec.shape else member.spec.with_shape(spec.shape)
-        with self.build.after(source):
-            place = self.build.strided(storage, place_spec, member.offset, f"{self.label}/place.{member.name}")
-        info(place).phase = info(source).phase
-        with self.build.after(place):
-            return self.build.call(aten.copy_.default, (place, source), spec=place_spec, like=info(source), name=name)
-
-
-def _writes_into(source: fx.Node, member: _Member) -> bool:
-    """Whether the op that computes a gradient can do so in its place."""
-    computed = tensor_spec(source)
-    fits = computed.dtype == member.spec.dtype and computed.is_contiguous and member.spec.is_contiguous
-    return source.target in WRITES_INTO and len(source.users) == 1 and fits
-
-
-def _rounds(inner: fx.Node, value: fx.Node, member: _Member) -> bool:
-    """Whether a cast takes digits away that the bucket's dtype would keep."""
-    wide, narrow = tensor_spec(inner).dtype, tensor_spec(value).dtype
-    return narrow != member.spec.dtype and torch.promote_types(wide, narrow) != narrow
-
-
-def _source(member: _Member) -> fx.Node:
-    """What to write into the bucket: the gradient before casts, copies and reshapes that serve only the bucket."""
-    value = member.value
-    while len(value.users) == 1:
-        inner = value.args[0] if value.args else None
-        if not isinstance(inner, fx.Node) or inner.op != "call_function":
-            break
-        # Before a reshape the elements stand in row-major order: its place must have the same one.
-        is_reshape = (
-            value.target in (aten.view.default, aten._unsafe_view.default)
-            and tensor_spec(inner).is_contiguous
-            and member.spec.is_contiguous
-        )
-        if not is_reshape and value.target not in (aten._to_copy.default, aten.clone.default):
-            break
-        if _rounds(inner, value, member):
-            break
-        if len(inner.users) != 1:
-            # Others use it too: it can still be copied from.
-            return inner
-        value = inner
-    return value
+    def _names(self, member: _Member) -> Callable[[str], str]:
+        return lambda what: f"{self.label}/{what}.{member.name}"

@@ -19,7 +19,7 @@ from math import inf
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start, is_wait, role_of, wait_of
+from commfuse_fx.ir.collectives import is_start, is_wait, role_of, tables_of, wait_of
 from commfuse_fx.ir.deferred import is_deferred
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
@@ -86,7 +86,7 @@ def _units(program: Program) -> list[_Unit]:
     found: list[_Unit] = []
     seen: dict[fx.Node, None] = {}
     for start in program.collectives():
-        if start in seen or not info(start).writes:
+        if start in seen or not info(start).writes or tables_of(start) is not None:
             continue
         nodes = _descendants(start, owner_nodes)
         if not nodes:

@@ -137,6 +137,8 @@ class _Order:
         for one, other in (*pairwise(used), *zip(updated, updated[2:], strict=False)):
             self.missing[other] += 1
             self.starts_after.setdefault(wait_of(one), []).append(other)
+        for one, other in pairwise(updated):  # the wire has the next one to carry when this one is there
+            self.dependence.direct[wait_of(one)] = [*self.dependence.direct[wait_of(one)], other]
         divided = program.config.parallel_optimizer
         if divided is not None and divided.level > 1:  # a gradient is whole until its rows have arrived
             for one, other in pairwise(filter(_leaves_a_part, self.nodes)):

@@ -16,6 +16,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import profile_key
 from commfuse_fx.ir.builder import Builder, aten
+from commfuse_fx.ir.collectives import tables_of
 from commfuse_fx.ir.meta import Stretch, info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
@@ -51,6 +52,7 @@ class TileFirstGradient(PricedPass):
         large = [
             (place[write], start, write)
             for start in program.collectives()
+            if tables_of(start) is None  # the rows of a gradient are dealt out among ranks otherwise
             for write, _ in info(start).writes
             if tensor_spec(write).nbytes >= FIRST_PIECE
         ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.runtime.execute import wire
+from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
+from commfuse_fx.runtime.execute import messages
 from tests.distributed.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.dist
 STEPS = 5
 SMALL = {"parallel_optimizer_threshold": 0, "pad": True}
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
+SIZES = {kind: {"mode": "size", "config": 1} for kind in ("allgather", "reducescatter")}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "apart": {"comm_fusion": {"openstate": False}},
@@ -35,7 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "level 3, optimal": {"comm_fusion": OPTIMAL, "cluster": "gloo-1gbit"},
     "level 3, across steps": {"schedule": cf.ScheduleConfig(across_steps=True), "cluster": "gloo-1gbit"},
     "level 3, auto": {"schedule": "auto"},
+    "pieces": {"comm_fusion": SIZES},  # of its own: a rank keeps its plans
+    "level 3, pieces": {"comm_fusion": SIZES},
 }
+TINY = StreamBuckets(piece=256, first=48, rows=80)
+"""Pieces of a few elements, of one member or several ones or a part of one."""
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -59,12 +67,15 @@ def beside_ddp(name: str) -> float:
     )  # fmt: skip
     for number in range(STEPS):
         x, y = batch(number)
-        loss = step(x, y)
+        with patch.object(StreamBuckets, "when", lambda situation: TINY) if "pieces" in name else nullcontext():
+            loss = step(x, y)
         eager.zero_grad()
         want = F.cross_entropy(twin(x), y)
         want.backward()
         eager.step()
         torch.testing.assert_close(loss, want.detach())
+    sent = [each.pieces for each in step.lower(*batch(0)).explain().collectives]
+    assert ("pieces" in name) == (max(sent) > 4), sent
     pairs = list(zip(net.parameters(), twin.parameters(), strict=True))
     states, others = optimizer.state_dict()["state"], eager.state_dict()["state"]
     pairs += [(states[i][key], others[i][key]) for i in others for key in others[i]]
@@ -312,13 +323,13 @@ def is_killed_before_it_gathers() -> str:
     )  # fmt: skip
     step(*batch(0))
     if dist.get_rank() == 1:
-        started = wire.all_gather_single
+        started = messages.all_gather_single
 
         def die(*args: Any, **kwargs: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
             return started(*args, **kwargs)
 
-        wire.all_gather_single = die
+        messages.all_gather_single = die
     try:
         step(*batch(1))
     except CollectiveError as error:

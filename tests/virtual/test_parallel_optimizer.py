@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -140,6 +141,22 @@ def test_on_two_ranks_every_bit_is_that_of_plain_data_parallel(options: dict[str
         for param, want in zip(one.parameters(), other.parameters(), strict=True):
             # Kernels round the last elements of a tensor, which fill no vector, otherwise than those in its middle.
             torch.testing.assert_close(param, want, rtol=1e-14, atol=1e-16)
+
+
+@LEVELS
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_that_leave_in_pieces(ranks: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a member, of several ones, and of parts of some; and each collective is needed all the same."""
+    monkeypatch.setattr(StreamBuckets, "when", lambda situation: StreamBuckets(piece=64, first=32, rows=200))
+    world, (model, _) = trained(compiled(ranks, "sgd", options)), on_one_device(ranks, "sgd")
+    for each in world.models:
+        torch.testing.assert_close(list(each.parameters()), list(model.parameters()), rtol=1e-9, atol=1e-12)
+    reports = world.step.lower(*batches(ranks, 0)[0]).explain().collectives
+    cut = [each.name for each in reports if each.pieces > 2]
+    assert {name.rpartition("/")[2] for name in cut} >= {"reduce_scatter", "all_gather"}
+    for name in cut:
+        dropped = trained(compiled(ranks, "sgd", options), drop=[name])
+        assert not torch.allclose(dropped.models[0].odd.weight, model.odd.weight), name
 
 
 def test_a_rank_holds_the_states_of_its_rows_alone() -> None:

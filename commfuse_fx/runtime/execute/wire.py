@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait
+from commfuse_fx.ir.collectives import (
+    collective_of,
+    group_of,
+    is_start,
+    is_wait,
+    kind_of,
+    result_of_start,
+    tables_of,
+)
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.meta import Stretch, info
-from commfuse_fx.ir.owner_ops import of_owner, reduce, reduce_
+from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import collective_text
 from commfuse_fx.machine.timeline import Timeline
+from commfuse_fx.runtime.execute.messages import DEPEND_ON_ORDER, ISSUE, Flight, gather, scatter
 from commfuse_fx.runtime.ranks.distress import Distress, keep_forever
 from commfuse_fx.runtime.ranks.groups import Groups
-from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
-
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor: the tensor itself if it is contiguous, else a one-dimensional view."""
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A collective that has been started.
-
-    out: the tensor that its wait yields. work: the handle of the backend. tensors: the tensors that the backend uses.
-    finish: what is left to do once the backend is done, as often as anybody waits.
-    """
-
-    out: torch.Tensor
-    work: Any
-    tensors: tuple[torch.Tensor, ...]
-    finish: Callable[[], None] = lambda: None
 
 
 class Wire:
@@ -103,32 +83,58 @@ class Wire:
         return found
 
     def _bind_start(self, node: fx.Node) -> Callable[..., Any]:
-        issue = self._issuer(node)
         rest = info(node).rest
         if not rest:
-            return issue
+            return self._issuer(node, ISSUE[node.target])
+        send = self._sender(node)
 
-        def start_rest(storage: torch.Tensor, *args: Any) -> torch.Tensor:
+        def start_rest(value: torch.Tensor, *args: Any) -> torch.Tensor:
             for stretch in rest:
-                issue(storage[stretch.begin : stretch.end], *args)
-            return storage
+                out = send(value, stretch)
+            return out
 
         return start_rest
 
     def _bind_piece(self, start: fx.Node, stretch: Stretch) -> Callable[[torch.Tensor], None]:
-        issue = self._issuer(start)
-        args = start.args[1:]
+        send = self._sender(start)
 
-        def send(storage: torch.Tensor) -> None:
-            issue(storage[stretch.begin : stretch.end], *args)
+        def send_piece(value: torch.Tensor) -> None:
+            send(value, stretch)
 
-        return send
+        return send_piece
 
-    def _issuer(self, node: fx.Node) -> Callable[..., torch.Tensor]:
-        """A function that hands the collective of a start, or one piece of it, to the backend."""
+    def _sender(self, node: fx.Node) -> Callable[[torch.Tensor, Stretch], torch.Tensor]:
+        """A function that sends a stretch of a collective, and gives what its wait yields: memory that it works on in
+        place, or else one result for all stretches."""
+        args, tables = node.args[1:], tables_of(node)
+        if tables is None:
+            in_place = self._issuer(node, ISSUE[node.target])
+
+            def send_memory(storage: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+                in_place(storage[stretch.begin : stretch.end], *args)
+                return storage
+
+            return send_memory
+        if kind_of(node) == "all_gather":
+            issue = self._issuer(node, lambda group, ranks, x, stretch, out: gather(group, x, tables, stretch, out))
+        else:
+            op = str(args[0])
+            issue = self._issuer(
+                node, lambda group, ranks, x, stretch, out: scatter(group, x, op, tables, stretch, out)
+            )
+
+        def send_rows(value: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+            flown = self._pending.get(node)
+            out = flown[0].out if flown else result_of_start(node.target, (value, *args))
+            return issue(value, stretch, out)
+
+        return send_rows
+
+    def _issuer(self, node: fx.Node, issue: Callable[..., Flight]) -> Callable[..., torch.Tensor]:
+        """A function that hands the collective of a start, or one piece of it, to the backend: what `issue` makes of
+        the group, its ranks and the arguments."""
         assert self.groups is not None, "a collective needs process groups"
-        issue = _ISSUE[node.target]
-        if node.target in _DEPEND_ON_ORDER:
+        if node.target in DEPEND_ON_ORDER:
             self.groups.check_order(group_of(node))
         group = self.groups[group_of(node)]
         ranks = self.program.mesh.ranks(group_of(node), self.rank)
@@ -201,87 +207,6 @@ class Wire:
         )
 
 
-def _all_reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
-    return _all_reduce_in_place(group, ranks, x.clone(), op, axes)
-
-
-def _all_reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, axes: str) -> Flight:
-    block = _memory(x)
-    return Flight(x, dist.all_reduce(block, _REDUCE_OPS[op], group, async_op=True), (block,))
-
-
-def _all_gather(group: Any, ranks: Any, x: torch.Tensor, size: int, axes: str) -> Flight:
-    given, out = x.contiguous(), x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    return Flight(out, all_gather_single(out, given, group, async_op=True), (given, out))
-
-
-def _reduce_scatter(group: Any, ranks: Any, x: torch.Tensor, op: str, size: int, axes: str) -> Flight:
-    if x.is_cpu and op == "sum":
-        return _exchange_and_add(group, x, size)
-    given, out = x.contiguous(), x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return Flight(out, reduce_scatter_single(out, given, _REDUCE_OPS[op], group, async_op=True), (given, out))
-
-
-def _exchange_and_add(group: Any, x: torch.Tensor, size: int) -> Flight:
-    """A reduce_scatter by an all_to_all: Gloo's own one reduces all of it on every rank, which sends twice as much."""
-    given = x.contiguous()
-    received = torch.empty_like(given)
-    work = dist.all_to_all_single(received, given, group=group, async_op=True)
-    out, left = x.new_empty((x.shape[0] // size, *x.shape[1:])), [received]
-
-    def add() -> None:
-        if left:  # in the order of the ranks
-            first, second, *others = left.pop().chunk(size)
-            torch.add(first, second, out=out)
-            for row in others:
-                out.add_(row)
-
-    return Flight(out, work, (given, received), add)
-
-
 def _nothing_of(x: torch.Tensor) -> torch.Tensor:
     """A tensor like this one without rows, which does not keep its memory."""
     return x.new_empty_strided((0, *x.shape[1:]), x.stride())
-
-
-def _broadcast(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
-    return _broadcast_in_place(group, ranks, x.clone(), src, axes)
-
-
-def _broadcast_in_place(group: Any, ranks: Any, x: torch.Tensor, src: int, axes: str) -> Flight:
-    block = _memory(x)
-    return Flight(x, dist.broadcast(block, ranks[src], group, async_op=True), (block,))
-
-
-def _reduce(group: Any, ranks: Any, x: torch.Tensor, op: str, owner: int, axes: str) -> Flight:
-    return _reduce_in_place(group, ranks, x.clone(), op, owner, axes)
-
-
-def _reduce_in_place(group: Any, ranks: Any, x: torch.Tensor, op: str, owner: int, axes: str) -> Flight:
-    block = _memory(x)
-    return Flight(x, dist.reduce(block, ranks[owner], _REDUCE_OPS[op], group, async_op=True), (block,))
-
-
-def _all_to_all(group: Any, ranks: Any, x: torch.Tensor, outputs: list[int], inputs: list[int], axes: str) -> Flight:
-    given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    return Flight(out, dist.all_to_all_single(out, given, outputs, inputs, group, async_op=True), (given, out))
-
-
-_ISSUE: dict[Any, Callable[..., Flight]] = {
-    c10d.all_reduce.default: _all_reduce,
-    c10d.all_reduce_.default: _all_reduce_in_place,
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    c10d.broadcast.default: _broadcast,
-    c10d.broadcast_.default: _broadcast_in_place,
-    c10d.all_to_all_single.default: _all_to_all,
-    reduce: _reduce,
-    reduce_: _reduce_in_place,
-}
-
-_DEPEND_ON_ORDER = (
-    c10d.all_gather_into_tensor.default,
-    c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
-)
-"""Collectives whose results depend on the order of the ranks in their group."""

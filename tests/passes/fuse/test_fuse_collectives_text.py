@@ -113,18 +113,53 @@ def test_the_parts_of_a_gather_are_put_together_rank_by_rank() -> None:
         fwd %bucket.0/flatten.0: f32[6] = aten.view(%x, [-1])
         fwd %bucket.0/flatten.1: f32[4] = aten.view(%y, [-1])
         fwd %bucket.0/concat: f32[10] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
-        fwd %bucket.0/all_gather: f32[20] = _c10d_functional.all_gather_into_tensor(%bucket.0/concat, 2, dp)  {group=dp(2) dtype=f32 bytes=80 members=[x, y]}
+        fwd %bucket.0/all_gather: f32[20] = commfuse.all_gather_members(%bucket.0/concat, 2, dp, [6, 4])  {group=dp(2) dtype=f32 bytes=80 members=[x, y]}
         fwd %bucket.0/wait: f32[20] = _c10d_functional.wait_tensor(%bucket.0/all_gather)
-        fwd %bucket.0/by_rank: f32[2,10] = aten.view(%bucket.0/wait, [2, 10])
-        fwd %bucket.0/split: (f32[2,6](10,1), f32[2,4](10,1)) = aten.split_with_sizes(%bucket.0/by_rank, [6, 4], 1)
-        fwd %bucket.0/part.0: f32[2,6](10,1) = getitem(%bucket.0/split, 0)
-        fwd %bucket.0/part.1: f32[2,4](10,1) = getitem(%bucket.0/split, 1)
-        fwd %bucket.0/restore.0: f32[4,3] = aten.reshape(%bucket.0/part.0, [4, 3])
-        fwd %bucket.0/restore.1: f32[8] = aten.reshape(%bucket.0/part.1, [8])
+        fwd %bucket.0/split: (f32[12], f32[8]) = aten.split_with_sizes(%bucket.0/wait, [12, 8], 0)
+        fwd %bucket.0/part.0: f32[12] = getitem(%bucket.0/split, 0)
+        fwd %bucket.0/part.1: f32[8] = getitem(%bucket.0/split, 1)
+        fwd %bucket.0/restore.0: f32[4,3] = aten.view(%bucket.0/part.0, [4, 3])
+        fwd %bucket.0/restore.1: f32[8] = aten.view(%bucket.0/part.1, [8])
         fwd %/sum.0: f32[] = aten.sum(%bucket.0/restore.0)
         fwd %/sum.1: f32[] = aten.sum(%bucket.0/restore.1)
         fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
         return [%/add.0]
+        """,
+    )
+
+
+def test_rows_of_several_tensors_are_scattered_by_one_message() -> None:
+    check(
+        """
+        in  %x: f32[4,3] = input
+        in  %y: f32[8] = input
+        bwd %x/reduce_scatter: f32[2,3] = _c10d_functional.reduce_scatter_tensor(%x, sum, 2, dp)  {group=dp(2) op=sum dtype=f32 bytes=48 members=[x]}
+        bwd %y/reduce_scatter: f32[4] = _c10d_functional.reduce_scatter_tensor(%y, sum, 2, dp)  {group=dp(2) op=sum dtype=f32 bytes=32 members=[y]}
+        bwd %x/wait: f32[2,3] = _c10d_functional.wait_tensor(%x/reduce_scatter)
+        bwd %y/wait: f32[4] = _c10d_functional.wait_tensor(%y/reduce_scatter)
+        bwd %/sum.0: f32[] = aten.sum(%x/wait)
+        bwd %/sum.1: f32[] = aten.sum(%y/wait)
+        bwd %/mul.0: f32[] = aten.mul.Tensor(%/sum.0, %/sum.1)
+        return [%/mul.0]
+        """,
+        FuseCollectives(),
+        """
+        in  %x: f32[4,3] = input
+        in  %y: f32[8] = input
+        bwd %bucket.0/flatten.0: f32[12] = aten.view(%x, [-1])
+        bwd %bucket.0/flatten.1: f32[8] = aten.view(%y, [-1])
+        bwd %bucket.0/concat: f32[20] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
+        bwd %bucket.0/reduce_scatter: f32[10] = commfuse.reduce_scatter_members(%bucket.0/concat, sum, 2, dp, [6, 4])  {group=dp(2) op=sum dtype=f32 bytes=80 members=[x, y]}
+        bwd %bucket.0/wait: f32[10] = _c10d_functional.wait_tensor(%bucket.0/reduce_scatter)
+        bwd %bucket.0/split: (f32[6], f32[4]) = aten.split_with_sizes(%bucket.0/wait, [6, 4], 0)
+        bwd %bucket.0/part.0: f32[6] = getitem(%bucket.0/split, 0)
+        bwd %bucket.0/part.1: f32[4] = getitem(%bucket.0/split, 1)
+        bwd %bucket.0/restore.0: f32[2,3] = aten.view(%bucket.0/part.0, [2, 3])
+        bwd %bucket.0/restore.1: f32[4] = aten.view(%bucket.0/part.1, [4])
+        bwd %/sum.0: f32[] = aten.sum(%bucket.0/restore.0)
+        bwd %/sum.1: f32[] = aten.sum(%bucket.0/restore.1)
+        bwd %/mul.0: f32[] = aten.mul.Tensor(%/sum.0, %/sum.1)
+        return [%/mul.0]
         """,
     )
 

@@ -49,3 +49,25 @@ def test_what_reads_a_result_comes_behind_its_wait() -> None:
         Overlap(),
         None,
     )
+
+
+GATHERS = """
+    in  %a: f32[4] = parameter
+    in  %b: f32[4] = parameter
+    fwd %/dot.0: f32[] = aten.dot(%a, %b)
+    upd %/narrow.0: f32[2] = aten.narrow(%a, 0, 0, 2)
+    upd %shard/a/all_gather: f32[4] = _c10d_functional.all_gather_into_tensor(%/narrow.0, 2, dp)  {group=dp(2) dtype=f32 bytes=16 members=[a]}
+    upd %shard/a/wait: f32[4] = _c10d_functional.wait_tensor(%shard/a/all_gather)
+    upd %shard/a/write: f32[4] = aten.copy_(%a, %shard/a/wait)
+    upd %/narrow.1: f32[2] = aten.narrow(%b, 0, 0, 2)
+    upd %shard/b/all_gather: f32[4] = _c10d_functional.all_gather_into_tensor(%/narrow.1, 2, dp)  {group=dp(2) dtype=f32 bytes=16 members=[b]}
+    upd %shard/b/wait: f32[4] = _c10d_functional.wait_tensor(%shard/b/all_gather)
+    upd %shard/b/write: f32[4] = aten.copy_(%b, %shard/b/wait)
+    return [%/dot.0]
+"""
+
+
+def test_the_next_parameter_is_on_its_way_when_one_that_was_updated_is_there() -> None:
+    lines = [line.strip() for line in GATHERS.splitlines() if line.strip()]
+    after = [*lines[:5], *lines[7:9], *lines[5:7], *lines[9:]]
+    check(GATHERS, Overlap(), "\n".join(after))
