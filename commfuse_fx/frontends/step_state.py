@@ -202,10 +202,11 @@ class StepState:
     def _shared_by_ranks(self) -> set[int]:
         """The `id`s of tensors that all ranks have with the same values: parameters and their optimizer states.
 
-        Each rank has its own buffers, and its own parameters where the user divides the model. Before the first step,
-        in which rank 0 may send its parameters, they may have any.
+        Each rank has its own buffers, and its own parameters where the user divides the model. Ranks may begin with any
+        parameters: rank 0 may send its own in the first step, or they stay different.
         """
-        if not self._session.is_started:
+        agreement = self._session.agreement
+        if agreement is not None and (agreement.starts_differ or not self._session.is_started):
             return set()
         single, divided = self.of_single_ranks().values(), self._state_places()
         found: set[int] = set()

@@ -111,3 +111,35 @@ def test_another_sharding_goes_on(ranks: Ranks, tmp_path: Path, before: str) -> 
             assert_same(state, saved)
     for _, state in ranks.values(goes_on, str(tmp_path), "level 1", False, size=2):
         assert_same(state, saved)
+
+
+def fails_elsewhere(folder: str, level: str) -> str:
+    """Rank 1 cannot read. Nothing has changed on any rank, and training goes on as if nobody had tried."""
+    step, twin = make(level), make(level)
+    for each in (step, twin):
+        run(each, range(2))
+    step.save(folder)
+    for each in (step, twin):
+        run(each, range(2, 4))
+
+    def unreadable(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    error = ""
+    with patch.object(tensor_reader, "read_parts", unreadable if dist.get_rank() else tensor_reader.read_parts):
+        try:
+            step.load(folder)
+        except cf.CommFuseError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    shards = step.session.runners.executors.shards
+    assert step.steps == 4 and shards is not None and shards.is_divided
+    assert run(step, range(4, 6)) == run(twin, range(4, 6))
+    assert_same(state_of(step), state_of(twin))
+    return error
+
+
+@pytest.mark.parametrize("level", ["level 1", "level 3", "owners"])
+def test_a_load_that_fails_on_one_rank(ranks: Ranks, tmp_path: Path, level: str) -> None:
+    good, bad = ranks.values(fails_elsewhere, str(tmp_path / "kept"), level)
+    assert bad.startswith("CheckpointError: the checkpoint in ") and "Input/output error" in bad
+    assert good.startswith("PeerFailedError: another rank failed in step.load(")

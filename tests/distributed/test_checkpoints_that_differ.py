@@ -15,17 +15,19 @@ from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp,
 pytestmark = pytest.mark.dist
 
 
-def of_own_seed(seed: int) -> cf.CompiledStep:
-    """Parameters that rank 0 sends in the first step."""
+def of_own_seed(seed: int, sends: bool) -> cf.CompiledStep:
+    """sends: whether rank 0 sends its parameters in the first step."""
     model = mlp(seed=seed + cf.get_rank())
-    return compiled(model, adamw(model), parameter_broadcast=True)
+    return compiled(model, adamw(model), parameter_broadcast=sends)
 
 
-def saves_before_the_first_step(folder: str) -> list[torch.Tensor]:
-    step = of_own_seed(1)
+def saves_what_differs(folder: str, sends: bool) -> list[torch.Tensor]:
+    step = of_own_seed(1, sends)
+    if not sends:
+        step(*xy(9))
     begin = snapshot(step.model)[0]
     step.save(folder)
-    other = of_own_seed(7)
+    other = of_own_seed(7, sends)
     other.load(folder)
     assert_same(snapshot(other.model)[0], begin)
     want = [float(step(*xy(number))) for number in range(3)]
@@ -35,13 +37,15 @@ def saves_before_the_first_step(folder: str) -> list[torch.Tensor]:
 
 
 def goes_on_alone(folder: str) -> list[torch.Tensor]:
-    step = of_own_seed(7)
+    step = of_own_seed(7, True)
     step.load(folder)
     return list(snapshot(step.model)[0].values())
 
 
-def test_a_checkpoint_before_rank_0_sends_its_parameters(ranks: Ranks, tmp_path: Path) -> None:
-    one, other = ranks.values(saves_before_the_first_step, f"{tmp_path}/kept")
+@pytest.mark.parametrize("sends", [True, False])
+def test_ranks_that_begin_with_different_parameters(ranks: Ranks, tmp_path: Path, sends: bool) -> None:
+    """Before rank 0 sends its own, or for good: each goes on with its own, and a single rank with those of rank 0."""
+    one, other = ranks.values(saves_what_differs, f"{tmp_path}/kept", sends)
     assert not torch.equal(one[0], other[0])
     (alone,) = ranks.values(goes_on_alone, f"{tmp_path}/kept", size=1)
     assert_same(alone, one)

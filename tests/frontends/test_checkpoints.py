@@ -238,6 +238,16 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Callable[[
     check_nothing_changed(step, lambda: step.load(tmp_path / "kept"), cf.CheckpointError, said)
 
 
+@pytest.mark.parametrize("content", [None, b"", b"cos\nsystem\n(S'exit 1'\ntR."])
+def test_nobody_loads_the_pickle_of_torch(tmp_path: Path, content: bytes | None) -> None:
+    step = make()
+    step.save(tmp_path / "kept", {"number": 1})
+    (tmp_path / "kept" / ".metadata").unlink()
+    if content is not None:
+        (tmp_path / "kept" / ".metadata").write_bytes(content)
+    assert step.load(tmp_path / "kept") == {"number": 1}
+
+
 def test_a_checkpoint_of_another_model_or_optimizer(tmp_path: Path) -> None:
     make(width=12).save(tmp_path / "wide")
     make("momentum").save(tmp_path / "momentum")

@@ -76,6 +76,8 @@ class Agreement:
         self.timeline: Timeline | None = None
         self.wish = 0
         """The smallest of the ranks' wishes in the last vote that was read."""
+        self.starts_differ = False
+        """Whether the ranks have begun with different parameters, and so go on with different ones."""
 
     @property
     def has_voted(self) -> bool:
@@ -154,6 +156,7 @@ class Agreement:
             mine = None if ballot is None else replace(ballot, others=self.callers.have_others())
             raise self._mismatch(self._exchange(mine))
         if len(set(parameters)) > 1:
+            self.starts_differ = True
             log.warning(
                 "parameters differ between ranks before the first step: seed all ranks alike, or pass "
                 "parameter_broadcast=True to start from rank 0's"
