@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.virtual.virtual_world import LockstepWorld
+from tests import captures
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -80,6 +81,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def compiled(ranks: int, optimizer: str, options: dict[str, Any] | None, **others: Any) -> LockstepWorld:
     model = Odd().double()
+    captures.share(model, Odd, any_mesh=True)
     made = OPTIMIZERS[optimizer](groups_of(model))
     divided = {} if options is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": options}
     step = cf.compile(
