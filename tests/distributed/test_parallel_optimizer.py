@@ -20,6 +20,7 @@ import commfuse_fx as cf
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.runtime.execute import messages
+from tests import captures
 from tests.distributed.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -48,7 +49,9 @@ TINY = StreamBuckets(piece=256, first=48, rows=80)
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 26), nn.Tanh(), nn.Linear(26, 13), nn.Tanh(), nn.Linear(13, 4)).to(dtype)
+    made = nn.Sequential(nn.Linear(12, 26), nn.Tanh(), nn.Linear(26, 13), nn.Tanh(), nn.Linear(13, 4)).to(dtype)
+    captures.share(made, "shared updates", any_mesh=True)
+    return made
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
