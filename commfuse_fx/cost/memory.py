@@ -16,6 +16,7 @@ from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.fixed_values import held_values
 from commfuse_fx.ir.fusible import fused_values
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.owned_work import share_of_rank
 from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.whole_updates import BY_OP
@@ -153,18 +154,22 @@ def _lifetimes(order: list[fx.Node], position: dict[fx.Node, int], roots: Roots)
     for part in parts:
         if part not in twins:
             maker = _maker(part)
-            taken[maker] = taken.get(maker, 0) + bytes_of(info(part).spec)
+            taken[maker] = taken.get(maker, 0) + _bytes_of_rank(part)
     found: dict[fx.Node, _Lifetime] = {}
     for root in order:
         if root.op != "call_function" or _root(root, roots) is not root or root in twins or info(root).once:
             continue
         # An op that yields several tensors makes them all; each then lives as long as somebody needs it.
         maker = _maker(root) if _is_part(root, roots) else root
-        ways: Any = root.args[2] if _is_kept_by_owner(root, roots) else 1
-        size = bytes_of(info(root).spec) // ways - taken.get(root, 0)
+        size = _bytes_of_rank(root) - taken.get(root, 0)
         until = max(last.get(maker, -1), last.get(root, -1))
         found[root] = _Lifetime(position[maker], until, max(later.get(maker, -1), later.get(root, -1)), size)
     return found
+
+
+def _bytes_of_rank(node: fx.Node) -> int:
+    """Bytes that a node makes on a rank."""
+    return round(bytes_of(info(node).spec) * share_of_rank(node))
 
 
 def _root(node: fx.Node, roots: Roots) -> fx.Node:

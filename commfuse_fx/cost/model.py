@@ -17,7 +17,7 @@ from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.shard_rows import elements_of_rank
+from commfuse_fx.ir.owned_work import share_of_rank
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.source import Costs
 
@@ -40,12 +40,15 @@ def profile_key(node: fx.Node) -> str:
 
 
 def update_elements(node: fx.Node) -> float:
-    """Elements of the parameters that an update works on: those of the tensors in its first list; 0 without one."""
+    """Elements of the parameters that an update works on: those of the tensors in its first list; 0 without one.
+
+    Of what one rank of a group owns it counts what each rank has on the average.
+    """
     for arg in node.args:
         if isinstance(arg, (list, tuple)):
-            return sum(elements_of_rank(item) for item in arg if isinstance(item, fx.Node))
+            return sum(_numel(info(item).spec) for item in arg if isinstance(item, fx.Node)) * share_of_rank(node)
         if isinstance(arg, fx.Node) and isinstance(info(arg).spec, tuple):
-            return _numel(info(arg).spec)
+            return _numel(info(arg).spec) * share_of_rank(node)
     return 0
 
 

@@ -18,7 +18,7 @@ from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.shard_rows import elements_of_rank, gives_rows
+from commfuse_fx.ir.owned_work import share_of_rank
 from commfuse_fx.ir.whole_updates import BY_OP
 from commfuse_fx.machine.cluster_parts import Device
 
@@ -132,14 +132,7 @@ def flops_and_bytes(node: fx.Node) -> tuple[float, float]:
     if is_free(node):
         return 0.0, 0.0
     op = _op(node)
-    return op.flops(node) if op.flops else 0.0, _traffic(node, op) * _share_of_rank(node)
-
-
-def _share_of_rank(node: fx.Node) -> float:
-    for arg in node.args if info(node).phase == "update" else ():
-        if isinstance(arg, (list, tuple)) and any(isinstance(item, fx.Node) and gives_rows(item) for item in arg):
-            return sum(map(elements_of_rank, arg)) / max(sum(_spec(item).numel for item in arg), 1)
-    return 1.0
+    return op.flops(node) if op.flops else 0.0, _traffic(node, op) * share_of_rank(node)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

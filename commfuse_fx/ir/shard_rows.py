@@ -7,7 +7,7 @@ from torch import fx
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.functions import axis_index
 from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import TensorSpec, has_info, info, tensor_spec
+from commfuse_fx.ir.meta import TensorSpec, has_info, info
 from commfuse_fx.ir.owner_ops import of_owner
 from commfuse_fx.ir.program import Parameter, Program
 
@@ -96,12 +96,6 @@ def group_of_rows(node: fx.Node) -> str:
 def owner_of_rows(node: fx.Node) -> int | None:
     """The position of the rank that gets all rows of a parameter; None where every rank gets some."""
     return node.args[1] if node.target is of_owner else None  # type: ignore[return-value]
-
-
-def elements_of_rank(node: fx.Node) -> float:
-    """How many elements a rank has of what an update works on; on the average, of what one rank alone owns."""
-    numel = tensor_spec(node).numel
-    return numel / node.args[2] if node.target is of_owner else numel  # type: ignore[operator, return-value]
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -24,13 +24,14 @@ def assert_collectives(
     reduce_scatter: int | None = None,
     broadcast: int | None = None,
     all_to_all: int | None = None,
+    reduce: int | None = None,
     total: int | None = None,
     max_bytes: int | None = None,
     phase: str | None = None,
 ) -> None:
     """Assert how many collectives the final graph has.
 
-    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: how many of that kind. None: not looked at.
+    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce: how many of that kind. None: not looked at.
     total: how many of all kinds together. None: not looked at.
     max_bytes: what the payloads (bytes of the full, unsharded buffers) of all collectives may add up to.
     phase: "forward", "backward" or "update": only collectives of that phase count, for all other arguments.
@@ -47,6 +48,7 @@ def assert_collectives(
         "reduce_scatter": reduce_scatter,
         "broadcast": broadcast,
         "all_to_all": all_to_all,
+        "reduce": reduce,
     }
     expected = {kind: check_int(count, f"{where}: {kind}", 0) for kind, count in kinds.items() if count is not None}
     if total is not None:

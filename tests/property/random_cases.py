@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.property.random_models import LOSSES, PARTS, ModelSpec, PartSpec
-from tests.property.trainee import OPTIMIZERS
+from tests.property.trainee import OPTIMIZERS, WITHOUT_FUSED
 from tests.property.user_actions import CHEAP, COSTLY
 
 STEPS = 10
@@ -112,7 +112,7 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
     # torch's own fused kernels go wrong where memory has gaps or strides differ: the step may be asked for them, a
     # user's own update may not.
     flags = rng.choice(("", "foreach", "fused"))
-    if flags == "fused" and (accumulate or kind.startswith("module") or optimizer in ("rmsprop", "nadam")):
+    if flags == "fused" and (accumulate or kind.startswith("module") or optimizer in WITHOUT_FUSED):
         flags = ""
     mesh = (1,) if kind in ("one", "module") else (2,)
     if kind == "lockstep":

@@ -95,8 +95,15 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.005, "momentum": 0.5, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 1}),
 }
-"""Short name -> class and settings."""
+"""Short name -> class and settings. Rprop is none of them: it makes whole steps of the signs of rounding noise."""
+
+WITHOUT_FUSED = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd")
+"""Those whose class takes no `fused`."""
 
 FLAGS: dict[str, dict[str, Any]] = {"": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 

@@ -41,6 +41,18 @@ def divided() -> cf.Lowered:
     )
 
 
+@cache
+def owned() -> cf.Lowered:
+    """Two weights, each updated by one rank."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"mode": "broadcast", "parallel_optimizer_threshold": 0}
+    options = {"device_num": 2, "enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+    return cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=sgd, **options).lower(
+        torch.ones(4, 8), torch.ones(4, 8)
+    )
+
+
 def said(check: Any, *arguments: Any, **options: Any) -> list[str]:
     """The lines of the AssertionError."""
     with pytest.raises(AssertionError) as raised:
@@ -50,11 +62,19 @@ def said(check: Any, *arguments: Any, **options: Any) -> list[str]:
 
 def test_what_holds_passes() -> None:
     assert_collectives(lowered(), all_reduce=3)
-    assert_collectives(lowered(), all_reduce=3, all_gather=0, reduce_scatter=0, broadcast=0, all_to_all=0, total=3)
+    assert_collectives(
+        lowered(), all_reduce=3, all_gather=0, reduce_scatter=0, broadcast=0, all_to_all=0, reduce=0, total=3
+    )
     assert_collectives(lowered(), max_bytes=PAYLOAD)
     assert_collectives(lowered(), total=3, phase="backward")
     assert_collectives(lowered(), total=0, phase="forward")
     assert_collectives(lowered(1), total=0, max_bytes=0)
+    assert_collectives(owned(), reduce=2, broadcast=2, total=4)
+    assert_collectives(owned(), reduce=2, total=2, phase="backward")
+
+
+def test_reduces_are_counted() -> None:
+    assert said(assert_collectives, owned(), reduce=1)[0] == "reduce: 2 found, 1 expected"
 
 
 def test_wrong_counts_list_what_was_found() -> None:
