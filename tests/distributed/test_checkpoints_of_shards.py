@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import tensor_reader
+from commfuse_fx.runtime.checkpoint import tensor_reader, tensor_writer
 from commfuse_fx.runtime.ranks.exchange import ProcessExchange
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import assert_same
 from tests.distributed.test_parallel_optimizer import batch, model
+from tests.frontends.test_step_state import Mixed
 
 pytestmark = pytest.mark.dist
 
@@ -50,13 +52,25 @@ def state_of(step: cf.CompiledStep) -> Any:
 
 
 def rows_stay_rows(folder: str, level: str, options: dict[str, Any]) -> Any:
-    """Nothing is gathered for a save, nor for a load into a step that has its rows already. What was saved."""
+    """Nothing is gathered for a save, nor for a load into a step that has its rows already. What was saved.
+
+    Files are written when the step has gone on.
+    """
     step, other, fresh = (make(level, **options) for _ in range(3))
     run(step, range(2))
     run(other, range(7, 8))
+    has_gone_on, write = threading.Event(), tensor_writer.write_share
+
+    def late(*args: Any) -> Any:
+        assert has_gone_on.wait(60)
+        return write(*args)
+
     with patch.object(ProcessExchange, "gather", side_effect=AssertionError("gathered")):
-        step.save(folder)
-        want = run(step, range(2, 5))
+        with patch.object(tensor_writer, "write_share", late):
+            saving = step.save(folder, asynchronous=True)
+            want = run(step, range(2, 5))
+            has_gone_on.set()
+            saving.wait()
         for each in (other, fresh):
             with patch.object(tensor_reader, "read_parts", wraps=tensor_reader.read_parts) as read:
                 each.load(folder)
@@ -111,6 +125,40 @@ def test_another_sharding_goes_on(ranks: Ranks, tmp_path: Path, before: str) -> 
             assert_same(state, saved)
     for _, state in ranks.values(goes_on, str(tmp_path), "level 1", False, size=2):
         assert_same(state, saved)
+
+
+def of_strange_parameters(folder: str, before: str, after: str) -> None:
+    """Tied, frozen and scalar ones, rows that do not divide, two groups, buffers and dropout."""
+
+    def made(level: str) -> cf.CompiledStep:
+        torch.manual_seed(0)
+        net = Mixed(13).double()
+        net.norm.weight.requires_grad_(False)
+        groups = [{"params": [*net.first.parameters()]}, {"params": [net.tied.weight, net.scale], "lr": 3e-3}]
+        config = LEVELS[level]
+        shared = {} if config is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return cf.compile(net, loss_fn=F.mse_loss, optimizer=optimizer, **shared)
+
+    def train(step: cf.CompiledStep, numbers: range) -> list[float]:
+        return [float(step(x := torch.randn(6, 6).double(), x.flip(1))) for _ in numbers]
+
+    step, other = made(before), made(after)
+    torch.manual_seed(3 + dist.get_rank())
+    train(step, range(2))
+    step.save(folder)
+    saved = state_of(step)
+    want = train(step, range(3))
+    train(other, range(1))
+    other.load(folder)
+    assert_same(state_of(other), saved)
+    assert train(other, range(3)) == pytest.approx(want, rel=0 if before == after else 1e-12)
+
+
+@pytest.mark.parametrize("after", ["level 1", "level 3", "owners"])
+@pytest.mark.parametrize("before", ["level 1", "level 3", "owners"])
+def test_strange_parameters(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    ranks.values(of_strange_parameters, str(tmp_path / "kept"), before, after)
 
 
 def fails_elsewhere(folder: str, level: str) -> str:
