@@ -149,14 +149,20 @@ def _written(program: Program) -> dict[str, None]:
 
 
 def _owners(program: Program, found: Mapping[fx.Node, list[str]]) -> dict[fx.Node, int]:
-    """Which rank of its group gets the sum of each of these starts: all ranks update about as many bytes."""
-    by_group: dict[str, list[fx.Node]] = {}
-    for start in sorted(found, key=lambda start: min(program.params[name].sequence for name in found[start])):
-        by_group.setdefault(group_of(start), []).append(start)
+    """Which rank of its group gets the sum of each of these starts: all ranks update about as many bytes. Parameters
+    of one fusion id have one owner, as they are sent together."""
+    params = program.params
+    by_group: dict[str, dict[object, list[fx.Node]]] = {}
+    for start in sorted(found, key=lambda start: min(params[name].sequence for name in found[start])):
+        together = params[found[start][0]].fusion_id or start
+        by_group.setdefault(group_of(start), {}).setdefault(together, []).append(start)
     owners: dict[fx.Node, int] = {}
-    for group, starts in by_group.items():
-        sizes = [sum(program.params[name].spec.nbytes for name in found[start]) for start in starts]
-        owners.update(zip(starts, assign_owners(sizes, program.mesh.size(group)), strict=True))
+    for group, items in by_group.items():
+        sizes = [
+            sum(params[name].spec.nbytes for start in starts for name in found[start]) for starts in items.values()
+        ]
+        for starts, owner in zip(items.values(), assign_owners(sizes, program.mesh.size(group)), strict=True):
+            owners.update(dict.fromkeys(starts, owner))
     return owners
 
 

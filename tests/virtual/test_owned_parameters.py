@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -99,9 +100,11 @@ def test_every_collective_is_needed() -> None:
         assert not same, name
 
 
-def linears(**options: Any) -> cf.Lowered:
-    """Of 6 weights of 1 MiB on 3 ranks, each of which owns two."""
+def linears(ids: Sequence[int] = (), **options: Any) -> cf.Lowered:
+    """Of 6 weights of 1 MiB on 3 ranks, each of which owns two. ids: fusion ids of the first ones."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    for layer, number in zip(model, ids, strict=False):
+        cf.set_comm_fusion(layer, number)
     optimizer = torch.optim.AdamW(model.parameters())
     step = cf.compile(
         model, loss_fn=F.mse_loss, optimizer=optimizer, device_num=3,
@@ -112,9 +115,9 @@ def linears(**options: Any) -> cf.Lowered:
 
 
 def test_buckets_are_those_of_an_owner_and_follow_the_options_of_rows() -> None:
-    def buckets(fusion: Any) -> dict[str, list[int]]:
+    def buckets(fusion: Any, ids: Sequence[int] = ()) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        for each in linears(comm_fusion=fusion).collectives:
+        for each in linears(ids, comm_fusion=fusion).collectives:
             found.setdefault(each.kind, []).append(len(each.members))
         return found
 
@@ -123,6 +126,9 @@ def test_buckets_are_those_of_an_owner_and_follow_the_options_of_rows() -> None:
     assert buckets(APART) == {"reduce": [1] * 6, "broadcast": [1] * 6}
     assert buckets({"reducescatter": size}) == {"reduce": [1] * 6, "broadcast": [2] * 3}
     assert buckets({"allgather": size}) == {"reduce": [2] * 3, "broadcast": [1] * 6}
+    # Parameters of one id have one owner, and go together; those of id 0 go alone, and nobody shares the bucket of the last.
+    apart = buckets(None, ids=[7, 7, 7, 0, 0])
+    assert {kind: sorted(found) for kind, found in apart.items()} == {"reduce": [1, 1, 1, 3], "broadcast": [1, 1, 1, 3]}
     optimal = {"mode": "optimal", "config": None}
     found = linears(comm_fusion={"reducescatter": optimal, "allgather": optimal}, cluster="gloo-1gbit").collectives
     for kind in ("reduce", "broadcast"):
