@@ -126,7 +126,7 @@ def test_buckets_are_those_of_an_owner_and_follow_the_options_of_rows() -> None:
     assert buckets(APART) == {"reduce": [1] * 6, "broadcast": [1] * 6}
     assert buckets({"reducescatter": size}) == {"reduce": [1] * 6, "broadcast": [2] * 3}
     assert buckets({"allgather": size}) == {"reduce": [2] * 3, "broadcast": [1] * 6}
-    # Parameters of one id have one owner, and go together; those of id 0 go alone, and nobody shares the bucket of the last.
+    # Parameters of one id have one owner and go together, those of id 0 go alone, and so does the last one.
     apart = buckets(None, ids=[7, 7, 7, 0, 0])
     assert {kind: sorted(found) for kind, found in apart.items()} == {"reduce": [1, 1, 1, 3], "broadcast": [1, 1, 1, 3]}
     optimal = {"mode": "optimal", "config": None}
