@@ -189,6 +189,14 @@ def test_explain_says_how_many_bytes_a_rank_holds(optimizer: str) -> None:
     assert (held > 0) == (optimizer != "plain sgd") and found.is_divided
 
 
+def test_explain_says_how_a_reduce_scatter_is_sent_on_a_cpu() -> None:
+    said = [
+        [note.subject for note in world.step.lower(*batches(1, 0)[0]).explain().notes if note.topic == "on CPU"]
+        for world in (compiled(2, "sgd", SMALL), compiled(2, "sgd", {"mode": "broadcast"}), compiled(2, "sgd", None))
+    ]
+    assert said == [["reduce_scatter"], [], []]
+
+
 def collectives(world: LockstepWorld) -> list[Any]:
     return world.step.lower(*batches(1, 0)[0]).collectives
 
