@@ -81,6 +81,8 @@ class RankExecutors:
             if not self.shards.divides_parameters:
                 return  # it neither reads nor writes optimizer states
         self.open()
+        if self.shards is not None:
+            self.shards.leave()
         self.shards = executor.shards
 
     def open(self) -> None:

@@ -89,6 +89,12 @@ class DividedParameter:
             if rows.data_ptr() != self.updated.data_ptr():
                 self.updated.data = rows
 
+    def leave(self) -> None:
+        """Let go of the rows that lie in the user's parameter, until `follow`: it may be moved, and nobody else looks
+        at its memory then."""
+        if self._rows and not self._is_padded and not self.is_divided:
+            self.updated.data = self.updated.data.new_empty((0, *self.updated.shape[1:]))
+
     def held(self) -> Iterator[HeldPart]:
         """The rank's parts, on all ranks in the same order."""
         if self.is_divided:

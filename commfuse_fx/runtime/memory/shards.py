@@ -146,6 +146,12 @@ class Shards:
             self._taken = False
             self._guard.open()
 
+    def leave(self) -> None:
+        """Others divide the parameters from now on, or nobody does."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for each in self._divided:
+                each.leave()
+
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """Inside the `with` block the user's tensors have memory but no values, which is enough to trace the model."""
