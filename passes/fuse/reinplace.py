@@ -5,6 +5,7 @@ Runs after scheduling, because who needs what later depends on the order.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
-from commfuse_fx.ir.dependence import Roots
+from commfuse_fx.ir.dependence import Roots, is_view
 from commfuse_fx.ir.halves import lasting
 from commfuse_fx.ir.meta import Spec, TensorSpec, info
 from commfuse_fx.ir.program import Program
@@ -20,6 +21,8 @@ from commfuse_fx.kernels.masks import bernoulli, bernoulli_
 from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten
+
+_SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
 
 _IN_PLACE: dict[Any, Any] = {
     aten.add.Tensor: aten.add_.Tensor,
@@ -92,46 +95,120 @@ class Reinplace(Pass):
 
 def reinplace(program: Program, roots: Roots) -> bool:
     """The pass, for a caller that knows the program's roots. Returns whether anything changed."""
-    last_use: dict[fx.Node, int] = {}
+    uses = _Uses(roots)
     candidates: list[tuple[int, fx.Node]] = []
     for i, node in enumerate(program.graph.nodes):
-        for value in node.all_input_nodes:
-            last_use[roots[value]] = i
+        uses.meet(node)
+        for value in node.all_input_nodes if not is_view(node) else ():
+            uses.add(value, i)
         if is_wait(node) and (sent := memory_on_wire(node)) is not None:
-            last_use[roots[sent]] = i
+            uses.add(sent, i)
         if node.op != "call_function" or info(node).once or info(node).region is not None:
             continue
         if node.target in _IN_PLACE or node.target in _INTO:
             candidates.append((i, node))
     for value in lasting(program):
-        last_use[roots[value]] = len(program.graph.nodes)
+        uses.add(value, len(program.graph.nodes))
     modified = False
-    # `merged` follows memory that has been handed on: the result of an in-place op lives in its input's memory.
-    merged: dict[fx.Node, fx.Node] = {}
-
-    def root_of(node: fx.Node) -> fx.Node:
-        root = roots[node]
-        while root in merged:
-            root = merged[root]
-        return root
 
     def is_free(node: fx.Node, operand: fx.Node, position: int) -> bool:
-        root = root_of(operand)
-        if last_use[root] > position or not _may_overwrite(node, operand, root):
+        if uses.is_needed_after(position, operand) or not _may_overwrite(node, operand, uses.place_of(operand).root):
             return False
-        return not any(root_of(other) is root for other in node.all_input_nodes if other is not operand)
+        return not any(uses.overlap(other, operand) for other in node.all_input_nodes if other is not operand)
 
     for position, node in candidates:
         operand = next((each for each in _operands(node) if is_free(node, each, position)), None)
         if operand is None:
             continue
-        root, own = root_of(operand), root_of(node)
         _write_into(node, operand)
-        if own is not root:
-            merged[own] = root
-            last_use[root] = max(last_use.get(root, 0), last_use.get(own, 0))
+        uses.hand_on(operand, node)
         modified = True
     return modified
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value lies: in the memory of a node, or in one of the parts into which a node splits that."""
+
+    root: fx.Node
+    split: fx.Node | None = None
+    part: fx.Node | None = None
+
+    def around(self, inner: _Place) -> _Place:
+        """Where something lies whose place in a value is `inner`, if this is the place of that value."""
+        return self if self.split is not None else _Place(self.root, inner.split, inner.part)
+
+
+class _Uses:
+    """Up to which position something is needed of each piece of memory.
+
+    Parts of one split have no element in common. So one may be overwritten while others are still needed.
+    """
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._places: dict[fx.Node, _Place] = {}  # of values in parts
+        self._handed_on: dict[fx.Node, _Place] = {}  # root of the result of an in-place op -> where that lies
+        self._last: dict[fx.Node, dict[_Place, int]] = {}  # root -> place in it -> last use
+        self._last_of_splits: dict[fx.Node, dict[fx.Node | None, int]] = {}  # root -> split -> of any of its parts
+
+    def meet(self, node: fx.Node) -> None:
+        """The next node of the graph: a view of a part lies in this part."""
+        if not is_view(node):
+            return
+        base = node.all_input_nodes[0]
+        if base in self._places:
+            self._places[node] = self._places[base]
+        elif node.target is operator.getitem and base.target in _SPLITS and _is_dense(base.all_input_nodes[0]):
+            self._places[node] = _Place(self._roots[node], base, node)
+
+    def place_of(self, value: fx.Node) -> _Place:
+        place = self._places.get(value) or _Place(self._roots[value])
+        while place.root in self._handed_on:
+            place = self._handed_on[place.root].around(place)
+        return place
+
+    def add(self, value: fx.Node, position: int) -> None:
+        """Something needs this value there."""
+        self._add(self.place_of(value), position)
+
+    def _add(self, place: _Place, position: int) -> None:
+        last, of_splits = self._last.setdefault(place.root, {}), self._last_of_splits.setdefault(place.root, {})
+        last[place] = max(last.get(place, -1), position)
+        of_splits[place.split] = max(of_splits.get(place.split, -1), position)
+
+    def is_needed_after(self, position: int, value: fx.Node) -> bool:
+        """Whether an element of this value's memory is needed later than there."""
+        place = self.place_of(value)
+        last, of_splits = self._last.get(place.root, {}), self._last_of_splits.get(place.root, {})
+        if place.split is None:
+            return max(of_splits.values(), default=-1) > position
+        return last.get(place, -1) > position or any(
+            at > position for split, at in of_splits.items() if split is not place.split
+        )
+
+    def overlap(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two values may have an element in common."""
+        first, second = self.place_of(one), self.place_of(other)
+        return first.root is second.root and (
+            first.split is None or first.split is not second.split or first.part is second.part
+        )
+
+    def hand_on(self, operand: fx.Node, result: fx.Node) -> None:
+        """The result of an op lies in the memory of its operand from now on, with all that needs it."""
+        place, own = self.place_of(operand), self.place_of(result).root
+        if own is place.root:
+            return
+        self._handed_on[own] = place
+        self._last_of_splits.pop(own, None)
+        for inner, position in self._last.pop(own, {}).items():
+            self._add(place.around(inner), position)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Whether no two elements of a value lie in one place."""
+    spec = info(node).spec
+    return isinstance(spec, TensorSpec) and spec.is_dense
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -318,3 +318,11 @@ def test_at_level_2_gradients_in_bf16_are_freed_when_the_owner_has_cast_them() -
     assert len(sent) == 12
     for name, later in pairwise(sent):
         assert place[f"shard/{name}/gradient"] < place[f"reduce/{later}/reduce"]
+
+
+@pytest.mark.parametrize("options", [SMALL, {**SMALL, "level": 3}, OWNED], ids=["rows", "rows alone", "owners"])
+def test_gradients_are_clipped_where_they_lie_in_their_bucket(options: dict[str, Any]) -> None:
+    world = compiled(3, "adamw", options, clip_grad_norm=0.05)
+    lowered = world.step.lower(*batches(1, 0)[0])
+    nodes = [node for node in lowered.graph_module.graph.nodes if "/clipped." in node.meta["commfuse"].name]
+    assert len(nodes) > 8 and all(node.target is torch.ops.aten.mul_.Tensor for node in nodes)
