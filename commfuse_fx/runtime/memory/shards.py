@@ -88,6 +88,7 @@ class Shards:
                 finish_others(tensor for each in self._divided for tensor in (each.whole, *self._states_of(each)))
                 for each in self._divided:
                     each.take()
+                    each.follow()
                     each.take_state(self._state(each), is_whole=True)
             for each in self._divided:
                 each.follow()
