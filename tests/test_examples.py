@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import Ranks
+from tests.distributed.programs import run_module, run_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,15 +32,19 @@ FUSION_IDS = [
 LOSS = re.compile(r"epoch: (\d+), step: (\d+), loss is (\d+\.\d+)")
 
 
-def start_example(ranks: int, name: str, *arguments: str) -> str:
+def torchrun(*arguments: str) -> None:
+    """As the command, in a process that has imported torch already. The ranks that it starts have not."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    run_module("torch.distributed.run", *arguments)
+
+
+def start_example(ranks: Ranks, folder: Path, size: int, name: str, *arguments: str) -> str:
     """What the example prints when torchrun starts it. Fails on a bad exit and on anything on stderr."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    return done.stdout
+    options = ("--standalone", f"--nproc-per-node={size}", str(ROOT / "examples" / name))
+    (done,) = run_programs(ranks, torchrun, *options, *arguments, files=folder, folder=ROOT, size=1)
+    assert done.code == 0, done.out + done.err
+    assert done.err == ""
+    return done.out
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -74,10 +78,13 @@ def run_on_ranks(ranks: Ranks, name: str, *arguments: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_train_digits(ranks: int, tmp_path: Path) -> None:
-    arguments = ("train_digits.py", "--dump-graph", "--dump", str(tmp_path))
-    output = start_example(ranks, *arguments) if ranks else run_example(*arguments)
+@pytest.mark.xdist_group("dist")
+@pytest.mark.parametrize("size", [0, 2])
+def test_train_digits(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    dumps, printed = tmp_path / "dumps", tmp_path / "printed"
+    printed.mkdir()
+    arguments = ("train_digits.py", "--dump-graph", "--dump", str(dumps))
+    output = start_example(ranks, printed, size, *arguments) if size else run_example(*arguments)
     lines = output.splitlines()
     assert lines[: len(FUSION_IDS)] == FUSION_IDS
     losses = LOSS.findall(output)
@@ -88,8 +95,8 @@ def test_train_digits(ranks: int, tmp_path: Path) -> None:
     accuracy = re.fullmatch(r"test accuracy: (\d+\.\d+)%", lines[len(FUSION_IDS) + len(losses)])
     assert accuracy
     assert float(accuracy.group(1)) > 90
-    check_graph(output, ranks)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"rank{rank}" for rank in range(max(ranks, 1))]
+    check_graph(output, size)
+    assert sorted(folder.name for folder in dumps.iterdir()) == [f"rank{rank}" for rank in range(max(size, 1))]
 
 
 def check_graph(output: str, ranks: int) -> None:
