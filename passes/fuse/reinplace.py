@@ -154,7 +154,7 @@ class _Uses:
 
     def meet(self, node: fx.Node) -> None:
         """The next node of the graph: a view of a part lies in this part."""
-        if not is_view(node):
+        if not is_view(node) or not node.all_input_nodes:
             return
         base = node.all_input_nodes[0]
         if base in self._places:

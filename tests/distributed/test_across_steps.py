@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 from typing import Any
 
@@ -318,11 +319,25 @@ def test_a_peer_that_dies_between_steps_is_noticed(ranks: Ranks):
 def destroyed(peer_dies: bool) -> tuple[bool, bool, dict[str, torch.Tensor]]:
     """The process group is destroyed while updates are still to come."""
     model, made, step = make(ACROSS, OPTIMAL)
-    for x, y in batches(cf.get_rank(), 3):
-        step(x, y)
+    first, second, third = batches(cf.get_rank(), 3)
+    step(*first)
+    messages = 0
+    with pytest.MonkeyPatch.context() as patch:
+        send = dist.all_reduce
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal messages
+            messages += 1
+            if peer_dies and cf.get_rank() == 1 and messages == 2 * in_step:
+                os._exit(3)  # without the last message of the third step
+            return send(*args, **kwargs)
+
+        in_step = math.inf
+        patch.setattr(dist, "all_reduce", counted)
+        step(*second)
+        in_step = messages
+        step(*third)
     before = is_deferred(step)
-    if peer_dies and cf.get_rank() == 1:
-        os._exit(3)
     dist.destroy_process_group()
     return before, is_deferred(step), values(model, made)
 
