@@ -1,0 +1,262 @@
+"""The cheapest choice in a graph of variables with costs, found exactly.
+
+A state goes that another state of its variable beats whatever the neighbours do. Then one variable after the other is
+folded into its neighbours, by the best of its states for each choice of theirs: first those with few neighbours, and
+of the others the one whose neighbours have the fewest choices. In the end their best states are read off backwards.
+
+Source: variables with up to two neighbours are the reductions of Scholz and Eckstein, "Register allocation for
+irregular architectures" (LCTES 2002); more is bucket elimination, Dechter, "Bucket elimination: a unifying framework
+for reasoning" (Artificial Intelligence 113, 1999); dominated states are those of Goldstein, "Efficient rotamer
+elimination applied to protein side-chains and related spin glasses" (Biophysical Journal 66, 1994).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commfuse_fx.solvers.factor_graph import FactorGraph, Table
+
+Scope = tuple[int, ...]
+"""The variables of a table, lowest first."""
+
+LARGEST = 1 << 24
+"""Entries of a table that are still made: 128 MiB."""
+
+WIDE = 1 << 12
+"""Entries of a table before which it is worth to look for dominated states again."""
+
+
+class NoChoiceError(ValueError):
+    """Every choice is forbidden."""
+
+
+class TooWideError(ValueError):
+    """Folding the rest of the variables would need a table of `entries`."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__(f"a table of {entries} entries")
+        self.entries = entries
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cheapest choice.
+
+    states: one per variable. cost: their cost. largest: entries of the largest table on the way.
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A variable that is gone. best: its best state for each choice of the variables in `scope`."""
+
+    variable: int
+    scope: Scope
+    best: NDArray[np.intp]
+
+
+def cheapest(graph: FactorGraph, largest: int = LARGEST) -> Choice:
+    """The cheapest choice; of equal ones, always the same.
+
+    Raises NoChoiceError if every choice is forbidden, and TooWideError before it makes a table of more than `largest`
+    entries.
+    """
+    elimination = Elimination(graph)
+    elimination.drop_dominated()
+    elimination.fold_all(largest)
+    states = elimination.states()
+    return Choice(states, graph.cost(states), elimination.largest)
+
+
+class Elimination:
+    """What is left of a graph while variables are folded.
+
+    unary, tables: the costs of the variables that are left. around: the tables of each of them.
+    kept: the states of each variable that are left, as the graph numbers them.
+    largest: entries of the largest table so far.
+    """
+
+    def __init__(self, graph: FactorGraph) -> None:
+        self.unary: dict[int, Table] = dict(enumerate(graph.unary))
+        self.kept = [
+            np.arange(len(table)) for table in graph.unary
+        ]  # the states that are left, as the graph numbers them
+        self.tables: dict[Scope, Table] = {}
+        self.around: dict[int, dict[Scope, None]] = {number: {} for number in self.unary}
+        self.largest = 0
+        self._folded: list[_Folded] = []
+        self._known: dict[tuple[object, ...], tuple[Table, NDArray[np.intp]]] = {}
+        self._same: dict[tuple[object, ...], Table] = {}
+        for scope, table in graph.pairs.items():
+            self._add(scope, table)
+        for number, table in self.unary.items():
+            self.unary[number] = self._one(table)
+
+    # Folding
+
+    def fold_all(self, largest: int) -> None:
+        """Fold all variables, the cheapest ones first."""
+        sizes = {number: self._size(number) for number in self.unary}
+        heap = [(size, number) for number, size in sizes.items()]
+        heapq.heapify(heap)
+        looked_at = inf
+        while heap:
+            size, number = heapq.heappop(heap)
+            if number not in self.unary or size != sizes[number]:
+                continue
+            if size > WIDE and size < looked_at:
+                looked_at = size  # until what is left has become wider still, a second look finds nothing
+                if changed := self.drop_dominated():
+                    looked_at = inf
+                    for other in {**dict.fromkeys(changed), number: None}:
+                        for near in (other, *self._neighbours(other)):
+                            sizes[near] = self._size(near)
+                            heapq.heappush(heap, (sizes[near], near))
+                    continue
+            if size > largest:
+                raise TooWideError(size)
+            for other in self.fold(number):
+                new = self._size(other)
+                if new != sizes[other]:
+                    sizes[other] = new
+                    heapq.heappush(heap, (new, other))
+
+    def fold(self, number: int) -> Scope:
+        """Fold a variable into its neighbours, and return them."""
+        scopes = list(self.around[number])
+        scope = self._neighbours(number)
+        table, best = self._best(number, scope, scopes)
+        for each in scopes:
+            for other in each:
+                del self.around[other][each]
+            del self.tables[each]
+        del self.unary[number], self.around[number]
+        self._folded.append(_Folded(number, scope, best))
+        self.largest = max(self.largest, table.size)
+        if not scope:
+            if table == inf:
+                raise NoChoiceError("every choice is forbidden")
+        elif len(scope) == 1:
+            self.unary[scope[0]] = self._one(self.unary[scope[0]] + table)
+        else:
+            self._add(scope, table)
+        return scope
+
+    def _best(self, number: int, scope: Scope, scopes: Sequence[Scope]) -> tuple[Table, NDArray[np.intp]]:
+        """The least cost and the best state of a variable for each choice of the variables in `scope`."""
+        at = {each: axis for axis, each in enumerate((*scope, number))}
+        given = [self.unary[number], *(self.tables[each] for each in scopes)]
+        places = [(len(scope),), *(tuple(at[one] for one in each) for each in scopes)]
+        key = (*map(id, given), *places) if all(table.size <= WIDE for table in given) else None
+        if key is not None and key in self._known:
+            return self._known[key]
+        total = _spread(given[0], places[0], len(at))
+        for table, axes in zip(given[1:], places[1:], strict=True):
+            total = total + _spread(table, axes, len(at))
+        found = self._one(total.min(axis=-1)), total.argmin(axis=-1)
+        if key is not None:
+            self._known[key] = found
+        return found
+
+    def states(self) -> tuple[int, ...]:
+        """The best state of each variable, when all are folded."""
+        places: dict[int, int] = {}
+        for each in reversed(self._folded):
+            places[each.variable] = int(each.best[tuple(places[other] for other in each.scope)])
+        return tuple(int(self.kept[number][places[number]]) for number in range(len(places)))
+
+    # Dominated states
+
+    def drop_dominated(self) -> list[int]:
+        """Drop states that others beat, until no more are found. Returns the variables that have lost some."""
+        changed: dict[int, None] = {}
+        pending = dict.fromkeys(self.unary)
+        while pending:
+            number = next(iter(pending))
+            del pending[number]
+            left = self._undominated(number)
+            if len(left) == len(self.unary[number]):
+                continue
+            changed[number] = None
+            self._keep(number, left)
+            pending.update(dict.fromkeys(self._neighbours(number)))
+        return list(changed)
+
+    def _undominated(self, number: int) -> list[int]:
+        costs = self.unary[number]
+        count = len(costs)
+        if not np.isfinite(costs).any():
+            raise NoChoiceError(f"every state of variable {number} is forbidden")
+        if count == 1:
+            return [0]
+        with np.errstate(invalid="ignore"):
+            more = _without_nan(costs[None, :] - costs[:, None])  # what state b costs more than state a, at [a, b]
+            for scope in self.around[number]:
+                rows = np.moveaxis(self.tables[scope], scope.index(number), 0).reshape(count, -1)
+                more = more + _without_nan(rows[None, :, :] - rows[:, None, :]).max(axis=-1)
+            more = np.where(np.isnan(more), inf, more)
+        left = list(range(count))
+        for state in reversed(range(count)):
+            others = [other for other in left if other != state]
+            if others and (more[state, others] <= 0).any():
+                left = others
+        return left
+
+    def _keep(self, number: int, left: Sequence[int]) -> None:
+        self.kept[number] = self.kept[number][left]
+        self.unary[number] = self._one(self.unary[number][left])
+        for scope in self.around[number]:
+            self.tables[scope] = self._one(self.tables[scope].take(left, axis=scope.index(number)))
+
+    # Tables
+
+    def _add(self, scope: Scope, table: Table) -> None:
+        known = self.tables.get(scope)
+        self.tables[scope] = self._one(table if known is None else known + table)
+        for number in scope:
+            self.around[number][scope] = None
+
+    def _one(self, table: Table) -> Table:
+        """The table less its least entry, which no choice depends on; equal tables are one object.
+
+        Blocks of a model that are alike are then folded once.
+        """
+        least = table.min()
+        if least not in (0.0, inf):
+            table = table - least
+        if table.size > WIDE:
+            return table
+        table = np.ascontiguousarray(table)
+        return self._same.setdefault((table.shape, table.tobytes()), table)
+
+    def _neighbours(self, number: int) -> Scope:
+        return tuple(sorted({other: None for scope in self.around[number] for other in scope if other != number}))
+
+    def _size(self, number: int) -> int:
+        """Entries of the table that folding a variable leaves; 0 where it leaves none."""
+        near = self._neighbours(number)
+        return prod(len(self.unary[other]) for other in near) if len(near) > 1 else 0
+
+
+def _spread(table: Table, axes: Sequence[int], count: int) -> Table:
+    """The table with its dimensions at these places of `count`, which rise but for the last one."""
+    order = sorted(range(len(axes)), key=axes.__getitem__)
+    shape = [1] * count
+    for axis, size in zip(axes, table.shape, strict=True):
+        shape[axis] = size
+    return table.transpose(order).reshape(shape)
+
+
+def _without_nan(difference: Table) -> Table:
+    """A pair that is forbidden either way holds nothing against either state."""
+    return np.where(np.isnan(difference), -inf, difference)

@@ -1,0 +1,87 @@
+"""A graph of variables with costs, of which each one takes one of a few states.
+
+Numbers only. Each variable has a cost per state, and each pair of neighbours a cost per pair of states. Infinity
+forbids a state or a pair. The cheapest choice has the least sum of all. `solvers.eliminate` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+
+class FactorGraph:
+    """Variables are numbered in the order in which they are added.
+
+    unary: the costs of the states of each variable, an array of [states].
+    pairs: the costs of the states of two variables, an array of [states of the first, states of the second], by their
+        numbers, the lower one first.
+    """
+
+    def __init__(self) -> None:
+        self.unary: list[Table] = []
+        self.pairs: dict[tuple[int, int], Table] = {}
+
+    def variable(self, costs: Sequence[float] | Table) -> int:
+        """Add a variable with these costs, one per state. Returns its number."""
+        table = np.array(costs, dtype=np.float64)
+        if table.ndim != 1 or not len(table):
+            raise ValueError(f"a variable needs costs for one or more states in one row, not those of {table.shape}")
+        _check(table)
+        self.unary.append(table)
+        return len(self.unary) - 1
+
+    def pair(self, first: int, second: int, costs: Sequence[Sequence[float]] | Table) -> None:
+        """Add costs [states of the first, states of the second] to a pair; of one variable with itself the diagonal."""
+        table = np.array(costs, dtype=np.float64)
+        wanted = (len(self.unary[first]), len(self.unary[second]))
+        if table.shape != wanted:
+            raise ValueError(f"the costs of variables {first} and {second} need the shape {wanted}, not {table.shape}")
+        _check(table)
+        if first == second:
+            self.unary[first] = self.unary[first] + np.diagonal(table)
+            return
+        if first > second:
+            first, second, table = second, first, table.T
+        known = self.pairs.get((first, second))
+        self.pairs[first, second] = table if known is None else known + table
+
+    def cost(self, states: Sequence[int]) -> float:
+        """The cost of a choice of one state per variable."""
+        found = sum(float(table[state]) for table, state in zip(self.unary, states, strict=True))
+        return found + sum(float(table[states[one], states[other]]) for (one, other), table in self.pairs.items())
+
+    def tied(self, classes: Sequence[int]) -> FactorGraph:
+        """The graph in which all variables of a class take the same state, with a variable per class.
+
+        classes: the class of each variable, numbered from 0 on. Variables of a class have equally many states.
+        """
+        joined = FactorGraph()
+        sums: list[Table | None] = [None] * (max(classes, default=-1) + 1)
+        for number, table in zip(classes, self.unary, strict=True):
+            known = sums[number]
+            sums[number] = table if known is None else known + table
+        for table in _all(sums):
+            joined.variable(table)
+        for (one, other), table in self.pairs.items():
+            joined.pair(classes[one], classes[other], table)
+        return joined
+
+
+def _all(tables: Iterable[Table | None]) -> list[Table]:
+    found = []
+    for number, table in enumerate(tables):
+        if table is None:
+            raise ValueError(f"class {number} has no variable")
+        found.append(table)
+    return found
+
+
+def _check(table: Table) -> None:
+    if np.isnan(table).any() or (table == -inf).any():
+        raise ValueError("a cost has to be a number or infinity, which forbids a state")

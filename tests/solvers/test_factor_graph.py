@@ -1,0 +1,139 @@
+"""The cheapest choice in graphs of variables with costs, against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError, TooWideError, cheapest
+from commfuse_fx.solvers.factor_graph import FactorGraph
+
+
+def brute_force(graph: FactorGraph) -> float:
+    return min(graph.cost(states) for states in product(*(range(len(table)) for table in graph.unary)))
+
+
+COSTS = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10), st.just(inf))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> FactorGraph:
+    graph = FactorGraph()
+    for _ in range(draw(st.integers(1, 7))):
+        graph.variable(draw(st.lists(COSTS, min_size=1, max_size=3)))
+    count = len(graph.unary)
+    for first, second in draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=14)):
+        shape = (len(graph.unary[first]), len(graph.unary[second]))
+        graph.pair(first, second, [[draw(COSTS) for _ in range(shape[1])] for _ in range(shape[0])])
+    return graph
+
+
+@given(graphs())
+@settings(max_examples=300, deadline=None)
+def test_brute_force(graph: FactorGraph) -> None:
+    best = brute_force(graph)
+    if best == inf:
+        with pytest.raises(NoChoiceError):
+            cheapest(graph)
+        return
+    found = cheapest(graph)
+    assert found.cost == graph.cost(found.states) == pytest.approx(best)
+
+
+@given(graphs())
+@settings(max_examples=100, deadline=None)
+def test_without_dominated_states(graph: FactorGraph) -> None:
+    best = brute_force(graph)
+    if best < inf:
+        elimination = Elimination(graph)
+        elimination.fold_all(1 << 20)
+        assert graph.cost(elimination.states()) == pytest.approx(best)
+
+
+def test_ties_go_to_the_first_state() -> None:
+    graph = FactorGraph()
+    for _ in range(3):
+        graph.variable([1, 1, 1])
+    graph.pair(0, 1, np.zeros((3, 3)))
+    assert cheapest(graph).states == (0, 0, 0)
+
+
+def complete(count: int, states: int, seed: int = 0) -> FactorGraph:
+    numbers = np.random.default_rng(seed)
+    graph = FactorGraph()
+    for _ in range(count):
+        graph.variable(numbers.random(states))
+    for first in range(count):
+        for second in range(first):
+            graph.pair(first, second, numbers.random((states, states)))
+    return graph
+
+
+def test_tables_that_would_be_too_large() -> None:
+    graph = complete(6, 4)
+    found = cheapest(graph)
+    assert found.cost == pytest.approx(brute_force(graph)) and found.largest == 4**5
+    with pytest.raises(TooWideError, match="a table of 1024 entries"):
+        cheapest(graph, largest=1000)
+
+
+def test_a_dominated_state_goes_whatever_its_neighbours_are() -> None:
+    graph = FactorGraph()
+    one = graph.variable([0, 5, 1])
+    other = graph.variable([0, 0])
+    graph.pair(one, other, [[4, 4], [0, inf], [2, 3]])  # state 2 beats state 0, and 1 has one choice of its own
+    elimination = Elimination(graph)
+    assert elimination.drop_dominated() == [one, other]
+    assert elimination.kept[one].tolist() == [2] and elimination.kept[other].tolist() == [0]
+
+
+def chain(blocks: int) -> FactorGraph:
+    """Equal blocks of three variables, one after the other."""
+    numbers = np.random.default_rng(3)
+    unary = numbers.random((3, 4))
+    inside, between = numbers.random((3, 4, 4)), numbers.random((4, 4))
+    graph = FactorGraph()
+    for block in range(blocks):
+        one, two, three = (graph.variable(costs) for costs in unary)
+        for pair, costs in zip(((one, two), (two, three), (one, three)), inside, strict=True):
+            graph.pair(*pair, costs)
+        if block:
+            graph.pair(one - 1, one, between)
+    return graph
+
+
+def test_equal_blocks_are_folded_once() -> None:
+    works = []
+    for blocks in (20, 40):
+        elimination = Elimination(chain(blocks))
+        elimination.fold_all(1 << 20)
+        works.append(len(elimination._known))
+    assert works[1] < works[0] * 1.5 and len(chain(40).unary) == 120
+
+
+def test_tied_variables() -> None:
+    graph = chain(5)
+    tied = graph.tied([0, 1, 2] * 5)
+    found = cheapest(tied)
+    assert graph.cost(found.states * 5) == pytest.approx(found.cost)
+    assert found.cost == pytest.approx(min(graph.cost(states * 5) for states in product(*(range(4) for _ in range(3)))))
+    assert cheapest(graph).cost <= found.cost
+
+
+def test_bad_input() -> None:
+    graph = FactorGraph()
+    with pytest.raises(ValueError, match="one or more states"):
+        graph.variable([])
+    graph.variable([0, 1])
+    graph.variable([0, 1, 2])
+    with pytest.raises(ValueError, match=r"variables 1 and 0 need the shape \(3, 2\), not \(2, 3\)"):
+        graph.pair(1, 0, np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="a number or infinity"):
+        graph.pair(0, 1, np.full((2, 3), np.nan))
+    with pytest.raises(ValueError, match="class 1 has no variable"):
+        graph.tied([0, 2])
