@@ -183,7 +183,8 @@ def compile(
     return_loss: whether a step returns its loss. False: it returns None, or with `has_aux` a pair of None and the
         rest. A call in eval mode returns its loss all the same.
     parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
-        "semi_auto" (parameters and activations are divided as `shard` says) or "stand_alone" (no collectives).
+        "semi_auto" (parameters and activations are divided as `shard` says), "auto" (what `shard` leaves open is
+        searched for the shortest predicted step) or "stand_alone" (no collectives).
     mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.
     device_num, global_rank: compile for this rank of a virtual world of 1 to 4096 ranks. `lower` works then,
         calls do not.
@@ -196,6 +197,11 @@ def compile(
         3 parameters as well), "optimizer_weight_shard_size" (how many neighbouring ranks share an update; all),
         "gradient_accumulation_shard" (whether accumulate_steps adds up the rows that a rank updates, in place of whole
         gradients) and "mode" ("broadcast": one rank updates all of a parameter, in place of rows on every rank).
+    search_mode: of "auto": "dynamic_programming" or "recursive_programming". Both are exact on one mesh axis, and take
+        several axes one after the other.
+    strategy_ckpt_save_file: where "auto" writes the strategies that it has found for the training step, as JSON.
+    strategy_ckpt_load_file: a file of strategies, which "auto" takes in place of a search. Entries that the model no
+        longer has are left out, and `explain()` lists them.
     full_batch: whether every rank is handed the global batch and takes its rows of it.
     parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step. A module sends them,
         and buffers, when it is compiled, unless this is False.

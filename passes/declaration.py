@@ -84,6 +84,11 @@ class Situation:
         return self.config.divides_graphs
 
     @property
+    def searches(self) -> bool:
+        """Whether the strategies of that graph are searched."""
+        return self.config.parallel_mode == "auto"
+
+    @property
     def rewrites_kernels(self) -> bool:
         """Whether passes run that only make kernels of the CPU faster; in a divided step none does."""
         return self.config.cpu_kernels and not self.divides
@@ -192,6 +197,8 @@ class Pass:
     needs_sizes: ClassVar[bool] = False
     """Whether it works on what a step computes, which takes the sizes of that. Where autograd computes, as in a graph
     for any size, it is skipped, and `explain()` says so."""
+    always_offers: ClassVar[bool] = False
+    """Whether it has candidates also where the schedule does not follow from predicted times."""
     optional: ClassVar[bool] = False
     """Whether plans are made with it and without it. Where it changes nothing, the one with it is not needed."""
 
@@ -204,7 +211,7 @@ class Pass:
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
         """The variants that are found by now, and where they belong those that this pass offers. By default none.
 
-        situation: of the compile. It plans by cost.
+        situation: of the compile. It plans by cost, unless the pass offers always.
         program: the captured program.
         found: what later passes of the table offer.
         """

@@ -28,14 +28,12 @@ from commfuse_fx.support.checks import show
 
 __all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig", "TrialLimits"]
 
-_AVAILABLE_PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto")
-
 # Options of which only the default is available, and what the default does.
+_OF_SEARCH = ("search_mode", "strategy_ckpt_load_file", "strategy_ckpt_save_file")
+"""Options that only parallel_mode="auto" has."""
+
 _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
     {
-        "search_mode": "nothing is searched in the parallel modes that are available",
-        "strategy_ckpt_load_file": "nothing is searched in the parallel modes that are available",
-        "strategy_ckpt_save_file": "nothing is searched in the parallel modes that are available",
         "pipeline_stages": "every rank runs the whole model",
         "exchange_factors": "gradients are reduced as they are",
         "gradient_compression": "gradients are sent as they are",
@@ -53,7 +51,7 @@ class CompileConfig:
     return_loss: bool
     """Whether a training step returns its loss, rather than None."""
     parallel_mode: str
-    """One of "stand_alone", "data_parallel", "hybrid_parallel" and "semi_auto"; aliases are resolved."""
+    """One of "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto" and "auto"; aliases are resolved."""
     mesh: Any
     """A DeviceMesh, a tuple of axis sizes, or None: one axis over the world."""
     device_num: int | None
@@ -135,7 +133,7 @@ class CompileConfig:
     @property
     def divides_graphs(self) -> bool:
         """Whether one device's graph is divided among the ranks, rather than run by each on its own batch."""
-        return self.parallel_mode == "semi_auto"
+        return self.parallel_mode in ("semi_auto", "auto")
 
     @property
     def parallel_optimizer(self) -> ParallelOptimizer | None:
@@ -238,11 +236,16 @@ def _resolve_rank(device_num: int | None, global_rank: int | None) -> int | None
 
 
 def _check_available(settings: Mapping[str, Any]) -> None:
-    mode = settings["parallel_mode"]
-    if mode not in _AVAILABLE_PARALLEL_MODES:
+    for name in _OF_SEARCH:
+        if settings[name] != DEFAULTS[name] and settings["parallel_mode"] != "auto":
+            raise ConfigValueError(
+                f"{name}={show(settings[name])} with parallel_mode={settings['parallel_mode']!r}, which searches no "
+                f"strategies: pass parallel_mode='auto', or leave {name} out"
+            )
+    if settings["search_mode"] == "sharding_propagation":
         raise NotAvailableError(
-            f"parallel_mode={mode!r} is not available yet; use parallel_mode='data_parallel' "
-            "(every rank holds the whole model and a part of the batch), or 'semi_auto' with cf.shard"
+            "search_mode='sharding_propagation' is not available yet; use parallel_mode='semi_auto', which completes "
+            "what cf.shard marks, or search_mode='dynamic_programming', which keeps marks and searches the rest"
         )
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:

@@ -151,9 +151,10 @@ def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             limit = f" (device_num is {device_num})"
             check_int(global_rank, "global_rank", 0, device_num - 1, limit)
-    if checked.get("broadcast_buffers") and checked.get("parallel_mode") in ("semi_auto", "semi_auto_parallel"):
+    mode = PARALLEL_MODE_ALIASES.get(checked.get("parallel_mode", ""), checked.get("parallel_mode"))
+    if checked.get("broadcast_buffers") and mode in ("semi_auto", "auto"):
         raise ConfigValueError(
-            'broadcast_buffers=True with parallel_mode="semi_auto": there the ranks run one device\'s graph together, '
+            f'broadcast_buffers=True with parallel_mode="{mode}": there the ranks run one device\'s graph together, '
             "whose buffers are the same on all of them; leave broadcast_buffers out"
         )
     if checked.get("inductor_regions") == "layers" and checked.get("backend") == "eager":

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.lowered import lowered_of
 from commfuse_fx.inspect.table import collectives_table
 from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.program import LAYOUT
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.torch_trace import is_tracing, write_artifact
 
@@ -41,6 +43,7 @@ class Publisher:
     def __call__(self, compiled: Compiled) -> None:
         """Log what was compiled, and write it where files are asked for. A file that cannot be written is a warning."""
         _log_compile(compiled)
+        _save_strategies(compiled, self.rank)
         if self.keeps_captured():
             _dump(compiled, self.rank)
         if is_tracing():
@@ -48,6 +51,20 @@ class Publisher:
             name = f"commfuse_{number:03d}_{_mode(compiled)}"
             write_artifact(f"{name}_graph", lowered.text)
             write_artifact(f"{name}_explain", lambda: lowered.explain().text())
+
+
+def _save_strategies(compiled: Compiled, rank: int) -> None:
+    """Write what was searched for a training step, on rank 0."""
+    program = compiled.program
+    path = program.config.strategy_ckpt_save_file
+    if path is None or rank or not program.training or not isinstance(program.strategies, Strategies):
+        return
+    try:
+        program.strategies.save(path)
+    except OSError as error:
+        raise ConfigValueError(
+            f"strategy_ckpt_save_file={str(path)!r} cannot be written: {error.strerror or error}; give another path"
+        ) from error
 
 
 def _mode(compiled: Compiled) -> str:

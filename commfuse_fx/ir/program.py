@@ -167,6 +167,8 @@ class Program:
     batch_inputs: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
         where the step is divided.
     marks: what users say of layouts (`sharding.marking.marks.Marks`). None: nobody has looked for marks.
+    strategies: how it lies on a mesh (`sharding.dividing.strategies.Strategies`): those that were given, and when it
+        has been divided, those that were searched. None: there are none.
     layouts: layouts of parameters that an earlier graph of the same step has decided, or None.
     by_autograd: why autograd computes the gradients, op by op, and hands them to the second half one by one; "": the
         program computes them.
@@ -193,6 +195,7 @@ class Program:
     batch_axes: str = ""
     batch_inputs: tuple[str, ...] = ()
     marks: Any = None
+    strategies: Any = None
     layouts: Layouts | None = None
     by_autograd: str = ""
     saved: tuple[str, ...] | None = None

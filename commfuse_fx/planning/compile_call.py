@@ -15,6 +15,8 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.model import cost_model
+from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.ir.edit import forget_erased
 from commfuse_fx.ir.meta import forget_others
 from commfuse_fx.ir.program import SKIPPED, Program
@@ -75,6 +77,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         program.batch_inputs = tuple(asked.sliced_inputs)
         if asked.sharding is not None:
             program.marks, program.layouts = asked.sharding.marks, asked.sharding.fixed
+            program.strategies = asked.sharding.strategies
         captured = program.copy() if request.keep_captured else None
         several = mesh.world > 1 and config.device_num is None and config.parallel_mode != "stand_alone"
         votes = several and request.form == "step"  # ranks of other forms vote on other texts
@@ -131,6 +134,9 @@ def plan_step(
     for each in skipped_passes(situation):
         program.note(SKIPPED, each.name, f"it works on what is computed, and {program.by_autograd}")
     context = PassContext.of(config)
+    if situation.searches and context.prices is None:
+        device = next((param.spec.device for param in program.params.values()), "cpu")
+        context = PassContext(cost_model(priced_for(None, device, program.mesh, {})))
     if config.plans_by_cost and common is not None:
         context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))
     found = variants(situation, program)

@@ -32,6 +32,7 @@ from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
 from commfuse_fx.planning.retrace_log import Findings, Traces
 from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
+from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.progress import progress
@@ -93,6 +94,8 @@ class Planner:
         self._has_compiled = False
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
         self._laid_out: ModelStructure | None = None
+        file = config.strategy_ckpt_load_file
+        self._strategies = None if file is None else Strategies.load(file)
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
         self._common: dict[tuple[bool, ModelStructure], Seconds] = {}
 
@@ -352,7 +355,7 @@ class Planner:
             self._laid_out, self._layouts = self.watch.structure, None
         ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
         while True:
-            sharding = Sharding(marks, ways, local, self._layouts)
+            sharding = Sharding(marks, ways, local, self._layouts, self._strategies)
             try:
                 compiled = self._trace(on_whole_batch(request, sharding))
             except OtherBatch as other:

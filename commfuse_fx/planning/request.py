@@ -16,6 +16,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Layouts, OptimizerInfo, Program
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
+from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.marks import Marks
 
 
@@ -25,13 +26,14 @@ class Sharding:
 
     batch_ways: by how many ranks the batch of the captured graph is larger than the one that a rank is handed.
     local_parameters: every rank keeps its part of a parameter; fixed: the layouts that an earlier graph of the same
-    step has decided, or None.
+    step has decided, or None; strategies: those that a file has, or None.
     """
 
     marks: Marks
     batch_ways: int = 1
     local_parameters: bool = False
     fixed: Layouts | None = None
+    strategies: Strategies | None = None
 
 
 @dataclass(frozen=True)

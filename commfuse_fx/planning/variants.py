@@ -9,20 +9,23 @@ from commfuse_fx.passes.declaration import Situation, Variants
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.solvers.effort import EFFORT
 
+SEARCHED = 4
+"""Plans that are made at least where strategies are searched."""
+
 
 def variants(situation: Situation, program: Program) -> Variants:
     """What to make and compare for a captured program. Of equally fast plans the first is taken."""
-    return affordable(offered(situation, program), EFFORT.plans(len(program.graph.nodes)))
+    plans = EFFORT.plans(len(program.graph.nodes))
+    return affordable(offered(situation, program), max(plans, SEARCHED) if situation.searches else plans)
 
 
 def offered(situation: Situation, program: Program) -> Variants:
     """All that passes offer, from the last one of the table to the first. One where nothing is planned by cost."""
     found = Variants()
-    if situation.by_cost:
-        for each in reversed([each for passes in TABLE.values() for each in passes]):
+    for each in reversed([each for passes in TABLE.values() for each in passes]):
+        if situation.by_cost or each.always_offers:
             found = each.candidates(situation, program, found)
-        return replace(found, fixed=tuple(each for each in found.fixed if each not in found.searched))
-    return found
+    return replace(found, fixed=tuple(each for each in found.fixed if each not in found.searched))
 
 
 def affordable(found: Variants, plans: int) -> Variants:

@@ -13,9 +13,10 @@ elimination applied to protein side-chains and related spin glasses" (Biophysica
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,6 @@ from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 
 Scope = tuple[int, ...]
 """The variables of a table, lowest first."""
-
-LARGEST = 1 << 24
-"""Entries of a table that are still made: 128 MiB."""
 
 WIDE = 1 << 12
 """Entries of a table before which it is worth to look for dominated states again."""
@@ -45,37 +43,18 @@ class TooWideError(ValueError):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The cheapest choice.
-
-    states: one per variable. cost: their cost. largest: entries of the largest table on the way.
-    """
-
-    states: tuple[int, ...]
-    cost: float
-    largest: int
-
-
-@dataclass(frozen=True)
 class _Folded:
-    """A variable that is gone. best: its best state for each choice of the variables in `scope`."""
+    """A variable that is gone.
+
+    best: its best state for each choice of the variables in `scope`. kept: the states that it had left. near: those of
+        the variables in `scope`, of which some may go later.
+    """
 
     variable: int
     scope: Scope
     best: NDArray[np.intp]
-
-
-def cheapest(graph: FactorGraph, largest: int = LARGEST) -> Choice:
-    """The cheapest choice; of equal ones, always the same.
-
-    Raises NoChoiceError if every choice is forbidden, and TooWideError before it makes a table of more than `largest`
-    entries.
-    """
-    elimination = Elimination(graph)
-    elimination.drop_dominated()
-    elimination.fold_all(largest)
-    states = elimination.states()
-    return Choice(states, graph.cost(states), elimination.largest)
+    kept: NDArray[np.intp]
+    near: tuple[NDArray[np.intp], ...]
 
 
 class Elimination:
@@ -96,6 +75,7 @@ class Elimination:
         self.largest = 0
         self._folded: list[_Folded] = []
         self._known: dict[tuple[object, ...], tuple[Table, NDArray[np.intp]]] = {}
+        self._left: dict[tuple[object, ...], list[int]] = {}
         self._same: dict[tuple[object, ...], Table] = {}
         for scope, table in graph.pairs.items():
             self._add(scope, table)
@@ -104,8 +84,20 @@ class Elimination:
 
     # Folding
 
+    def fold_few(self) -> None:
+        """Fold all variables with up to two neighbours."""
+        pending = dict.fromkeys(self.unary)
+        while pending:
+            number = next(iter(pending))
+            del pending[number]
+            if number in self.unary and len(self._neighbours(number)) < 3:
+                pending.update(dict.fromkeys(self.fold(number)))
+
     def fold_all(self, largest: int) -> None:
-        """Fold all variables, the cheapest ones first."""
+        """Fold all variables, those first whose neighbours have the fewest choices.
+
+        Raises TooWideError before it makes a table of more than `largest` entries.
+        """
         sizes = {number: self._size(number) for number in self.unary}
         heap = [(size, number) for number, size in sizes.items()]
         heapq.heapify(heap)
@@ -141,7 +133,7 @@ class Elimination:
                 del self.around[other][each]
             del self.tables[each]
         del self.unary[number], self.around[number]
-        self._folded.append(_Folded(number, scope, best))
+        self._folded.append(_Folded(number, scope, best, self.kept[number], tuple(self.kept[each] for each in scope)))
         self.largest = max(self.largest, table.size)
         if not scope:
             if table == inf:
@@ -168,12 +160,15 @@ class Elimination:
             self._known[key] = found
         return found
 
-    def states(self) -> tuple[int, ...]:
-        """The best state of each variable, when all are folded."""
-        places: dict[int, int] = {}
+    def states(self, left: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
+        """The best state of each variable, as the graph numbers them. left: those of variables that are not folded."""
+        found = dict(left)
         for each in reversed(self._folded):
-            places[each.variable] = int(each.best[tuple(places[other] for other in each.scope)])
-        return tuple(int(self.kept[number][places[number]]) for number in range(len(places)))
+            places = (
+                int(np.searchsorted(kept, found[other])) for other, kept in zip(each.scope, each.near, strict=True)
+            )
+            found[each.variable] = int(each.kept[each.best[tuple(places)]])
+        return tuple(found[number] for number in range(len(found)))
 
     # Dominated states
 
@@ -199,10 +194,23 @@ class Elimination:
             raise NoChoiceError(f"every state of variable {number} is forbidden")
         if count == 1:
             return [0]
+        tables = [(self.tables[scope], scope.index(number)) for scope in self.around[number]]
+        if any(table.size > WIDE for table, _ in tables):
+            return self._best_of(costs, tables)
+        key = (id(costs), *((id(table), axis) for table, axis in tables))
+        known = self._left.get(key)
+        if known is None:
+            known = self._left[key] = self._best_of(costs, tables)
+        return known
+
+    @staticmethod
+    def _best_of(costs: Table, tables: Sequence[tuple[Table, int]]) -> list[int]:
+        """The states that no other one beats. tables: with the axis of the variable in each."""
+        count = len(costs)
         with np.errstate(invalid="ignore"):
             more = _without_nan(costs[None, :] - costs[:, None])  # what state b costs more than state a, at [a, b]
-            for scope in self.around[number]:
-                rows = np.moveaxis(self.tables[scope], scope.index(number), 0).reshape(count, -1)
+            for table, axis in tables:
+                rows = (table if not axis else np.moveaxis(table, axis, 0)).reshape(count, -1)
                 more = more + _without_nan(rows[None, :, :] - rows[:, None, :]).max(axis=-1)
             more = np.where(np.isnan(more), inf, more)
         left = list(range(count))

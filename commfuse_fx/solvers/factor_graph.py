@@ -38,7 +38,7 @@ class FactorGraph:
 
     def pair(self, first: int, second: int, costs: Sequence[Sequence[float]] | Table) -> None:
         """Add costs [states of the first, states of the second] to a pair; of one variable with itself the diagonal."""
-        table = np.array(costs, dtype=np.float64)
+        table = np.asarray(costs, dtype=np.float64)
         wanted = (len(self.unary[first]), len(self.unary[second]))
         if table.shape != wanted:
             raise ValueError(f"the costs of variables {first} and {second} need the shape {wanted}, not {table.shape}")

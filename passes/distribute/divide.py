@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import torch
 
-from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.errors import CommFuseError, ConfigValueError
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import COLLECTIVES
-from commfuse_fx.passes.declaration import Pass, Situation
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
+from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.division import Division
+from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
 from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
+from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
 
+EXPOSED = (0.3, 0.0)
+"""What is tried besides 1: each strategy is planned whole, and the one that simulates fastest is taken."""
+
 
 @dataclass(frozen=True)
-class Divide(Pass):
+class Divide(PricedPass):
     """One mesh axis after the other, those over which the batch is divided first.
 
     The program's marks say what the user asks for, its layouts what an earlier graph of the same step has decided.
-    local_inputs: every rank is handed its part of the batch, not the whole. local_parameters: every rank keeps its
-    part of a parameter.
+    local_inputs: every rank is handed its part of the batch, not the whole.
+    local_parameters: every rank keeps its part of a parameter.
+    searched: strategies are searched for the least predicted time of a step. Else only the batch is divided, and what
+        marks say.
+    exposed: how much of the time of the collectives of gradients counts in a search, as the backward may hide them.
+    split: the ranks become a grid of axes of prime sizes, so that neighbours may divide other things than nodes do.
     """
 
     name = "divide"
@@ -41,22 +52,52 @@ class Divide(Pass):
     requires = ("simplified",)
     ensures = ("divided",)
 
+    always_offers = True
+
     local_inputs: bool = True
     local_parameters: bool = False
+    searched: bool = False
+    exposed: float = 1.0
+    split: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> Divide | None:
         if not situation.divides:
             return None
-        return cls(local_inputs=not situation.config.full_batch, local_parameters=situation.local_parameters)
+        return cls(
+            local_inputs=not situation.config.full_batch,
+            local_parameters=situation.local_parameters,
+            searched=bool(situation.variant.get("searched", situation.searches)),
+            exposed=float(situation.variant.get("exposed", 1.0)),
+            split=bool(situation.variant.get("split", False)),
+        )
 
-    def __call__(self, program: Program) -> bool:
+    @classmethod
+    def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
+        if not situation.searches or program.layouts is not None:
+            return found
+        if program.strategies is not None:
+            return replace(
+                found, searched=tuple(each.but(searched=bool(program.strategies.axes)) for each in found.searched)
+            )
+        first, *others = found.searched
+        meshes = (first, first.but(split=True)) if _may_split(situation, program) else (first,)
+        half, none = ([each.but(exposed=part) for each in meshes] for part in EXPOSED)
+        return replace(found, searched=(*meshes, first.but(searched=False), *none, *half, *others))
+
+    def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         _refuse_user_collectives(program)
         if not isinstance(program.marks, Marks):
             raise ConfigValueError(
                 "pass divide needs the marks of the model, which only the captured.json of a dump has; give that file"
             )
         resolved = resolve_marks(program.marks, program)
+        given: Strategies | None = program.strategies
+        if given is not None:
+            given.check_mesh(resolved.mesh)
+            resolved = _split(resolved, tuple(given.mesh.values()))
+        elif self.split:
+            resolved = _split(resolved, prime_factors(resolved.mesh.world))
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
         program.batch_axes = ",".join(resolved.data_axes)
@@ -64,8 +105,19 @@ class Divide(Pass):
             info(node).varies = ""
         specs = LocalSpecs()
         axes = self._axes(program, resolved)
+        decided: dict[str, Decisions] = {}
         for axis in axes:
+            if given is not None and axis.group in given.axes:
+                axis = given.on(axis, program)
+            elif self.searched and given is None:
+                axis = _searched(program, axis, context, self.exposed)
+            if axis.states:
+                pins = {name: pin.placement for name, pin in axis.parameters.items()}
+                decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
             Division(program, axis, specs).run()
+        if program.config.parallel_mode == "auto":
+            mesh = program.mesh
+            program.strategies = Strategies(mesh=dict(zip(mesh.names, mesh.shape, strict=True)), axes=decided)
         sum_parts(program)
         erase_marks(program)
         program.set_output()
@@ -74,6 +126,7 @@ class Divide(Pass):
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:
         """Axes on which everything is marked alike count as one."""
         mesh, data = resolved.mesh, resolved.data_axes
+        is_searched = program.config.parallel_mode == "auto"
         marks = {info(node).name: layout for node, layout in resolved.activations.items()}
         pins = {name: pin.layout for name, pin in resolved.parameters.items()}
         order = [name for name in mesh.names if name in data] + [name for name in mesh.names if name not in data]
@@ -82,6 +135,7 @@ class Divide(Pass):
             if mesh.size(axis) == 1:
                 continue
             key = (
+                axis if is_searched else "",
                 axis in data,
                 tuple((name, layout.get(axis)) for name, layout in pins.items()),
                 tuple((name, layout.get(axis)) for name, layout in marks.items()),
@@ -109,7 +163,7 @@ class Divide(Pass):
             },
             local_inputs=self.local_inputs,
             local_parameters=self.local_parameters,
-            is_data=is_data,
+            is_data=is_data and not self.searched,
         )
 
     def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:
@@ -145,6 +199,46 @@ class Divide(Pass):
             return placement
         inside = Shard(placement.dim, sections(node, placement.dim))
         return inside if divides(tensor_spec(node).shape, inside, ways) else placement
+
+
+def _searched(program: Program, axis: Axis, context: PassContext, exposed: float) -> Axis:
+    """The axis with what a search finds. Only a search needs NumPy, which may not be installed."""
+    try:
+        search = import_module("commfuse_fx.sharding.search.searched")
+    except ImportError as error:
+        raise CommFuseError(
+            "parallel_mode='auto' needs NumPy and SciPy: install them, as by pip install 'commfuse-fx[auto]', or pass "
+            "parallel_mode='semi_auto', which completes what cf.shard marks"
+        ) from error
+    found: list[Axis] = search.searched(program, [axis], context.costs, exposed)
+    return found[0]
+
+
+def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:
+    """The same with a single axis that is split into axes of these sizes."""
+    if len(resolved.mesh.names) == len(sizes):
+        return resolved
+    mesh = refine(resolved.mesh, {resolved.mesh.names[0]: sizes})
+    return replace(resolved, mesh=mesh, data_axes=mesh.names)
+
+
+def _may_split(situation: Situation, program: Program) -> bool:
+    """Whether nothing that the user has said depends on what the axes of the mesh are."""
+    marks = program.marks
+    is_free = situation.config.mesh is None and len(program.mesh.names) == 1
+    return is_free and not (marks.modules or marks.parameters) and len(prime_factors(program.mesh.world)) > 1
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors of a number, the largest first."""
+    found: list[int] = []
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            found.insert(0, factor)
+            number //= factor
+        factor += 1
+    return tuple(found)
 
 
 def _refuse_user_collectives(program: Program) -> None:

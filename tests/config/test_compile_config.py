@@ -264,15 +264,10 @@ def test_option_is_refused(error, given, parts):
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("parallel_mode", "auto", "'data_parallel'"),
         ("exchange_factors", "auto", "'never'"),
         ("exchange_factors", "always", "'never'"),
         ("gradient_compression", object, "None"),
         ("pipeline_stages", 2, "1"),
-        ("strategy_ckpt_load_file", "./strategy.json", "None"),
-        ("strategy_ckpt_save_file", Path("strategy.json"), "None"),
-        ("search_mode", "recursive_programming", "'dynamic_programming'"),
-        ("search_mode", "sharding_propagation", "'dynamic_programming'"),
     ],
 )
 def test_not_available_says_what_to_use_instead(name, value, instead):
@@ -282,8 +277,26 @@ def test_not_available_says_what_to_use_instead(name, value, instead):
 
 def test_parallel_mode_aliases():
     assert CompileConfig.resolve({"parallel_mode": "semi_auto_parallel"}).parallel_mode == "semi_auto"
-    with raises_naming(NotAvailableError, "parallel_mode='auto'"):
-        CompileConfig.resolve({"parallel_mode": "auto_parallel"})
+    assert CompileConfig.resolve({"parallel_mode": "auto_parallel"}).parallel_mode == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("strategy_ckpt_load_file", "./strategy.json"),
+        ("strategy_ckpt_save_file", Path("strategy.json")),
+        ("search_mode", "recursive_programming"),
+    ],
+)
+def test_options_of_the_search_need_one(name, value):
+    assert getattr(CompileConfig.resolve({name: value, "parallel_mode": "auto"}), name) == value
+    with raises_naming(ConfigValueError, f"{name}=", "parallel_mode='data_parallel'", "pass parallel_mode='auto'"):
+        CompileConfig.resolve({name: value})
+
+
+def test_propagation_alone_is_another_mode():
+    with raises_naming(NotAvailableError, "sharding_propagation", "'semi_auto'"):
+        CompileConfig.resolve({"search_mode": "sharding_propagation", "parallel_mode": "auto"})
 
 
 def test_invalid_comes_before_not_available():

@@ -89,11 +89,11 @@ def divided(
     mine = copy.deepcopy(model)
     mark(mine)
     captures.share(mine, (case, mark))
+    options.setdefault("parallel_mode", "semi_auto")
     step = cf.compile(
         mine,
         loss_fn=case.loss_fn,
         optimizer=make_optimizer(mine) if make_optimizer else None,
-        parallel_mode="semi_auto",
         mesh=mesh,
         device_num=prod(mesh),
         global_rank=0,

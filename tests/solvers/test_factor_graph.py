@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError, TooWideError, cheapest
+from commfuse_fx.solvers import eliminate
+from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError, TooWideError
 from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.integer_program import by_integer_program
 
 
 def brute_force(graph: FactorGraph) -> float:
@@ -33,16 +36,36 @@ def graphs(draw: st.DrawFn) -> FactorGraph:
     return graph
 
 
-@given(graphs())
-@settings(max_examples=300, deadline=None)
-def test_brute_force(graph: FactorGraph) -> None:
+@pytest.mark.parametrize("wide", [4, eliminate.WIDE], ids=["looks again", "looks once"])
+@given(graph=graphs())
+@settings(max_examples=200, deadline=None)
+def test_brute_force(graph: FactorGraph, wide: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eliminate, "WIDE", wide)
+        equals_brute_force(graph)
+
+
+def equals_brute_force(graph: FactorGraph) -> None:
     best = brute_force(graph)
     if best == inf:
         with pytest.raises(NoChoiceError):
-            cheapest(graph)
+            cheapest_choice(graph)
         return
-    found = cheapest(graph)
+    found = cheapest_choice(graph)
     assert found.cost == graph.cost(found.states) == pytest.approx(best)
+
+
+@given(graph=graphs())
+@settings(max_examples=60, deadline=None)
+def test_the_integer_program(graph: FactorGraph) -> None:
+    best = brute_force(graph)
+    if best == inf:
+        with pytest.raises(NoChoiceError):
+            by_integer_program(dict(enumerate(graph.unary)), graph.pairs, 10.0)
+        return
+    found = by_integer_program(dict(enumerate(graph.unary)), graph.pairs, 10.0)
+    assert found.cost == pytest.approx(best) and found.bound == pytest.approx(best)
+    assert graph.cost([found.states[number] for number in range(len(graph.unary))]) == pytest.approx(best)
 
 
 @given(graphs())
@@ -60,7 +83,7 @@ def test_ties_go_to_the_first_state() -> None:
     for _ in range(3):
         graph.variable([1, 1, 1])
     graph.pair(0, 1, np.zeros((3, 3)))
-    assert cheapest(graph).states == (0, 0, 0)
+    assert cheapest_choice(graph).states == (0, 0, 0)
 
 
 def complete(count: int, states: int, seed: int = 0) -> FactorGraph:
@@ -76,10 +99,13 @@ def complete(count: int, states: int, seed: int = 0) -> FactorGraph:
 
 def test_tables_that_would_be_too_large() -> None:
     graph = complete(6, 4)
-    found = cheapest(graph)
+    found = cheapest_choice(graph)
     assert found.cost == pytest.approx(brute_force(graph)) and found.largest == 4**5
     with pytest.raises(TooWideError, match="a table of 1024 entries"):
-        cheapest(graph, largest=1000)
+        Elimination(graph).fold_all(1000)
+    by_program = cheapest_choice(graph, largest=1000)
+    assert (found.solver, by_program.solver) == ("elimination", "integer program")
+    assert by_program.cost == pytest.approx(found.cost) and by_program.gap == pytest.approx(0.0)
 
 
 def test_a_dominated_state_goes_whatever_its_neighbours_are() -> None:
@@ -119,10 +145,10 @@ def test_equal_blocks_are_folded_once() -> None:
 def test_tied_variables() -> None:
     graph = chain(5)
     tied = graph.tied([0, 1, 2] * 5)
-    found = cheapest(tied)
+    found = cheapest_choice(tied)
     assert graph.cost(found.states * 5) == pytest.approx(found.cost)
     assert found.cost == pytest.approx(min(graph.cost(states * 5) for states in product(*(range(4) for _ in range(3)))))
-    assert cheapest(graph).cost <= found.cost
+    assert cheapest_choice(graph).cost <= found.cost
 
 
 def test_bad_input() -> None:

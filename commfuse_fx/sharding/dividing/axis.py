@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from commfuse_fx.ir.placement import Placement
+from commfuse_fx.sharding.dividing.decisions import State
 
 PROPAGATED = "propagated"
 """The `where` of a placement that no mark has asked for."""
+
+
+SEARCHED = "searched"
+"""That of a placement that a search has found."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Axis:
     local_inputs: whether ranks are given their parts of the inputs instead of the whole.
     local_parameters: whether ranks keep only their parts of divided parameters.
     is_data: whether only the batch is divided over this group. Parameters without a pin are then whole.
+    states: the strategies that are fixed, by the name of the op's node. Other ops take the cheapest one.
+    blocks: the numbers of blocks that fixed strategies may have; (): as those of their inputs.
     """
 
     group: str
@@ -41,3 +48,5 @@ class Axis:
     local_inputs: bool = False
     local_parameters: bool = False
     is_data: bool = False
+    states: Mapping[str, State] = field(default_factory=dict)
+    blocks: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from torch import fx
 
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, Partial, Placement, R, Shard
+from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.divided_value import FREE, Cost, Value
 from commfuse_fx.sharding.rules.call import Number, OpCall, Ref, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
@@ -34,7 +35,8 @@ class Chooser:
         self.values = values
         self.ways = ways
 
-    def describe(self, node: fx.Node) -> Described:
+    def describe(self, node: fx.Node, blocks: tuple[int, ...] = ()) -> Described:
+        """The call of a node. blocks: the numbers that rules are asked about; by default those of its inputs."""
         inputs: list[fx.Node] = []
         specs: list[TensorSpec] = []
         numbers: list[fx.Node] = []
@@ -56,8 +58,9 @@ class Chooser:
         kwargs = tuple((name, take(value)) for name, value in node.kwargs.items())
         spec = info(node).spec
         outputs: tuple[Any, ...] = spec if isinstance(spec, tuple) else (spec,)
-        blocks = {1: None, **{n: None for value in inputs for n in self._blocks_in(self.values[value])}}
-        call = OpCall(node.target, args, kwargs, tuple(specs), outputs, self.ways, tuple(sorted(blocks)))
+        if not blocks:
+            blocks = tuple(sorted({1, *(n for value in inputs for n in self._blocks_in(self.values[value]))}))
+        call = OpCall(node.target, args, kwargs, tuple(specs), outputs, self.ways, blocks)
         return Described(call, inputs, numbers)
 
     def _blocks_in(self, value: Value) -> list[int]:
@@ -65,6 +68,17 @@ class Chooser:
         if value.pending is None or value.pending.op == "placeholder":
             return [placement.blocks for placement in value.versions if isinstance(placement, Shard)]
         return self._blocks_in(self.values[value.pending.all_input_nodes[0]])
+
+    def fixed(self, described: Described, state: State) -> Strategy | None:
+        """The strategy with these placements, if the op has it."""
+        return next(
+            (
+                each
+                for each in strategies_of(described.call)
+                if (each.outputs, each.inputs) == (state.outputs, state.inputs)
+            ),
+            None,
+        )
 
     def choose(self, node: fx.Node, described: Described) -> Strategy:
         """The cheapest strategy of a node.

@@ -203,8 +203,11 @@ class Division:
         return isinstance(info(node).spec, TensorSpec) and self.values[inputs[0]].pending is not None
 
     def _compute(self, node: fx.Node) -> None:
-        described = self.chooser.describe(node)
-        strategy = self.chooser.choose(node, described)
+        described = self.chooser.describe(node, self.axis.blocks)
+        state = self.axis.states.get(info(node).name)
+        strategy = None if state is None else self.chooser.fixed(described, state)
+        if strategy is None:
+            strategy = self.chooser.choose(node, described)
         if find_rule(node.target) is None and not all(self.values[value].is_whole for value in described.inputs):
             self._warn(node)
         self._apply(node, described, strategy)

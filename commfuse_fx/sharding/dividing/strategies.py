@@ -1,0 +1,153 @@
+"""The strategies of a whole step as a document: what a search has found, for people to review and for other runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.placement import P, Placement, divides
+from commfuse_fx.ir.program import Program
+from commfuse_fx.sharding.dividing.axis import Axis, Pin
+from commfuse_fx.sharding.dividing.decisions import Decisions, State
+from commfuse_fx.sharding.marking.strategy import parse_placement
+from commfuse_fx.support.checks import check_int, check_text, show
+from commfuse_fx.support.documents import Document, check_keys
+from commfuse_fx.support.strict_json import check_object
+
+NOT_APPLIED = "strategy file, not applied"
+"""Topic of notes that say where a strategy file and a step differ."""
+
+_KEYS = ("mesh", "blocks", "parameters", "ops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategies(Document, kind="strategies"):
+    """Strategies say how each parameter and each op of a step lies on each axis of a mesh.
+
+    mesh: the sizes of the axes, by name.
+    axes: what is decided on each of them. Empty: the batch is divided over all of them, and nothing else.
+
+    Its text has a line for each parameter and each op, in the order of the graph: `"dp: S(0)"` for a parameter, and
+    `"dp: S(0), R -> S(0)"` for an op with its inputs and results, with `"; "` between axes.
+    """
+
+    mesh: Mapping[str, int]
+    axes: Mapping[str, Decisions] = field(hash=False)
+
+    def _body(self) -> Mapping[str, Any]:
+        parameters: dict[str, list[str]] = {}
+        ops: dict[str, list[str]] = {}
+        for axis, decided in self.axes.items():
+            for name, placement in decided.parameters.items():
+                parameters.setdefault(name, []).append(f"{axis}: {placement}")
+            for name, state in decided.states.items():
+                ops.setdefault(name, []).append(f"{axis}: {_of_state(state)}")
+        return {
+            "mesh": dict(self.mesh),
+            "blocks": {axis: list(decided.blocks) for axis, decided in self.axes.items()},
+            "parameters": {name: "; ".join(each) for name, each in parameters.items()},
+            "ops": {name: "; ".join(each) for name, each in ops.items()},
+        }
+
+    @classmethod
+    def _from_body(cls, body: Mapping[str, Any], where: str) -> Strategies:
+        check_keys(body, where, _KEYS)
+        mesh = {
+            name: check_int(size, f"{where}: mesh[{show(name)}]", 1, 1 << 20)
+            for name, size in check_object(body["mesh"], f"{where}: mesh").items()
+        }
+        blocks = check_object(body["blocks"], f"{where}: blocks")
+        parameters: dict[str, dict[str, Placement]] = {axis: {} for axis in blocks}
+        states: dict[str, dict[str, State]] = {axis: {} for axis in blocks}
+        for axis in blocks:
+            if axis not in mesh:
+                raise ConfigValueError(f"{where}: blocks has axis {show(axis)}, but mesh has {', '.join(mesh)}")
+        for name, text in check_object(body["parameters"], f"{where}: parameters").items():
+            place = f"{where}: parameters[{show(name)}]"
+            for axis, rest in _by_axis(text, blocks, place):
+                parameters[axis][name] = _placement(rest, place)
+        for name, text in check_object(body["ops"], f"{where}: ops").items():
+            place = f"{where}: ops[{show(name)}]"
+            for axis, rest in _by_axis(text, blocks, place):
+                states[axis][name] = _state(rest, place)
+        return cls(
+            mesh=mesh,
+            axes={
+                axis: Decisions(parameters[axis], states[axis], tuple(_counts(found, f"{where}: blocks[{show(axis)}]")))
+                for axis, found in blocks.items()
+            },
+        )
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise ConfigValueError where the ranks are not as many, or another mesh was asked for."""
+        own = Mesh(tuple(self.mesh.values()), tuple(self.mesh))
+        asked = dict(zip(mesh.names, mesh.shape, strict=True))
+        is_finer = len(mesh.names) == 1 and all(name.startswith(f"{mesh.names[0]}.") for name in self.mesh)
+        if own.world != mesh.world or not (asked == dict(self.mesh) or is_finer):
+            raise ConfigValueError(
+                f"strategy_ckpt_load_file has strategies for the mesh {own}, but the step has {mesh}: search again on "
+                "this mesh, or compile with the other one"
+            )
+
+    def on(self, axis: Axis, program: Program) -> Axis:
+        """The axis with what is decided on it of this program, which notes what has no entry here or does not fit."""
+        decided, group = self.axes[axis.group], axis.group
+        pins: dict[str, Pin] = {}
+        for name, placement in decided.parameters.items():
+            param = program.params.get(name)
+            if param is None:
+                program.note(NOT_APPLIED, name, f"{placement} on {group}: the model has no such parameter")
+            elif not divides(param.spec.shape, placement, axis.ways):
+                program.note(NOT_APPLIED, name, f"{placement} on {group}: {param.spec} does not divide by {axis.ways}")
+            else:
+                pins[name] = Pin(placement, "strategy file")
+        names = {info(node).name: None for node in program.graph.nodes}
+        states = {name: state for name, state in decided.states.items() if name in names}
+        if program.training:
+            for name in decided.states:
+                if name not in names:
+                    program.note(NOT_APPLIED, name, f"on {group}: the step has no such op")
+            for name in program.params:
+                if name not in decided.parameters:
+                    program.note(NOT_APPLIED, name, f"on {group}: the file has no such parameter; whole")
+        return replace(axis, parameters={**pins, **axis.parameters}, states=states, blocks=decided.blocks)
+
+
+def _of_state(state: State) -> str:
+    inputs, outputs = (", ".join(map(str, each)) for each in (state.inputs, state.outputs))
+    return f"{inputs} -> {outputs}" if inputs else f"-> {outputs}"
+
+
+def _by_axis(text: object, axes: Mapping[str, object], where: str) -> list[tuple[str, str]]:
+    found = []
+    for part in check_text(text, where).split("; "):
+        axis, mark, rest = part.partition(": ")
+        if not mark or axis not in axes:
+            raise ConfigValueError(f'{where} has {show(part)}; give "<axis>: <placements>" of {", ".join(axes)}')
+        found.append((axis, rest))
+    return found
+
+
+def _state(text: str, where: str) -> State:
+    inputs, mark, outputs = text.rpartition("-> ")
+    if not mark:
+        raise ConfigValueError(f'{where} has {show(text)}; give inputs, "->" and results, as in "S(0), R -> S(0)"')
+    given = inputs.strip()
+    return State(
+        tuple(_placement(each, where) for each in outputs.split(", ")),
+        tuple(_placement(each, where) for each in given.split(", ")) if given else (),
+    )
+
+
+def _placement(text: str, where: str) -> Placement:
+    return P if text == "P" else parse_placement(text, where)
+
+
+def _counts(value: object, where: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise ConfigValueError(f"{where} is {show(value)}; give a list of numbers, such as [1]")
+    return [check_int(each, f"{where}[{number}]", 1, 1 << 20) for number, each in enumerate(value)]

@@ -1,0 +1,133 @@
+"""Some groups of mesh axes together: how tensors can lie on them, and what ops and changes of layout cost there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+from torch import fx
+
+from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.placement import Placement, R, Shard, divides, local_shape
+from commfuse_fx.machine.cluster_parts import Device
+from commfuse_fx.sharding.dividing.axis import Axis
+from commfuse_fx.sharding.dividing.decisions import State
+from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Strategy
+from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+
+Placements = tuple[Placement, ...]
+"""How a tensor lies: a placement for each axis, in their order."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A state of a variable: the placements of an op's results and of its tensor inputs."""
+
+    outputs: tuple[Placements, ...]
+    inputs: tuple[Placements, ...]
+
+
+class AxisGrid:
+    """The axes of a search. Placements are one per axis, in their order.
+
+    prices: of changes of layout, for each axis. device: what a rank computes with.
+    """
+
+    def __init__(self, axes: Sequence[Axis], prices: Sequence[PlacementCosts], device: Device) -> None:
+        self.axes = axes
+        self.device = device
+        self.whole: Placements = (R,) * len(axes)
+        self._prices = prices
+
+    def fits(self, spec: TensorSpec, placements: Placements) -> bool:
+        """Whether a tensor can lie so on all axes together."""
+        shape = spec.shape
+        for axis, placement in zip(self.axes, placements, strict=True):
+            if not divides(shape, placement, axis.ways):
+                return False
+            shape = local_shape(shape, placement, axis.ways)
+        return True
+
+    def parts(self, placements: Placements) -> int:
+        """Of how many parts of a tensor a rank has one."""
+        return prod(axis.ways for axis, each in zip(self.axes, placements, strict=True) if isinstance(each, Shard))
+
+    def all_fit(self, call: OpCall, strategies: Sequence[Strategy]) -> bool:
+        """Whether all tensors of a call can lie as these strategies say, one per axis."""
+        if len(strategies) == 1:
+            return True
+        state = joined(strategies)
+        pairs = (*zip(call.inputs, state.inputs, strict=True), *zip(call.outputs, state.outputs, strict=True))
+        return all(spec is None or self.fits(spec, placements) for spec, placements in pairs)
+
+    def seconds_of(self, node: fx.Node, call: OpCall, strategies: Sequence[Strategy]) -> float:
+        """What every rank computes and sends in an op. call: that of the node, on whole tensors."""
+        sent = 0.0
+        for prices, strategy in zip(self._prices, strategies, strict=True):
+            sums = sum(isinstance(step, AllReduce) for step in strategy.steps)
+            sent += prices.all_reduce(strategy.comm // (2 * sums)) * sums if sums and strategy.comm else 0.0
+        if is_free(node):
+            return sent
+        state = joined(strategies)
+        flops, nbytes = flops_and_bytes(node)
+        whole = own = 0.0
+        for spec, placements in zip((*call.inputs, *call.outputs), (*state.inputs, *state.outputs), strict=True):
+            if spec is not None:
+                whole += spec.nbytes
+                own += spec.nbytes / self.parts(placements)
+        device = self.device
+        share = own / whole if whole else 1.0
+        seconds = max(device.op_overhead, nbytes * share / device.memory_bandwidth)
+        if flops:
+            seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
+        return seconds + sent
+
+    def workers(self, strategies: Sequence[Strategy]) -> int:
+        """Among how many ranks the work of an op is divided."""
+        return prod(
+            axis.ways
+            for axis, each in zip(self.axes, strategies, strict=True)
+            if any(placement != R for placement in (*each.inputs, *each.outputs))
+        )
+
+    def change(self, spec: TensorSpec, have: Placements, wanted: Placements, fused: bool) -> float:
+        """Seconds of a change, one axis after the other: in the order that takes less time."""
+        if have == wanted:
+            return 0.0
+        if not self.fits(spec, wanted):
+            return inf
+        orders = (range(len(have)), range(len(have) - 1, -1, -1)) if len(have) > 1 else (range(1),)
+        best = inf
+        for order in orders:
+            now, seconds = list(have), 0.0
+            for at in order:
+                if now[at] == wanted[at]:
+                    continue
+                others = tuple(R if place == at else each for place, each in enumerate(now))
+                nbytes = spec.nbytes / self.parts(others)
+                seconds += self._prices[at].change(nbytes, now[at], wanted[at], fused)
+                now[at] = wanted[at]
+            best = min(best, seconds)
+        return best
+
+
+def joined(strategies: Sequence[Strategy]) -> LaidOut:
+    """The state of an op that takes these strategies, one per axis."""
+    outputs = tuple(zip(*(each.outputs for each in strategies), strict=True))
+    return LaidOut(outputs, tuple(zip(*(each.inputs for each in strategies), strict=True)))
+
+
+def distinct(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """The first strategy with each combination of placements."""
+    found: dict[Any, Strategy] = {}
+    for each in strategies:
+        found.setdefault((each.outputs, each.inputs), each)
+    return list(found.values())
+
+
+def on_axis(state: LaidOut, at: int) -> State:
+    """A state on one of the axes."""
+    return State(tuple(each[at] for each in state.outputs), tuple(each[at] for each in state.inputs))

@@ -1,0 +1,57 @@
+"""What it takes to bring a value of the graph from one placement to another, in seconds."""
+
+from __future__ import annotations
+
+from math import inf
+
+from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
+from commfuse_fx.ir.placement import Partial, Placement, Replicate
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.sharding.dividing.divided_value import can_exchange
+
+
+class PlacementCosts:
+    """Prices of changes of layout on one group of ranks.
+
+    ranks: of one group; all of them lie alike in the cluster, or this is the one over the slowest links.
+    exposed: the part of the time of a fused collective that counts, as compute may hide the rest.
+    """
+
+    def __init__(self, cluster: ClusterSpec, ranks: tuple[int, ...], exposed: float = 1.0) -> None:
+        self._exposed = exposed
+        self._cluster = cluster
+        self._ranks = ranks
+        self._ways = len(ranks)
+        self._known: dict[tuple[str, float], CollectiveCost] = {}
+
+    def change(self, nbytes: float, have: Placement, wanted: Placement, fused: bool = False) -> float:
+        """Seconds of bringing a tensor of so many bytes from one placement to another; infinity if it is impossible.
+
+        The bytes are those of the tensor as it lies on other axes, whole on this one.
+        fused: whether the collective is sent with others, so that only its bytes count.
+        """
+        if have == wanted:
+            return 0.0
+        copied = 2 * nbytes / self._cluster.device.memory_bandwidth
+        if isinstance(wanted, Partial):
+            return copied if isinstance(have, Replicate) else inf
+        if isinstance(have, Replicate):
+            return copied / self._ways
+        if isinstance(have, Partial):
+            kind = "all_reduce" if isinstance(wanted, Replicate) else "reduce_scatter"
+            return self._seconds(kind, nbytes, fused)
+        if isinstance(wanted, Replicate):
+            return self._seconds("all_gather", nbytes, fused)
+        if can_exchange(have, wanted):
+            return self._seconds("all_to_all", nbytes / self._ways, fused)
+        return self._seconds("all_gather", nbytes, fused) + copied / self._ways
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds of an all_reduce inside of an op."""
+        return self._seconds("all_reduce", nbytes, False)
+
+    def _seconds(self, kind: str, nbytes: float, fused: bool) -> float:
+        known = self._known.get((kind, nbytes))
+        if known is None:
+            known = self._known[kind, nbytes] = collective_cost(kind, nbytes, self._ranks, self._cluster)
+        return known.transfer * self._exposed if fused else known.seconds

@@ -1,0 +1,57 @@
+"""Search the strategies of a step on some groups of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from commfuse_fx.cost.collective_cost import collective_cost
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.program import Program
+from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
+from commfuse_fx.sharding.search.layout_problem import LayoutProblem
+from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+
+SEARCH = "search"
+"""Topic of notes that say what a search has found."""
+
+
+def searched(program: Program, axes: Sequence[Axis], costs: CostModel, exposed: float) -> list[Axis]:
+    """The axes with the strategies and the placements of parameters that a step takes least time with.
+
+    Those that are pinned already are kept. exposed: the part of the time of collectives of gradients that counts.
+    """
+    prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposed) for axis in axes]
+    problem = LayoutProblem(program, axes, prices, costs.cluster.device, _update_bytes(program))
+    found = cheapest_choice(problem.graph)
+    program.note(
+        SEARCH,
+        ", ".join(axis.group for axis in axes),
+        f"{found.cost * 1e3:.3f} ms predicted with {exposed:.0%} of gradient reduction exposed; {found.solver}, "
+        f"proven gap {found.gap:.2%}",
+    )
+    decided = problem.decisions(found.states)
+    return [
+        replace(
+            axis,
+            parameters={
+                name: axis.parameters.get(name) or Pin(each, SEARCHED)
+                for name, each in decided[axis.group].parameters.items()
+            },
+            states=decided[axis.group].states,
+            blocks=decided[axis.group].blocks,
+        )
+        for axis in axes
+    ]
+
+
+def _slowest(program: Program, axis: Axis, costs: CostModel) -> tuple[int, ...]:
+    """The ranks of a group along this axis, one over the slowest links."""
+    groups = costs.cluster.distinct(program.mesh.groups(axis.group))
+    return max(groups, key=lambda ranks: collective_cost("all_reduce", 1 << 20, ranks, costs.cluster).seconds)
+
+
+def _update_bytes(program: Program) -> float:
+    """Bytes that an update reads and writes per byte of a parameter: the parameter, its gradient and two states."""
+    return 0.0 if program.optimizer is None else 7.0

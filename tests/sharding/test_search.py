@@ -1,0 +1,240 @@
+"""parallel_mode="auto": what is found computes what one device does, and is what people would have chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.ir.placement import S
+from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.sharding.dividing.axis import Axis, Pin
+from commfuse_fx.sharding.search import searched
+from commfuse_fx.sharding.search.layout_problem import LayoutProblem
+from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
+from tests.sharding.divided_oracle import compare
+
+Model = Callable[[], nn.Module]
+
+
+def slow_device(name: str, flops: float, bandwidth: float) -> ClusterSpec:
+    """A preset with a device on which small models take long, and no overhead of ops: dividing them pays."""
+    cluster = resolve_cluster(name)
+    rates = {dtype: rate * flops for dtype, rate in cluster.device.flops.items()}
+    device = replace(
+        cluster.device, op_overhead=0.0, flops=rates, memory_bandwidth=cluster.device.memory_bandwidth * bandwidth
+    )
+    return replace(cluster, device=device)
+
+
+SLOW_FLOPS = slow_device("h100-node", 1e-6, 1.0)
+SLOW_MEMORY = slow_device("h100-node", 1.0, 1e-5)
+
+
+@pytest.mark.parametrize("cluster", [SLOW_FLOPS, SLOW_MEMORY], ids=["slow flops", "slow memory"])
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("case", [MLP_CASE, CONV, SHARED, TIED], ids=lambda case: case.name)
+def test_equals_one_device(case: Case, mesh: tuple[int, ...], cluster: ClusterSpec) -> None:
+    found = compare(case, mesh, parallel_mode="auto", cluster=cluster, gradients=False)
+    assert [note for note in found.program.notes if note.topic == "search"] or not found.layouts()
+
+
+def test_parts_of_the_batch_are_handed_over() -> None:
+    compare(MLP_CASE, (4,), parallel_mode="auto", cluster=SLOW_MEMORY, ways=4, gradients=False)
+
+
+def mlp(width: int, layers: int) -> nn.Module:
+    pairs = ((nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(layers))
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+def tokens_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def lowered(model: nn.Module, loss_fn: Any, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Any:
+    options = {"parallel_mode": "auto", "device_num": 8, "cluster": "h100-node", **options}
+    optimizer = torch.optim.AdamW(model.parameters())
+    return cf.compile(model, loss_fn=loss_fn, optimizer=optimizer, **options).lower(x, y)
+
+
+def layouts(found: Any) -> Mapping[str, str]:
+    return {
+        name: ", ".join(f"{placement} on {group}" for group, placement in param.layout)
+        for name, param in found.program.params.items()
+        if param.layout
+    }
+
+
+def test_a_large_batch_is_divided_and_the_model_is_not() -> None:
+    x = torch.empty(65536, 64)
+    found = lowered(mlp(64, 2), F.mse_loss, x, x)
+    assert layouts(found) == {}
+    assert [each.kind for each in found.collectives] == ["all_reduce", "all_reduce"]
+
+
+@pytest.mark.parametrize("cluster", ["h100-node", "gloo-1gbit"])
+def test_wide_layers_are_divided_by_columns_and_then_by_rows(cluster: str) -> None:
+    x = torch.empty(8, 2048)
+    found = lowered(mlp(2048, 1), F.mse_loss, x, x, cluster=cluster)
+    assert layouts(found) == {"0.weight": "S(0) on dp", "0.bias": "S(0) on dp", "2.weight": "S(1) on dp"}
+
+
+class Words(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.embed(tokens))
+        return scores
+
+
+def test_a_large_vocabulary_is_divided() -> None:
+    tokens = torch.randint(0, 32000, (2, 16))
+    found = lowered(Words(32000, 128), tokens_loss, tokens, tokens, mesh=(8,))
+    assert layouts(found)["head.weight"] == "S(0) on dp" and "embed.weight" in layouts(found)
+    scores = 2 * 16 * 8 * 32000 * 4
+    assert all(each.bytes < scores / 100 for each in found.collectives)  # they are never brought together
+
+
+def test_next_to_no_bandwidth_avoids_communication() -> None:
+    cluster = resolve_cluster("gloo-1gbit")
+    level = cluster.levels[0]
+    slow = replace(cluster, levels=(replace(level, bandwidth=level.bandwidth / 1000, alpha=level.alpha * 1000),))
+    x = torch.empty(8, 64)
+    found = lowered(mlp(64, 2), F.mse_loss, x, x, cluster=slow)
+    assert sum(each.bytes for each in found.collectives) <= 2 * 8 * x.nbytes  # the batch, which everybody computes
+
+
+@pytest.mark.parametrize("cluster", ["h100-node", "gloo-10gbit"])
+@pytest.mark.parametrize(("rows", "width"), [(4096, 64), (64, 512), (8, 1024)])
+def test_no_strategy_is_worse_than_data_parallel(rows: int, width: int, cluster: str) -> None:
+    x = torch.empty(rows, width)
+    found, plain = (
+        lowered(mlp(width, 1), F.mse_loss, x, x, cluster=cluster, parallel_mode=mode) for mode in ("auto", "semi_auto")
+    )
+    assert found.simulate().step_seconds <= plain.simulate().step_seconds * (1 + 1e-9)
+
+
+# The problem and its solution
+
+
+def caught(model: nn.Module, x: torch.Tensor, y: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program of a step, before it is divided, and the axis."""
+    found: list[Any] = []
+
+    def note(program: Any, axes: list[Axis], *rest: Any) -> list[Axis]:
+        found.append((program.copy(), axes[0]))
+        return axes
+
+    monkeypatch.setattr(searched, "searched", note)
+    lowered(model, F.mse_loss, x, y, device_num=2)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["h100-node", "gloo-1gbit"])
+def test_brute_force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(4, 4)
+    program, axis = caught(nn.Linear(4, 2, bias=False), x, torch.empty(4, 2), monkeypatch)
+    cluster = slow_device(name, 1e-9, 1e-6)
+    problem = LayoutProblem(program, [axis], [PlacementCosts(cluster, (0, 1))], cluster.device, 7.0)
+    graph = problem.graph
+    assert 4 < len(graph.unary) < 30
+    best = branch_and_bound(graph.unary, graph.pairs)
+    assert cheapest_choice(graph).cost == pytest.approx(best)
+
+
+def branch_and_bound(unary: Any, pairs: Any) -> float:
+    """The least cost, by looking at all choices that can still be the best."""
+    before: list[list[tuple[int, Any]]] = [[] for _ in unary]
+    for (one, other), table in pairs.items():
+        before[other].append((one, table))
+    best, states = inf, [0] * len(unary)
+
+    def look(number: int, cost: float) -> None:
+        nonlocal best
+        if cost >= best:
+            return
+        if number == len(unary):
+            best = cost
+            return
+        for state in range(len(unary[number])):
+            states[number] = state
+            more = sum(float(table[states[one], state]) for one, table in before[number])
+            look(number + 1, cost + float(unary[number][state]) + more)
+
+    look(0, 0.0)
+    return best
+
+
+class Readers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers], 1)
+
+
+def test_a_value_that_several_ops_need_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = resolve_cluster("gloo-1gbit")
+    free = replace(cluster.device, op_overhead=0.0, memory_bandwidth=1e30, flops={"f32": 1e30})
+    costs = []
+    for count in (2, 4):
+        program, axis = caught(Readers(count), torch.empty(4, 4), torch.empty(4, count, 4), monkeypatch)
+        weights = {f"layers.{number}.weight": Pin(S(0), "test") for number in range(count)}
+        prices = PlacementCosts(replace(cluster, device=free), (0, 1))
+        problem = LayoutProblem(program, [replace(axis, parameters=weights)], [prices], free, 0.0)
+        costs.append(cheapest_choice(problem.graph).cost)
+    alpha = cluster.levels[0].alpha  # what one more message takes
+    assert alpha < costs[0] <= costs[1] < costs[0] + alpha / 10
+
+
+HASHED = """
+import sys
+import torch
+from torch import nn
+import commfuse_fx as cf
+model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+optimizer = torch.optim.AdamW(model.parameters())
+options = {"parallel_mode": "auto", "device_num": 4, "cluster": "h100-node"}
+step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, **options)
+x = torch.empty(8, 512)
+print(step.lower(x, x).fingerprint)
+"""
+
+
+def test_plans_do_not_depend_on_hashes() -> None:
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", HASHED],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_numpy_is_needed_for_a_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "commfuse_fx.sharding.search.searched", None)
+    x = torch.empty(8, 16)
+    with pytest.raises(cf.CommFuseError, match=r"pip install 'commfuse-fx\[auto\]'"):
+        lowered(mlp(16, 1), F.mse_loss, x, x)
+    lowered(mlp(16, 1), F.mse_loss, x, x, parallel_mode="semi_auto")

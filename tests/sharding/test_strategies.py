@@ -1,0 +1,139 @@
+"""Files of strategies: what one run has searched, another one reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.sharding.dividing.strategies import Strategies
+
+WIDE = 1024
+
+
+def layers(width: int = WIDE, more: int = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    extra = (nn.Linear(WIDE, WIDE) for _ in range(more))
+    return nn.Sequential(nn.Linear(WIDE, 4 * width), nn.ReLU(), nn.Linear(4 * width, WIDE), *extra)
+
+
+def lowered(model: nn.Module, mesh: Any = None, **options: Any) -> Any:
+    x = torch.empty(8, WIDE)
+    options = {"parallel_mode": "auto", "cluster": "h100-node", "device_num": 8, "mesh": mesh, **options}
+    optimizer = torch.optim.AdamW(model.parameters())
+    return cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, **options).lower(x, x)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a file for `layers()`."""
+    file = tmp_path_factory.mktemp("saved") / "strategies.json"
+    lowered(layers(), strategy_ckpt_save_file=file)
+    return file.read_text()
+
+
+def not_applied(found: Any) -> dict[str, str]:
+    notes = found.program.notes
+    return {note.subject: note.reason for note in notes if note.topic == "strategy file, not applied"}
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=str)
+def test_a_file_gives_the_same_graph(mesh: Any, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    first = lowered(layers(), mesh, strategy_ckpt_save_file=file)
+    second = lowered(layers(), mesh, strategy_ckpt_load_file=file)
+    assert first.text() == second.text() and "S(" in file.read_text()
+    assert not_applied(second) == {}
+    again = Strategies.load(file)
+    assert again.to_json() == file.read_text()
+
+
+def test_a_plan_of_the_batch_alone_is_kept_too(tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    x = torch.empty(16384, 16)
+
+    def on_batch(**options: Any) -> Any:
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"parallel_mode": "auto", "cluster": "h100-node", "device_num": 4, **options}
+        return cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, **options).lower(x, x)
+
+    first = on_batch(strategy_ckpt_save_file=file)
+    assert first.text() == on_batch(strategy_ckpt_load_file=file).text()
+
+
+def test_a_file_has_a_line_for_each_decision(saved: str) -> None:
+    lines = [line.strip().rstrip(",") for line in saved.splitlines()]
+    assert '"0.weight": "dp: S(0)"' in lines and '"0/addmm.0": "dp: S(0), R, S(1) -> S(1)"' in lines
+
+
+def test_a_changed_model_takes_what_still_fits(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(saved)
+    changed = layers(more=1)
+    found = lowered(changed, strategy_ckpt_load_file=file)
+    told = not_applied(found)
+    assert told["3.weight"] == "on dp: the file has no such parameter; whole" and "0.weight" not in told
+    assert found.program.params["0.weight"].layout and not found.program.params["3.weight"].layout
+
+
+def test_what_the_model_no_longer_has_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    lowered(layers(more=1), strategy_ckpt_save_file=file)
+    told = not_applied(lowered(layers(), strategy_ckpt_load_file=file))
+    assert told["3.weight"].endswith("the model has no such parameter")
+    assert told["3/addmm.0"] == "on dp: the step has no such op"
+
+
+def test_a_parameter_that_no_longer_divides_is_whole(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(saved)
+    found = lowered(layers(width=WIDE + 1), strategy_ckpt_load_file=file)
+    assert "does not divide by 8" in not_applied(found)["0.weight"]
+    assert not found.program.params["0.weight"].layout
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda data: data.update(schema=2), ConfigValueError, "reads schemas up to 1"),
+        (lambda data: data.pop("ops"), ConfigKeyError, 'key "ops" is missing'),
+        (lambda data: data["ops"].update({"0/addmm.0": "S(0)"}), ConfigValueError, "ops['0/addmm.0'] has 'S(0)'"),
+        (lambda data: data["ops"].update({"0/addmm.0": "dp: S(0)"}), ConfigValueError, 'give inputs, "->" and results'),
+        (lambda data: data["parameters"].update({"0.bias": "tp: R"}), ConfigValueError, "parameters['0.bias']"),
+        (lambda data: data["parameters"].update({"0.bias": "dp: Q"}), ConfigTypeError, "parameters['0.bias'] is 'Q'"),
+        (lambda data: data["parameters"].update({"0.bias": 3}), ConfigTypeError, "give a str"),
+        (lambda data: data["mesh"].update({"dp": 4}), ConfigValueError, "the mesh dp=4, but the step has dp=8"),
+        (lambda data: data["blocks"].update({"tp": [1]}), ConfigValueError, "blocks has axis 'tp'"),
+        (lambda data: data["blocks"].update({"dp": []}), ConfigValueError, "give a list of numbers"),
+    ],
+)
+def test_bad_files(change: Change, error: type[Exception], said: str, saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    data = json.loads(saved)
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(error) as raised:
+        lowered(layers(), strategy_ckpt_load_file=file)
+    assert said in str(raised.value)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"schema": 1, "kind": "strat')
+    for path in (damaged, tmp_path / "none.json"):
+        with pytest.raises(ConfigValueError, match=path.name):
+            lowered(layers(), strategy_ckpt_load_file=path)
+    with pytest.raises(ConfigValueError, match="cannot be written"):
+        lowered(layers(), strategy_ckpt_save_file=tmp_path / "no folder" / "strategies.json")
