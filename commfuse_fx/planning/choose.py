@@ -11,9 +11,13 @@ from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Pass, PassContext
+from commfuse_fx.planning.attempts import Attempt, OnPlan
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.simulate.rounds import play
+from commfuse_fx.support.logs import logger
+
+_PLAN = logger("plan")
 
 WORTHWHILE = 1e-3
 """What a further search for buckets has to promise to be made: so much of the step's time, at best."""
@@ -22,6 +26,9 @@ Planned = tuple[Program, PassPipeline, list[PassRecord]]
 """A final program, the passes that made it, and what they did."""
 
 Check = Callable[[Program, str], None]
+
+STOPPED = ("search", "interrupted")
+"""Topic and subject of the note on a plan that is the fastest one of those made before an interrupt."""
 
 
 def fastest(
@@ -32,6 +39,8 @@ def fastest(
     most: int,
     check: Check | None = None,
     watcher: Watcher | None = None,
+    on_plan: OnPlan | None = None,
+    may_stop: bool = False,
 ) -> Planned:
     """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result; of
     equally fast ones the first.
@@ -39,10 +48,17 @@ def fastest(
     Once a plan takes no longer than what it computes, no more `pipelines` are run. Then follow the `fixed` ones, which
     search for no buckets: those that are not the same as a plan that was made, until there are `most` plans, or one
     that no other can beat.
+
+    on_plan: told of each plan. may_stop: an interrupt (Ctrl-C) ends the planning once there is a plan. The next one
+        is an interrupt as usual.
     Raises TooLittleMemory if no plan fits.
     """
+    tell = on_plan or (lambda made: None)
     if len(pipelines) + len(fixed) == 1:
-        return program, pipelines[0], pipelines[0].run(program, check, watcher=watcher)
+        records = pipelines[0].run(program, check, watcher=watcher)
+        tell(Attempt(1, 1, pipelines[0], program))
+        return program, pipelines[0], records
+    plans = max(len(pipelines), min(len(pipelines) + len(fixed), most))
     shared = _shared_passes([*pipelines, *fixed])
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
     costs = context.costs
@@ -50,6 +66,7 @@ def fastest(
     seen: list[tuple[Hashable, ...]] = []
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
+    stopped = ""
 
     def plan(pipeline: PassPipeline) -> float:
         """Seconds for which the core is busy in a step; 0 where there is no such plan."""
@@ -66,29 +83,39 @@ def fastest(
             outcomes.add(item, own if fits else None)
         seen.append(outcomes.all)
         if not fits:
+            tell(Attempt(len(seen), plans, pipeline, None, needed=failed[-1].needed))
             return 0.0
         seconds, busy = _predicted_seconds(own, costs)
         planned.append((seconds, (own, pipeline, records)))
+        tell(Attempt(len(seen), plans, pipeline, own, seconds))
         return busy
 
-    for pipeline in pipelines:
-        busy = plan(pipeline)
-        if busy and planned[-1][0] <= busy * (1 + WORTHWHILE):
-            break
-    for pipeline in fixed:
-        if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
-            break
-        foreseen = _Outcomes(program)
-        for item in pipeline.passes[shared:]:
-            foreseen.add(item, None)
-        if foreseen.all not in seen:
-            plan(pipeline)
+    try:
+        for pipeline in pipelines:
+            busy = plan(pipeline)
+            if busy and planned[-1][0] <= busy * (1 + WORTHWHILE):
+                break
+        for pipeline in fixed:
+            if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
+                break
+            foreseen = _Outcomes(program)
+            for item in pipeline.passes[shared:]:
+                foreseen.add(item, None)
+            if foreseen.all not in seen:
+                plan(pipeline)
+    except KeyboardInterrupt:
+        if not (may_stop and planned):
+            raise
+        stopped = f"planning ended after {len(seen)} of at most {plans} plans; the fastest of these is taken"
+        _PLAN.warning("interrupted: %s", stopped)
     if not planned:
         raise min(failed, key=lambda error: error.needed)
     best = min(planned, key=lambda each: each[0])[1]
     programs = [program for _, (program, _, _) in planned]
     for made in (each for passes in TABLE.values() for each in passes):
         made.keep_notes(best[0], programs)
+    if stopped:
+        best[0].note(*STOPPED, stopped)
     return best
 
 

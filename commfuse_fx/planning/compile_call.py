@@ -23,6 +23,7 @@ from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation
+from commfuse_fx.planning.attempts import OnPlan
 from commfuse_fx.planning.choose import Check, Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
@@ -84,7 +85,7 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         voted = (canonical_text(program, activations=False), canonical_text(program)) if votes else None
         if (watcher := graph_log()) is not None:
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
-        program, pipeline, records = plan_step(program, config, asked)
+        program, pipeline, records = plan_step(program, config, asked, on_plan=request.on_plan)
     return Compiled(program, captured, pipeline, records, seconds, voted, outputs, asked)
 
 
@@ -110,10 +111,14 @@ def plan_step(
     config: CompileConfig,
     asked: PassRequest | None = None,
     watcher: Watcher | None = None,
+    on_plan: OnPlan | None = None,
 ) -> Planned:
     """Run the passes of every variant, and take the fastest result: the program, its pipeline, what the passes did.
 
-    watcher: sees the passes of all variants; by default the graph log.
+    Where strategies are searched and no other rank has to come to the same plan, an interrupt (Ctrl-C) takes the
+    fastest plan so far.
+
+    watcher: sees the passes of all variants; by default the graph log. on_plan: told of each plan.
     """
     check = _check()
     asked = PassRequest() if asked is None else asked
@@ -145,6 +150,17 @@ def plan_step(
         for each in (found.searched, found.fixed)
     )
     most = EFFORT.plans(len(program.graph.nodes))
-    planned = fastest(program, searched, fixed, context, most, check, watcher or graph_log())
+    is_alone = config.device_num is not None or program.mesh.world == 1
+    planned = fastest(
+        program,
+        searched,
+        fixed,
+        context,
+        most,
+        check,
+        watcher or graph_log(),
+        on_plan,
+        may_stop=situation.searches and is_alone,
+    )
     forget_erased(planned[0].graph)
     return planned

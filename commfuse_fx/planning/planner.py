@@ -25,6 +25,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Layouts, OptimizerInfo, Parameter, Program
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
+from commfuse_fx.planning.attempts import OnPlan, shown_plans
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
 from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled
@@ -83,6 +84,8 @@ class Planner:
         self.config = config
         self.mesh = mesh
         self._on_compile = on_compile
+        self.on_plan: OnPlan | None = None
+        """Told of each plan that is made and compared when a call is traced."""
         self.watch = Watch(model, optimizer, trains_in_eval_mode=form != "step")
         self.plans = PlanCache()
         self.keeps_captured = config.accumulate_steps > 1
@@ -248,7 +251,8 @@ class Planner:
             self.form,
         )
         what = f"{'training' if training else 'evaluation'} step" if self.form == "step" else self.form
-        with progress(f"compiling the {what}"):
+        with progress(f"compiling the {what}") as show:
+            request = replace(request, on_plan=shown_plans(f"compiling the {what}", show, self.on_plan))
             divides = self.config.divides_graphs
             compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)

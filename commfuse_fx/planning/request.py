@@ -14,6 +14,7 @@ from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Layouts, OptimizerInfo, Program
+from commfuse_fx.planning.attempts import OnPlan
 from commfuse_fx.planning.shared_prices import Seconds
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.dividing.strategies import Strategies
@@ -74,6 +75,7 @@ class CompileRequest:
     keep_captured: whether the graph as captured is kept, to replay the passes from.
     form: "step"; "module" where the caller gets the outputs and starts the backward; or "update" where the caller has
         the gradients, and these are the call's argument: a dict by the names of the parameters.
+    on_plan: told of each plan that is made.
     """
 
     model: nn.Module
@@ -86,6 +88,7 @@ class CompileRequest:
     passes: PassRequest
     keep_captured: bool = False
     form: str = "step"
+    on_plan: OnPlan | None = None
 
 
 class OtherBatch(Exception):
