@@ -57,6 +57,10 @@ class _Folded:
     near: tuple[NDArray[np.intp], ...]
 
 
+_FIRST = np.zeros((), np.intp)
+"""The best state of a variable that has no other."""
+
+
 class Elimination:
     """What is left of a graph while variables are folded.
 
@@ -67,9 +71,7 @@ class Elimination:
 
     def __init__(self, graph: FactorGraph) -> None:
         self.unary: dict[int, Table] = dict(enumerate(graph.unary))
-        self.kept = [
-            np.arange(len(table)) for table in graph.unary
-        ]  # the states that are left, as the graph numbers them
+        self.kept = [np.arange(len(table)) for table in graph.unary]
         self.tables: dict[Scope, Table] = {}
         self.around: dict[int, dict[Scope, None]] = {number: {} for number in self.unary}
         self.largest = 0
@@ -77,10 +79,16 @@ class Elimination:
         self._known: dict[tuple[object, ...], tuple[Table, NDArray[np.intp]]] = {}
         self._left: dict[tuple[object, ...], list[int]] = {}
         self._same: dict[tuple[object, ...], Table] = {}
-        for scope, table in graph.pairs.items():
-            self._add(scope, table)
+        self._ones: dict[int, Table] = {}  # what `_one` has made, by its id
+        self._near: dict[int, Scope] = {}  # the neighbours of variables, as far as somebody has asked
+        given = {id(table): table for table in (*graph.unary, *graph.pairs.values())}
+        ones = {key: self._one(table) for key, table in given.items()}
         for number, table in self.unary.items():
-            self.unary[number] = self._one(table)
+            self.unary[number] = ones[id(table)]
+        for scope, table in graph.pairs.items():
+            self._add(scope, ones[id(table)])
+        for number in [number for number, table in self.unary.items() if len(table) == 1]:
+            self._settle(number)
 
     # Folding
 
@@ -110,8 +118,8 @@ class Elimination:
                 looked_at = size  # until what is left has become wider still, a second look finds nothing
                 if changed := self.drop_dominated():
                     looked_at = inf
-                    for other in {**dict.fromkeys(changed), number: None}:
-                        for near in (other, *self._neighbours(other)):
+                    for other in [*changed, number]:
+                        for near in (other, *self._neighbours(other)) if other in self.unary else ():
                             sizes[near] = self._size(near)
                             heapq.heappush(heap, (sizes[near], near))
                     continue
@@ -129,20 +137,27 @@ class Elimination:
         scope = self._neighbours(number)
         table, best = self._best(number, scope, scopes)
         for each in scopes:
-            for other in each:
-                del self.around[other][each]
-            del self.tables[each]
+            self._take_off(each)
         del self.unary[number], self.around[number]
         self._folded.append(_Folded(number, scope, best, self.kept[number], tuple(self.kept[each] for each in scope)))
         self.largest = max(self.largest, table.size)
         if not scope:
             if table == inf:
                 raise NoChoiceError("every choice is forbidden")
-        elif len(scope) == 1:
-            self.unary[scope[0]] = self._one(self.unary[scope[0]] + table)
         else:
             self._add(scope, table)
         return scope
+
+    def _settle(self, number: int) -> None:
+        """Take a variable with a single state out of the tables that it is in."""
+        for scope in list(self.around[number]):
+            table = self._take_off(scope)
+            rest = tuple(other for other in scope if other != number)
+            self._add(rest, table.take([0], axis=scope.index(number)).squeeze(scope.index(number)))
+        if self.unary[number][0] == inf:
+            raise NoChoiceError(f"every state of variable {number} is forbidden")
+        del self.unary[number], self.around[number]
+        self._folded.append(_Folded(number, (), _FIRST, self.kept[number], ()))
 
     def _best(self, number: int, scope: Scope, scopes: Sequence[Scope]) -> tuple[Table, NDArray[np.intp]]:
         """The least cost and the best state of a variable for each choice of the variables in `scope`."""
@@ -173,7 +188,8 @@ class Elimination:
     # Dominated states
 
     def drop_dominated(self) -> list[int]:
-        """Drop states that others beat, until no more are found. Returns the variables that have lost some."""
+        """Drop states that others beat, until no more are found. Returns the variables around which something has
+        changed, those without a choice among them, which go."""
         changed: dict[int, None] = {}
         pending = dict.fromkeys(self.unary)
         while pending:
@@ -182,9 +198,13 @@ class Elimination:
             left = self._undominated(number)
             if len(left) == len(self.unary[number]):
                 continue
+            near = dict.fromkeys(self._neighbours(number))
             changed[number] = None
             self._keep(number, left)
-            pending.update(dict.fromkeys(self._neighbours(number)))
+            if len(left) == 1:
+                self._settle(number)
+                changed |= near
+            pending |= near
         return list(changed)
 
     def _undominated(self, number: int) -> list[int]:
@@ -229,31 +249,54 @@ class Elimination:
     # Tables
 
     def _add(self, scope: Scope, table: Table) -> None:
+        """Add a table to the costs of these variables."""
+        if len(scope) == 1:
+            self.unary[scope[0]] = self._one(self.unary[scope[0]] + table)
+            return
         known = self.tables.get(scope)
-        self.tables[scope] = self._one(table if known is None else known + table)
+        if known is None:
+            self.tables[scope] = self._one(table)
+            for number in scope:
+                self.around[number][scope] = None
+                self._near.pop(number, None)
+        else:
+            self.tables[scope] = self._one(known + table)
+
+    def _take_off(self, scope: Scope) -> Table:
+        """Take a table away."""
         for number in scope:
-            self.around[number][scope] = None
+            del self.around[number][scope]
+            self._near.pop(number, None)
+        return self.tables.pop(scope)
 
     def _one(self, table: Table) -> Table:
         """The table less its least entry, which no choice depends on; equal tables are one object.
 
         Blocks of a model that are alike are then folded once.
         """
-        least = table.min()
-        if least not in (0.0, inf):
-            table = table - least
-        if table.size > WIDE:
+        if id(table) in self._ones:
             return table
-        table = np.ascontiguousarray(table)
-        return self._same.setdefault((table.shape, table.tobytes()), table)
+        least = table.min()
+        one = table if least in (0.0, inf) else table - least
+        if one.size > WIDE:
+            return one
+        one = np.ascontiguousarray(one)
+        one = self._same.setdefault((one.shape, one.tobytes()), one)
+        self._ones[id(one)] = one
+        return one
 
     def _neighbours(self, number: int) -> Scope:
-        return tuple(sorted({other: None for scope in self.around[number] for other in scope if other != number}))
+        near = self._near.get(number)
+        if near is None:
+            found = {other for scope in self.around[number] for other in scope}
+            found.discard(number)
+            near = self._near[number] = tuple(sorted(found))
+        return near
 
     def _size(self, number: int) -> int:
         """Entries of the table that folding a variable leaves; 0 where it leaves none."""
         near = self._neighbours(number)
-        return prod(len(self.unary[other]) for other in near) if len(near) > 1 else 0
+        return prod([len(self.unary[other]) for other in near]) if len(near) > 1 else 0
 
 
 def _spread(table: Table, axes: Sequence[int], count: int) -> Table:

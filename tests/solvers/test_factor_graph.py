@@ -118,6 +118,20 @@ def test_a_dominated_state_goes_whatever_its_neighbours_are() -> None:
     assert elimination.kept[one].tolist() == [2] and elimination.kept[other].tolist() == [0]
 
 
+def test_neighbours_without_a_choice_may_be_many() -> None:
+    graph = FactorGraph()
+    both = graph.variable([0, 0, 1]), graph.variable([0, 1, 1])
+    for number in range(100):  # more than an array can have dimensions
+        fixed = graph.variable([0])
+        for each in both:
+            graph.pair(each, fixed, [[number % 2], [(number + 1) % 3], [0]])
+    found = cheapest_choice(graph)
+    assert (found.states[:2], found.cost) == ((2, 2), 2)
+    graph.pair(both[0], graph.variable([inf]), [[0], [0], [0]])
+    with pytest.raises(NoChoiceError):
+        cheapest_choice(graph)
+
+
 def chain(blocks: int) -> FactorGraph:
     """Equal blocks of three variables, one after the other."""
     numbers = np.random.default_rng(3)
