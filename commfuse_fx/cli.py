@@ -27,6 +27,7 @@ _COMMANDS = {
     "lower": "compile a step and print its graph",
     "explain": "say why a graph is as it is",
     "simulate": "predict the time of a step",
+    "auto": "search strategies of a step, and compare the plans",
     "report": "write a page about a step for a browser",
     "diff": "compare two compiled graphs",
     "opt": "run passes over a saved graph",

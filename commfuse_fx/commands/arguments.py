@@ -41,9 +41,15 @@ def add_compile(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--devices", type=int, metavar="N", help=f"size of the virtual world (default: the mesh, or {DEFAULT_DEVICES})"
     )
+    group.add_argument("--parallel-mode", choices=PARALLEL_MODES, help="default: data_parallel")
+    group.add_argument("--memory-limit", type=int, metavar="MIB", help="highest predicted peak memory of a step")
+    add_search(group)
+
+
+def add_search(group: argparse._ArgumentGroup) -> None:
+    """Those that also hold for a step whose strategies are searched, on several numbers of devices."""
     group.add_argument("--rank", type=int, metavar="R", help="compile for this rank (default: 0)")
     group.add_argument("--mesh", metavar="SIZES", help="sizes of the mesh axes, such as 2x4 (default: one axis)")
-    group.add_argument("--parallel-mode", choices=PARALLEL_MODES, help="default: data_parallel")
     group.add_argument(
         "--fusion",
         metavar="MODE[=CONFIG]",
@@ -55,7 +61,6 @@ def add_compile(command: argparse.ArgumentParser) -> None:
         help="when communication runs (default: overlap). auto: with the profile of a step that has chosen its plan as "
         "--cluster, that plan",
     )
-    group.add_argument("--memory-limit", type=int, metavar="MIB", help="highest predicted peak memory of a step")
     group.add_argument("--cluster", metavar="NAME|FILE", help="what the plan is priced with: a preset or a file")
     group.add_argument("--gradients-sum", action="store_true", default=None, help="sum gradients over ranks, no mean")
     group.add_argument(

@@ -16,6 +16,17 @@ def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
+def in_bytes(nbytes: int) -> str:
+    """`12 bytes`, `1.5 KiB`, `40 GiB`: three digits or more."""
+    found, unit = float(nbytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if found < 1024:
+            break
+        found, unit = found / 1024, larger
+    digits = f"{found:.0f}" if found >= 100 else f"{found:.3g}"
+    return f"{digits} {unit}"
+
+
 def check_time(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{name} is {value!r}; pass a number")

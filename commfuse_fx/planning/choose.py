@@ -55,7 +55,11 @@ def fastest(
     """
     tell = on_plan or (lambda made: None)
     if len(pipelines) + len(fixed) == 1:
-        records = pipelines[0].run(program, check, watcher=watcher)
+        try:
+            records = pipelines[0].run(program, check, watcher=watcher)
+        except TooLittleMemory as error:
+            tell(Attempt(1, 1, pipelines[0], None, needed=error.needed))
+            raise
         tell(Attempt(1, 1, pipelines[0], program))
         return program, pipelines[0], records
     plans = max(len(pipelines), min(len(pipelines) + len(fixed), most))

@@ -327,7 +327,7 @@ def test_help_is_there_without_torch() -> None:
 def test_help_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys)
     assert code == 0 and out == run(capsys, "--help")[1]
-    commands = ("lower", "explain", "simulate", "report", "diff", "opt", "calibrate", "demo")
+    commands = ("lower", "explain", "simulate", "auto", "report", "diff", "opt", "calibrate", "demo")
     places = [out.index(f"\n    {name} ") for name in commands]
     assert places == sorted(places)
     for name in commands:

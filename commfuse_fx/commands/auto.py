@@ -1,0 +1,96 @@
+"""`commfuse auto TARGET`: search strategies, and compare the plans that were found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_search, compile_options
+from commfuse_fx.commands.console import say
+from commfuse_fx.commands.plan_cases import Cases, PlannedCase
+from commfuse_fx.commands.targets import load_target
+from commfuse_fx.commands.what_if import cases
+from commfuse_fx.cost.numbers import in_bytes
+from commfuse_fx.errors import ConfigValueError
+
+DONE, NOTHING_FITS, INTERRUPTED = 0, 1, 130
+
+_DESCRIPTION = f"""\
+Search the strategies of a step, as parallel_mode="auto" does, and print the plans that were compared: predicted step
+time, exposed communication, peak memory per rank, and the payload of collectives by kind. The plan that is taken has a
+star. Below stands how parameters lie in it.
+
+--devices with several numbers, --bandwidth and --memory ask what would be. They plan again without tracing again, but
+for other numbers of devices: a rank keeps its rows of the batch, so the global batch is another one.
+
+{TARGETS}
+"""
+
+_EPILOG = f"""\
+examples:
+  commfuse auto train.py:make --devices 64 --cluster h100-ib-8
+  commfuse auto train.py:make --devices 64,128 --cluster h100-ib-16
+  commfuse auto train.py:make --devices 8 --cluster gloo-1gbit --bandwidth x2,x10 --memory 4GiB
+
+{EXIT_CODES}; 1 also where no plan fits into --memory
+"""
+
+
+def register(command: argparse.ArgumentParser) -> None:
+    """Tell the parser of this command what it takes."""
+    command.description, command.epilog = _DESCRIPTION, _EPILOG
+    command.add_argument("target", metavar="TARGET", help="package.module:factory or path/to/file.py:factory")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    group = command.add_argument_group("what if; each may be given several times, or with commas")
+    group.add_argument("--devices", metavar="N", help="sizes of the virtual world (default: the mesh, or 2)", **several)
+    group.add_argument("--bandwidth", metavar="xF", help="multiply the bandwidths of all levels, as in x2", **several)
+    group.add_argument("--memory", metavar="BYTES", help="most that a rank may need, as in 40GiB", **several)
+    add_search(command.add_argument_group("what a target is compiled for"))
+    add_common(command)
+    command.set_defaults(run=_run, parallel_mode="auto", memory_limit=None)
+
+
+def _run(options: argparse.Namespace) -> int:
+    default = compile_options(argparse.Namespace(**{**vars(options), "devices": None}))["device_num"]
+    asked = cases(options.devices, options.bandwidth, options.memory, default)
+    if options.memory and options.schedule == "none":
+        raise ConfigValueError("--memory needs a schedule: leave --schedule none out")
+    if options.mesh is not None and any(case.devices != default for case in asked):
+        raise ConfigValueError(f"--mesh {options.mesh} has {default} devices: leave --devices out, or --mesh")
+    planner = Cases(load_target(options.target), options)
+    found: list[PlannedCase] = []
+    for case in asked:
+        found.append(planner.plan(case))
+        if not options.json:
+            sys.stdout.write(_text(found))
+            sys.stdout.flush()
+        if found[-1].was_interrupted:
+            break
+    if options.json:
+        print(json.dumps({"cases": [asdict(each) for each in found]}, indent=1))
+    if len(found) < len(asked):
+        say(f"interrupted: {len(asked) - len(found)} of {len(asked)} cases are left out")
+        return INTERRUPTED
+    return DONE if all(each.table.rows for each in found) else NOTHING_FITS
+
+
+def _text(found: Sequence[PlannedCase]) -> str:
+    """The last case."""
+    this, *before = reversed(found)
+    lines = [f"{this.case}, cluster {this.cluster}"]
+    if this.traced and before:
+        old, new = before[0].global_batch, this.global_batch
+        lines.append(f"traced again, as the global batch has {new} rows in place of {old}")
+    limit = this.case.memory
+    if not this.table.rows and limit is not None:
+        needed = min(each.needed for each in this.table.too_large)
+        lines.append(
+            f"no plan fits: the smallest needs {in_bytes(needed)} per rank, {in_bytes(needed - limit)} too much"
+        )
+    blank = "\n" if before else ""
+    return blank + "\n".join(lines) + "\n" + this.table.text()

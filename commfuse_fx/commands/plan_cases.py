@@ -1,0 +1,146 @@
+"""Plans a target for several cases, and traces it as seldom as that allows."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from commfuse_fx.api import compile
+from commfuse_fx.commands.arguments import compile_options
+from commfuse_fx.commands.targets import Target
+from commfuse_fx.commands.what_if import Case
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.cost.memory import TooLittleMemory
+from commfuse_fx.cost.model import cost_model
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.inspect.strategy_table import StrategyTable, is_data_parallel, strategy_table
+from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.machine.source import cluster_of, default_cluster
+from commfuse_fx.planning.attempts import Attempt, shown_plans
+from commfuse_fx.planning.choose import STOPPED
+from commfuse_fx.planning.compile_call import plan_step
+from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.sharding.dividing.strategies import Strategies
+from commfuse_fx.support.progress import progress
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """What was planned for a case.
+
+    cluster: its name. global_batch: rows of the batch of all ranks; 0 where that is not known. traced: whether the
+    model was traced for this case. table: of the plans. was_interrupted: the table has those before an interrupt.
+    """
+
+    case: Case
+    cluster: str
+    global_batch: int
+    traced: bool
+    table: StrategyTable
+    was_interrupted: bool
+
+
+@dataclass
+class _Traced:
+    """What was traced for a number of devices, and the plans that were made with it at once."""
+
+    step: CompiledStep
+    compiled: Compiled
+    made: list[Attempt]
+
+
+class Cases:
+    """Plans one target for cases."""
+
+    def __init__(self, target: Target, options: argparse.Namespace) -> None:
+        self._target = target
+        self._options = options
+        self._known: _Traced | None = None
+
+    def plan(self, case: Case) -> PlannedCase:
+        """Plan one case. Raises what compiling raises, but for memory that is too little in a what-if."""
+        step, known = self._step(case.devices), self._known
+        config = case.config(step.config)
+        reuses = known is not None and (known.step.mesh.world == case.devices or step.config.full_batch)
+        made: list[Attempt] = []
+        chosen: Program | None
+        if known is not None and reuses:
+            chosen = _plan_again(str(case), _captured(known, step, config), config, known, made)
+        else:
+            self._known = None  # before there are two large graphs
+            known = self._known = self._trace(step)
+            made, chosen = known.made, known.compiled.program
+        notes = () if chosen is None else tuple((note.topic, note.subject) for note in chosen.notes)
+        if not any(map(is_data_parallel, made)) and STOPPED not in notes:
+            only_batch = _captured(known, step, config)
+            axes = dict(zip(step.mesh.names, step.mesh.shape, strict=True))
+            mesh = next((each.program.strategies.mesh for each in made if each.program is not None), axes)
+            only_batch.strategies = Strategies(mesh=mesh, axes={})
+            _plan_again(f"data parallel, {case}", only_batch, config, known, made)
+        return PlannedCase(
+            case,
+            cluster_of(config.cluster).name,
+            _rows(_captured(known, step, config)),
+            not reuses,
+            strategy_table(made, chosen, cost_model(config.cluster), config.strategy_ckpt_load_file is not None),
+            STOPPED in notes,
+        )
+
+    def _step(self, devices: int) -> CompiledStep:
+        """The step for so many devices, which is not traced yet."""
+        asked = compile_options(argparse.Namespace(**{**vars(self._options), "devices": devices}))
+        for name, value, instead in (("device_num", devices, "--devices"), ("parallel_mode", "auto", "commfuse lower")):
+            if asked[name] != value:
+                raise ConfigValueError(
+                    f"--set {name}={asked[name]!r}: a search of strategies has {value!r}; use {instead}"
+                )
+        target = self._target
+        device = next((param.device.type for param in target.model.parameters()), "cpu")
+        if asked.get("cluster") is None:
+            asked["cluster"] = default_cluster(device, devices)
+        step = compile(target.model, loss_fn=target.loss_fn, optimizer=target.optimizer, **asked)
+        if not isinstance(step, CompiledStep):
+            raise ConfigValueError("strategies are searched for a step")
+        if isinstance(step.config.cluster, str | None):
+            raise ConfigValueError(
+                "plans are compared by the prices of a cluster, and a virtual world measures none: give a preset or a "
+                "file as --cluster, and leave --schedule auto out"
+            )
+        return step
+
+    def _trace(self, step: CompiledStep) -> _Traced:
+        made: list[Attempt] = []
+        args, kwargs = self._target.args, self._target.kwargs
+        step.planner.on_plan = made.append
+        with redirect_stdout(sys.stderr):  # the model may print while it is traced
+            step.lower(*args, **kwargs)
+        return _Traced(step, step.planner.read(step.planner.take_apart(args, kwargs)), made)
+
+
+def _captured(known: _Traced, step: CompiledStep, config: CompileConfig) -> Program:
+    """What was traced, for this step."""
+    assert known.compiled.captured is not None
+    captured = known.compiled.captured.copy()
+    captured.mesh, captured.config = step.mesh, config
+    return captured
+
+
+def _plan_again(
+    what: str, captured: Program, config: CompileConfig, known: _Traced, made: list[Attempt]
+) -> Program | None:
+    """The program of the fastest plan, None where nothing fits. Adds the plans to those that were made."""
+    what = f"planning for {what}"
+    with progress(what) as show:
+        try:
+            return plan_step(captured, config, known.compiled.asked, on_plan=shown_plans(what, show, made.append))[0]
+        except TooLittleMemory:
+            return None
+
+
+def _rows(captured: Program) -> int:
+    nodes = (captured.placeholder("input", path) for path in captured.batch_inputs)
+    return next((tensor_spec(node).shape[0] for node in nodes if node is not None), 0)
