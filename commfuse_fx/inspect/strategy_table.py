@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_bytes
-from commfuse_fx.inspect.parameter_groups import ParameterGroup, parameter_groups
+from commfuse_fx.inspect.parameter_groups import WHOLE, ParameterGroup, parameter_groups
 from commfuse_fx.inspect.table import aligned
 from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.program import Program
@@ -85,8 +85,10 @@ class StrategyTable:
         lines += self.notes
         if self.layouts:
             lines.append("parameters of the chosen plan")
-            grouped = [("", str(each), each.layout) for each in self.layouts]
-            lines += aligned((("", "name", "layout"), *grouped)).splitlines()[1:]
+            grouped = [("", str(each), each.layout) for each in self.layouts if each.layout != WHOLE]
+            whole = sum(each.count for each in self.layouts if each.layout == WHOLE)
+            rest = [("", f"all {'others ' if grouped else ''}({whole})", WHOLE)] if whole else []
+            lines += aligned((("", "name", "layout"), *grouped, *rest)).splitlines()[1:]
         return "\n".join(lines) + "\n"
 
 

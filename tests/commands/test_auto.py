@@ -114,9 +114,12 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert starred == [lines[2]] and "gradient reduction exposed  dp=8 " in lines[2]
     assert sum(line.startswith("   data parallel ") for line in lines) == 1
     at = lines.index("parameters of the chosen plan")
-    assert lines[at - 1].startswith("search: dp: ") and lines[at + 1].split("  ")[1:] == [
-        "*.0.weight (2)",
-        "S(0) on dp",
+    assert lines[at - 1].startswith("search: dp: ")
+    assert [tuple(line.split("  ")[1:]) for line in lines[at + 1 :]] == [
+        ("*.0.weight (2)", "S(0) on dp"),
+        ("*.0.bias (2)", "", "S(0) on dp"),
+        ("*.2.weight (2)", "S(1) on dp"),
+        ("all others (2)", "whole"),
     ]
 
 
