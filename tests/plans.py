@@ -10,6 +10,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning import compile_call, planner
+from commfuse_fx.planning.attempts import OnPlan
 from commfuse_fx.planning.choose import Planned
 from commfuse_fx.planning.compile_call import plan_step as make_plan
 from commfuse_fx.planning.graph_log import graph_log
@@ -24,17 +25,19 @@ def share() -> None:
     planner.plan_step = plan_step
 
 
-def plan_step(program: Program, config: CompileConfig, asked: PassRequest | None = None) -> Planned:
+def plan_step(
+    program: Program, config: CompileConfig, asked: PassRequest | None = None, on_plan: OnPlan | None = None
+) -> Planned:
     """In place of `commfuse_fx.planning.compile_call.plan_step`, with its arguments."""
     asked = PassRequest() if asked is None else asked
     if asked.sharding is not None or asked.common is not None or graph_log() is not None:
-        return make_plan(program, config, asked)
+        return make_plan(program, config, asked, on_plan=on_plan)
     described = (canonical_text(program), program.mesh, program.params, program.optimizer, config, asked)
     values = tuple((name, id(value)) for name, value in program.constants.items())
     key = (repr(described), repr(program.aux_nest), values, compile_call.variants)
     if key not in _planned:
         constants = program.constants
-        planned, pipeline, records = make_plan(program, config, asked)
+        planned, pipeline, records = make_plan(program, config, asked, on_plan=on_plan)
         _planned[key] = (planned.copy(), pipeline, records), constants  # which keeps the numbers of `values` taken
         return planned, pipeline, records
     (planned, pipeline, records), _ = _planned[key]

@@ -13,7 +13,8 @@ from commfuse_fx.support.checks import alternatives, check_bool, check_choice, c
 SCATTER, BROADCAST = "reduce_scatter", "broadcast"
 """The modes: rows of each parameter are updated on each rank, or whole parameters on one rank each."""
 
-LEVELS = (1, 2, 3)
+LEVELS = STATES, GRADIENTS, PARAMETERS = (1, 2, 3)
+"""The levels from which on the optimizer's state, gradients, and parameters are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)

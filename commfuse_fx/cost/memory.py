@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_wait, memory_on_wire
 from commfuse_fx.ir.deferred import execution_order, is_deferred
@@ -207,10 +208,26 @@ def _twins(parts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
 class TooLittleMemory(ConfigValueError):
     """No arrangement fits; `needed`: bytes of the one that needs least."""
 
-    def __init__(self, limit: int, needed: int) -> None:
+    def __init__(self, limit: int, needed: int, program: Program) -> None:
         super().__init__(
             f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
-            f"({needed / 2**20:.1f} MiB) for parameters, optimizer state, gradients and activations, with "
-            "communication held back as far as it goes; raise the limit, or make batch or model smaller"
+            f"({needed / 2**20:.1f} MiB, {(needed - limit) / 2**20:.1f} MiB too much) for parameters, optimizer state, "
+            "gradients and activations, with communication held back as far as it goes; raise the limit, or try "
+            f"{', '.join(_what_helps(program))}, or a smaller model"
         )
         self.needed = needed
+
+
+def _what_helps(program: Program) -> list[str]:
+    """What makes a step like this one take less memory."""
+    config, asked = program.config, program.config.parallel_optimizer
+    found = []
+    if program.mesh.world > 1 and program.optimizer is not None and (asked is None or asked.level < PARAMETERS):
+        switch = "" if asked is not None else "enable_parallel_optimizer=True, "
+        found.append(
+            f'the parallel optimizer, which divides parameters, gradients and states ({switch}"level": {PARAMETERS} in '
+            "parallel_optimizer_config)"
+        )
+    if asked is not None or config.divides_graphs:
+        found.append("more devices")
+    return [*found, "activation checkpointing (torch.utils.checkpoint)", "a smaller batch"]

@@ -12,11 +12,15 @@ from commfuse_fx.solvers.effort import EFFORT
 SEARCHED = 4
 """Plans that are made at least where strategies are searched."""
 
+WITH_LIMIT = 8
+"""As many where memory has a limit as well: those that save memory are among them."""
+
 
 def variants(situation: Situation, program: Program) -> Variants:
     """What to make and compare for a captured program. Of equally fast plans the first is taken."""
     plans = EFFORT.plans(len(program.graph.nodes))
-    return affordable(offered(situation, program), max(plans, SEARCHED) if situation.searches else plans)
+    least = 0 if not situation.searches else SEARCHED if situation.config.memory_limit is None else WITH_LIMIT
+    return affordable(offered(situation, program), max(plans, least))
 
 
 def offered(situation: Situation, program: Program) -> Variants:

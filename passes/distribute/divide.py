@@ -33,6 +33,10 @@ from commfuse_fx.sharding.marking.marks import Marks
 EXPOSED = (0.3, 0.0)
 """What is tried besides 1: each strategy is planned whole, and the one that simulates fastest is taken."""
 
+MEMORY = (0.75, 0.5, 0.25, 0.0)
+"""What is tried besides 1 where memory has a limit. It does not depend on the limit: plans for a lower limit are also
+among those for a higher one, with which a step is then never predicted to be slower."""
+
 
 @dataclass(frozen=True)
 class Divide(PricedPass):
@@ -44,6 +48,8 @@ class Divide(PricedPass):
     searched: strategies are searched for the least predicted time of a step. Else only the batch is divided, and what
         marks say.
     exposed: how much of the time of the collectives of gradients counts in a search, as the backward may hide them.
+    memory: how much of the memory that a search can save stays in use: at 1 it looks for time alone, at 0 for the least
+        memory.
     split: the ranks become a grid of axes of prime sizes, so that neighbours may divide other things than nodes do.
     """
 
@@ -58,6 +64,7 @@ class Divide(PricedPass):
     local_parameters: bool = False
     searched: bool = False
     exposed: float = 1.0
+    memory: float = 1.0
     split: bool = False
 
     @classmethod
@@ -69,6 +76,7 @@ class Divide(PricedPass):
             local_parameters=situation.local_parameters,
             searched=bool(situation.variant.get("searched", situation.searches)),
             exposed=float(situation.variant.get("exposed", 1.0)),
+            memory=float(situation.variant.get("memory", 1.0)),
             split=bool(situation.variant.get("split", False)),
         )
 
@@ -83,7 +91,9 @@ class Divide(PricedPass):
         first, *others = found.searched
         meshes = (first, first.but(split=True)) if _may_split(situation, program) else (first,)
         half, none = ([each.but(exposed=part) for each in meshes] for part in EXPOSED)
-        return replace(found, searched=(*meshes, first.but(searched=False), *none, *half, *others))
+        shares = () if situation.config.memory_limit is None else MEMORY
+        less = [first.but(memory=part) for part in shares]
+        return replace(found, searched=(*meshes, first.but(searched=False), *less, *none, *half, *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         _refuse_user_collectives(program)
@@ -110,7 +120,7 @@ class Divide(PricedPass):
             if given is not None and axis.group in given.axes:
                 axis = given.on(axis, program)
             elif self.searched and given is None:
-                axis = _searched(program, axis, context, self.exposed)
+                axis = self._searched(program, axis, context)
             if axis.states:
                 pins = {name: pin.placement for name, pin in axis.parameters.items()}
                 decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
@@ -122,6 +132,18 @@ class Divide(PricedPass):
         erase_marks(program)
         program.set_output()
         return bool(axes)
+
+    def _searched(self, program: Program, axis: Axis, context: PassContext) -> Axis:
+        """The axis with what a search finds. Only a search needs NumPy, which may not be installed."""
+        try:
+            search = import_module("commfuse_fx.sharding.search.searched")
+        except ImportError as error:
+            raise CommFuseError(
+                "parallel_mode='auto' needs NumPy and SciPy: install them, as by pip install 'commfuse-fx[auto]', or "
+                "pass parallel_mode='semi_auto', which completes what cf.shard marks"
+            ) from error
+        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.memory)
+        return found[0]
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:
         """Axes on which everything is marked alike count as one."""
@@ -199,19 +221,6 @@ class Divide(PricedPass):
             return placement
         inside = Shard(placement.dim, sections(node, placement.dim))
         return inside if divides(tensor_spec(node).shape, inside, ways) else placement
-
-
-def _searched(program: Program, axis: Axis, context: PassContext, exposed: float) -> Axis:
-    """The axis with what a search finds. Only a search needs NumPy, which may not be installed."""
-    try:
-        search = import_module("commfuse_fx.sharding.search.searched")
-    except ImportError as error:
-        raise CommFuseError(
-            "parallel_mode='auto' needs NumPy and SciPy: install them, as by pip install 'commfuse-fx[auto]', or pass "
-            "parallel_mode='semi_auto', which completes what cf.shard marks"
-        ) from error
-    found: list[Axis] = search.searched(program, [axis], context.costs, exposed)
-    return found[0]
 
 
 def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:

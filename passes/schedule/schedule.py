@@ -76,7 +76,7 @@ class Schedule(PricedPass):
         candidates = list(self._candidates(program, costs))
         if self.memory_limit is not None:
             candidates = self._within_limit(program, candidates, costs)
-        best = self._best(candidates)
+        best = self._best(program, candidates)
         modified = best.apply(program)
         self._report(program, candidates, best)
         return modified
@@ -164,11 +164,11 @@ class Schedule(PricedPass):
         """Whether it is within the limit, as far as that is known."""
         return self.memory_limit is None or candidate.peak is None or candidate.peak <= self.memory_limit
 
-    def _best(self, candidates: list[_Candidate]) -> _Candidate:
+    def _best(self, program: Program, candidates: list[_Candidate]) -> _Candidate:
         fitting = [candidate for candidate in candidates if self._fits(candidate)]
         if not fitting:
             least = min(candidates, key=lambda candidate: candidate.peak or 0)
-            raise TooLittleMemory(self.memory_limit or 0, least.peak or 0)
+            raise TooLittleMemory(self.memory_limit or 0, least.peak or 0, program)
         shortest = min(candidate.seconds for candidate in fitting)
         return next(candidate for candidate in fitting if candidate.seconds <= shortest * (1 + EQUAL))
 
@@ -195,7 +195,7 @@ class Schedule(PricedPass):
         candidate = self._judged("unscheduled", program, costs)
         fitted = self._fitted(candidate, program, costs)
         candidate.arrangement.restore(program)
-        self._best([fitted])
+        self._best(program, [fitted])
 
     def _check_limit(self, costs: CostModel) -> None:
         capacity = costs.cluster.device.memory_bytes

@@ -73,17 +73,24 @@ class AxisGrid:
             return sent
         state = joined(strategies)
         flops, nbytes = flops_and_bytes(node)
-        whole = own = 0.0
-        for spec, placements in zip((*call.inputs, *call.outputs), (*state.inputs, *state.outputs), strict=True):
-            if spec is not None:
-                whole += spec.nbytes
-                own += spec.nbytes / self.parts(placements)
+        whole = sum(spec.nbytes for spec in (*call.inputs, *call.outputs) if spec is not None)
         device = self.device
-        share = own / whole if whole else 1.0
+        share = self.bytes_of(node, call, state) / whole if whole else 1.0
         seconds = max(device.op_overhead, nbytes * share / device.memory_bandwidth)
         if flops:
             seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
         return seconds + sent
+
+    def bytes_of(self, node: fx.Node, call: OpCall, state: LaidOut, counts: Sequence[bool] = ()) -> float:
+        """Bytes of the parts of tensors that an op works on, on a rank. call: that of the node, on whole tensors.
+
+        counts: which of its inputs count; (): all.
+        """
+        if is_free(node):
+            return 0.0
+        taken = [*(counts or (True,) * len(call.inputs)), *(True for _ in call.outputs)]
+        pairs = zip((*call.inputs, *call.outputs), (*state.inputs, *state.outputs), taken, strict=True)
+        return sum(spec.nbytes / self.parts(placements) for spec, placements, is_taken in pairs if spec and is_taken)
 
     def workers(self, strategies: Sequence[Strategy]) -> int:
         """Among how many ranks the work of an op is divided."""

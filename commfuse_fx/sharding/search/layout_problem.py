@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import fx
 
+from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
-from commfuse_fx.sharding.dividing.choose_strategy import Chooser
+from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
@@ -32,6 +33,7 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements, distinct, joined, on_axis
+from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 
@@ -40,10 +42,11 @@ aten = torch.ops.aten
 
 @dataclass
 class _Reader:
-    """Who reads a value: a variable, and the placements in which each of its states needs it."""
+    """Who reads a value: a variable, and the placements in which each of its states needs it. phase: when it does."""
 
     variable: int
     wanted: Sequence[tuple[Placements, ...]]
+    phase: str
     fused: bool = False
 
 
@@ -58,7 +61,9 @@ class _Read:
 
 
 class LayoutProblem:
-    """The choices of a step on some axes. `graph` has their costs, in seconds.
+    """The choices of a step on some axes. `graph` has their costs, in seconds, and `memory` the bytes that they take on
+    a rank: what stays, which is parameters with their gradients and states and what the forward leaves for the
+    backward, and of what else an op works on all that exceeds what the largest op needs at the least.
 
     prices: of changes of layout, for each axis.
     update_bytes: bytes that an update reads and writes per byte of a parameter.
@@ -75,6 +80,7 @@ class LayoutProblem:
         self.program = program
         self.grid = AxisGrid(axes, prices, device)
         self.graph = FactorGraph()
+        self.memory = FactorGraph()
         self.states: list[list[LaidOut]] = []
         self.named: dict[str, int] = {}  # name of a node -> its variable
         self.parameters: dict[str, int] = {}
@@ -85,6 +91,7 @@ class LayoutProblem:
         self._known_changes: dict[Any, Table] = {}
         self._known_pairs: dict[Any, Table] = {}
         self._known_calls: dict[Any, tuple[list[LaidOut], Table]] = {}
+        self._described: dict[int, tuple[fx.Node, Described]] = {}  # variable -> the op
         self._known_states: dict[tuple[LaidOut, ...], list[LaidOut]] = {}
         self.blocks = self._blocks()
         for node in program.graph.nodes:
@@ -97,6 +104,11 @@ class LayoutProblem:
         self._results()
         for read in self._reads.values():
             self._price(read)
+        kept = [node for node in kept_for_backward(program) if node in self._at]
+        for node in kept:
+            number, item = self._at[node]
+            self._stays(number, item or 0, _spec(node).nbytes)
+        self._work_in_small_parts(dict.fromkeys(self._at[node] for node in kept))
 
     def decisions(self, choice: Sequence[int]) -> dict[str, Decisions]:
         """What a choice of states means, by the group of an axis."""
@@ -112,6 +124,7 @@ class LayoutProblem:
 
     def _variable(self, node: fx.Node | None, states: list[LaidOut], costs: Table | None = None) -> int:
         number = self.graph.variable(np.zeros(len(states)) if costs is None else costs)
+        self.memory.variable(np.zeros(len(states)))
         self.states.append(self._known_states.setdefault(tuple(states), states))
         if node is not None:
             self._at[node] = (number, None)
@@ -139,7 +152,9 @@ class LayoutProblem:
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
             seconds = self._update_bytes * _spec(node).nbytes / self.grid.device.memory_bandwidth
             costs = np.array([seconds / self.grid.parts(each) for each in found])
-            self.parameters[source.name] = self._variable(node, [self._given(each) for each in found], costs)
+            number = self._variable(node, [self._given(each) for each in found], costs)
+            self.parameters[source.name] = number
+            self._stays(number, 0, copies(self.program, source.name) * _spec(node).nbytes)
         else:
             self._variable(node, [self._given(self.grid.whole)])
 
@@ -184,7 +199,7 @@ class LayoutProblem:
         states = [LaidOut((each,), (each,)) for each in product(*choices) if self.grid.fits(spec, each)]
         number = self._variable(node, states)
         self.named[info(node).name] = number
-        self._reading(number, [node.args[0]], [each.inputs for each in states])  # type: ignore[list-item]
+        self._reading(number, info(node).phase, [node.args[0]], [each.inputs for each in states])  # type: ignore[list-item]
 
     def _whole_inputs(self, node: fx.Node) -> None:
         """An op that takes and gives whole tensors."""
@@ -193,7 +208,7 @@ class LayoutProblem:
         count = len(spec) if isinstance(spec, tuple) else 1
         state = LaidOut((self.grid.whole,) * count, (self.grid.whole,) * len(given))
         number = self._variable(node, [state])
-        self._reading(number, given, [state.inputs])
+        self._reading(number, info(node).phase, given, [state.inputs])
 
     def _op(self, node: fx.Node) -> None:
         described = self._chooser.describe(node, self.blocks)
@@ -210,15 +225,21 @@ class LayoutProblem:
             if key is not None:
                 self._known_calls[key] = known
         number = self._variable(node, *known)
+        self._described[number] = node, described
         self.named[info(node).name] = number
-        self._reading(number, described.inputs, [state.inputs for state in known[0]])
+        self._reading(number, info(node).phase, described.inputs, [state.inputs for state in known[0]])
 
     # Who reads what
 
     def _reading(
-        self, variable: int, values: Sequence[fx.Node], wanted: Sequence[Sequence[Placements]], fused: bool = False
+        self,
+        variable: int,
+        phase: str,
+        values: Sequence[fx.Node],
+        wanted: Sequence[Sequence[Placements]],
+        fused: bool = False,
     ) -> None:
-        """A variable reads these values, in each state with these placements."""
+        """A variable reads these values in this phase, in each state with these placements."""
         places: dict[tuple[int, int], list[int]] = {}
         for place, value in enumerate(values):
             number, item = self._at[value]
@@ -229,22 +250,22 @@ class LayoutProblem:
         for key, own in places.items():
             if key in self._reads:
                 needs = tuple(tuple(dict.fromkeys(state[place] for place in own)) for state in wanted)
-                self._reads[key].readers.append(_Reader(variable, needs, fused))
+                self._reads[key].readers.append(_Reader(variable, needs, phase, fused))
 
     def _results(self) -> None:
         """What the step returns is whole. A gradient lies as its parameter, and so does what is written to an input."""
         program = self.program
         for name, grad in program.grads.items():
             number = self.parameters[name]
-            self._reading(number, [grad], [each.outputs for each in self.states[number]], fused=True)
+            self._reading(number, "update", [grad], [each.outputs for each in self.states[number]], fused=True)
         returned = list(dict.fromkeys((program.loss, *program.aux.values())))
         last = self._variable(None, [self._given(self.grid.whole)])
-        self._reading(last, returned, [(self.grid.whole,) * len(returned)])
+        self._reading(last, "update", returned, [(self.grid.whole,) * len(returned)])
         for node in program.graph.nodes:
             if writes_input(node):
                 target, given = node.args[:2]
                 number, _ = self._at[target]
-                self._reading(number, [given], [each.outputs for each in self.states[number]])
+                self._reading(number, info(node).phase, [given], [each.outputs for each in self.states[number]])
 
     # Prices
 
@@ -295,12 +316,13 @@ class LayoutProblem:
     def _share(self, read: _Read, wanted: Placements, costs: Table) -> None:
         """A change that several readers may need is paid for once, if any of them does."""
         before: int | None = None
+        phases: dict[str, None] = {}
         for reader in read.readers:
             needs = np.array([wanted in each for each in reader.wanted])
             if not needs.any():
                 continue
-            done = self.graph.variable([0.0, 0.0])
-            self.states.append([self._given(), self._given()])
+            done = self._variable(None, [self._given(), self._given()])
+            phases[reader.phase] = None
             self.graph.pair(reader.variable, done, np.where(needs[:, None] & np.array([[True, False]]), inf, 0.0))
             if before is not None:
                 self.graph.pair(before, done, _ONCE)
@@ -308,6 +330,32 @@ class LayoutProblem:
         assert before is not None
         paid = np.where(np.isinf(costs), 0.0, costs)
         self.graph.pair(read.variable, before, np.stack([np.zeros(len(costs)), paid], axis=1))
+        if "forward" in phases and "backward" in phases:  # a copy stays from the one to the other
+            nbytes = read.spec.nbytes / self.grid.parts(wanted)
+            self.memory.pair(read.variable, before, np.stack([np.zeros(len(costs)), nbytes * (paid > 0)], axis=1))
+
+    # Memory
+
+    def _work_in_small_parts(self, kept: dict[tuple[int, int | None], None]) -> None:
+        """What ops work on besides values that are kept."""
+        tables: dict[int, Table] = {}
+        known: dict[Any, Table] = {}
+        for number, (node, described) in self._described.items():
+            states = self.states[number]
+            counts = tuple(self._at[value] not in kept for value in described.inputs)
+            key = (id(states), described.call.inputs, described.call.outputs, counts, is_free(node))
+            if key not in known:
+                nbytes = [self.grid.bytes_of(node, described.call, state, counts) for state in states]
+                known[key] = np.array(nbytes)
+            tables[number] = known[key]
+        needed = max((table.min() for table in tables.values()), default=0.0)
+        for number, table in tables.items():
+            self.memory.unary[number] = self.memory.unary[number] + np.maximum(table - needed, 0.0)
+
+    def _stays(self, number: int, item: int, nbytes: int) -> None:
+        """So many bytes of a result of a variable stay; a rank has its part of them."""
+        parts = np.array([float(self.grid.parts(state.outputs[item])) for state in self.states[number]])
+        self.memory.unary[number] = self.memory.unary[number] + nbytes / parts
 
 
 _ONCE = np.array([[0.0, 0.0], [inf, 0.0]])

@@ -12,23 +12,30 @@ from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.within_budget import within_budget
 
 SEARCH = "search"
 """Topic of notes that say what a search has found."""
 
 
-def searched(program: Program, axes: Sequence[Axis], costs: CostModel, exposed: float) -> list[Axis]:
+def searched(
+    program: Program, axes: Sequence[Axis], costs: CostModel, exposed: float, memory: float = 1.0
+) -> list[Axis]:
     """The axes with the strategies and the placements of parameters that a step takes least time with.
 
     Those that are pinned already are kept. exposed: the part of the time of collectives of gradients that counts.
+    memory: where bytes that stay may be, between the least that is possible at 0 and those of the fastest choice at 1.
     """
     prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposed) for axis in axes]
     problem = LayoutProblem(program, axes, prices, costs.cluster.device, _update_bytes(program))
     found = cheapest_choice(problem.graph)
+    if memory < 1:
+        found = within_budget(problem.graph, problem.memory, memory, found)
+    kept = "" if memory == 1 else f" and {problem.memory.cost(found.states) / 2**20:.1f} MiB taken"
     program.note(
         SEARCH,
         ", ".join(axis.group for axis in axes),
-        f"{found.cost * 1e3:.3f} ms predicted with {exposed:.0%} of gradient reduction exposed; {found.solver}, "
+        f"{found.cost * 1e3:.3f} ms predicted with {exposed:.0%} of gradient reduction exposed{kept}; {found.solver}, "
         f"proven gap {found.gap:.2%}",
     )
     decided = problem.decisions(found.states)

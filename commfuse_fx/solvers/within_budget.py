@@ -1,0 +1,78 @@
+"""The cheapest choice in a graph of variables of which another sum stays within a budget, by a price on that sum.
+
+Each price has a choice for which costs and priced amounts are least together. The choices of all prices are the corners
+of the lower convex hull of all choices, drawn as points of amount and cost. The search walks along the hull: the line
+through the corner that is too large and the one that fits has a price, for which there is a corner below the line, or
+none, and then the corner that fits is the cheapest one.
+
+Source: Everett, "Generalized Lagrange multiplier method for solving problems of optimum allocation of resources"
+(Operations Research 11, 1963).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.factor_graph import FactorGraph
+
+HIGH = 1e4
+"""A price at which the amount counts so many times as much as costs may: the least amount is found up to this part."""
+
+EQUAL = 1e-9
+"""Relative difference below which two sums count as equal."""
+
+
+def within_budget(
+    costs: FactorGraph,
+    amounts: FactorGraph,
+    part: float,
+    cheapest: Choice,
+    solve: Callable[[FactorGraph], Choice] = cheapest_choice,
+) -> Choice:
+    """The cheapest corner whose amount is at most `part` of the way from the least one to that of the cheapest choice.
+
+    costs, amounts: graphs of the same variables.
+    cheapest: the cheapest choice. The result's bound is that of all choices within the budget.
+    """
+    most = amounts.cost(cheapest.states)
+    if not most:
+        return cheapest
+    above, above_amount = cheapest, most
+    price = HIGH * _most(costs) / most
+    below, bound = _at(costs, amounts, price, solve)
+    below_amount = amounts.cost(below.states)
+    budget = below_amount + part * (most - below_amount)
+    bounds = [cheapest.bound, bound - price * budget]
+    while above_amount > budget:
+        price = (below.cost - above.cost) / (above_amount - below_amount)
+        found, bound = _at(costs, amounts, price, solve)
+        bounds.append(bound - price * budget)
+        amount = amounts.cost(found.states)
+        total = found.cost + price * amount
+        if total >= (above.cost + price * above_amount) * (1 - EQUAL):
+            break  # on the line itself
+        if amount <= budget:
+            below, below_amount = found, amount
+        else:
+            above, above_amount = found, amount
+    else:
+        below = above
+    return replace(below, bound=min(below.cost, max(bounds)))
+
+
+def _most(costs: FactorGraph) -> float:
+    """More than any choice that is not forbidden costs."""
+    tables = (table[np.isfinite(table)] for table in (*costs.unary, *costs.pairs.values()))
+    return sum(float(table.max(initial=0.0)) for table in tables) + EQUAL
+
+
+def _at(
+    costs: FactorGraph, amounts: FactorGraph, price: float, solve: Callable[[FactorGraph], Choice]
+) -> tuple[Choice, float]:
+    """The choice at a price with its own cost, and what no choice is below with priced amounts."""
+    found = solve(costs.plus(amounts, price))
+    return replace(found, cost=costs.cost(found.states)), found.bound

@@ -1,0 +1,119 @@
+"""parallel_mode="auto" with a memory limit: strategies that fit, the fastest of them, and errors that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.cost.memory import peak_memory
+from commfuse_fx.ir.meta import info
+from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
+
+MIB = 1 << 20
+MANY_ROWS = torch.empty(4096, 512)
+
+
+def wide(width: int = 512) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+
+def lowered(limit: float | None, mode: str = "auto", rows: torch.Tensor = MANY_ROWS, **options: Any) -> Any:
+    """The step with a limit in MiB."""
+    model = wide()
+    if limit is not None:
+        options["schedule"] = cf.ScheduleConfig(memory_limit=int(limit * MIB))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = cf.compile(
+        model,
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        parallel_mode=mode,
+        device_num=8,
+        cluster="h100-node",
+        **options,
+    )
+    return step.lower(rows, rows)
+
+
+def divided(found: Any) -> list[str]:
+    return [name for name, param in found.program.params.items() if param.layout]
+
+
+def test_the_fastest_strategy_that_fits() -> None:
+    """More memory is never predicted to be slower, and what is data parallel without a limit is divided with one."""
+    free = lowered(None)
+    limits = (100.0, 107.0, 119.0)
+    found = [lowered(limit) for limit in limits]
+    assert divided(free) == [] and peak_memory(free.program) > 119 * MIB
+    for limit, each in zip(limits, found, strict=True):
+        assert "0.weight" in divided(each) and peak_memory(each.program) <= limit * MIB
+    seconds = [each.simulate().step_seconds for each in (*found, free)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] < 1.2 * seconds[-1]
+    assert any("MiB taken" in note.reason for note in found[0].program.notes if note.topic == "search")
+    with pytest.raises(cf.CommFuseError, match="is below what the step needs"):
+        lowered(limits[-1], "semi_auto")
+
+
+def test_plans_are_the_same_each_time() -> None:
+    assert lowered(100.0).fingerprint == lowered(100.0).fingerprint
+
+
+def test_a_limit_that_nothing_meets() -> None:
+    with pytest.raises(cf.CommFuseError) as raised:
+        lowered(10.0)
+    message = str(raised.value)
+    needed = float(message.split("(")[1].split(" MiB")[0])
+    assert 50 < needed < 105 and f"{needed - 10:.1f} MiB too much" in message
+    for remedy in ("enable_parallel_optimizer=True", '"level": 3', "more devices", "torch.utils.checkpoint", "batch"):
+        assert remedy in message
+
+
+OPTIMIZERS = {
+    "adamw": (lambda params: torch.optim.AdamW(params), 4),
+    "amsgrad": (lambda params: torch.optim.Adam(params, amsgrad=True), 5),
+    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1), 2),
+    "momentum": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 3),
+}
+
+
+def captured(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: torch.Tensor, **options: Any) -> Any:
+    step = cf.compile(
+        model, loss_fn=F.mse_loss, optimizer=optimizer, parallel_mode="semi_auto", device_num=2, **options
+    )
+    return step.lower(x, x).captured
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_parameter_takes(name: str) -> None:
+    model = wide(4)
+    model[0].bias.requires_grad_(False)
+    make, count = OPTIMIZERS[name]
+    program = captured(model, make([each for each in model.parameters() if each.requires_grad]), torch.ones(4, 4))
+    assert [copies(program, each) for each in ("0.weight", "0.bias")] == [count, 1]
+
+
+def test_what_the_parallel_optimizer_divides_does_not_count() -> None:
+    found = []
+    for level in (1, 2, 3):
+        model = wide(4)
+        options = {"level": level, "parallel_optimizer_threshold": 0}
+        program = captured(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            torch.ones(4, 4),
+            enable_parallel_optimizer=True,
+            parallel_optimizer_config=options,
+        )
+        found.append(copies(program, "0.weight"))
+    assert found == [2, 1, 0]
+
+
+def test_what_stays_for_the_backward() -> None:
+    program = captured(wide(4), None, torch.ones(4, 4))
+    large = [node for node in kept_for_backward(program) if info(node).spec.shape]
+    assert [str(node.target) for node in large] == ["aten.relu.default", "aten.addmm.default"]
