@@ -46,11 +46,10 @@ class PlannedCase:
 
 @dataclass
 class _Traced:
-    """What was traced for a number of devices, and the plans that were made with it at once."""
+    """What was traced for a number of devices."""
 
     step: CompiledStep
     compiled: Compiled
-    made: list[Attempt]
 
 
 class Cases:
@@ -72,8 +71,8 @@ class Cases:
             chosen = _plan_again(str(case), _captured(known, step, config), config, known, made)
         else:
             self._known = None  # before there are two large graphs
-            known = self._known = self._trace(step)
-            made, chosen = known.made, known.compiled.program
+            known = self._known = self._trace(step, made)
+            chosen = known.compiled.program
         notes = () if chosen is None else tuple((note.topic, note.subject) for note in chosen.notes)
         if not any(map(is_data_parallel, made)) and STOPPED not in notes:
             only_batch = _captured(known, step, config)
@@ -84,7 +83,7 @@ class Cases:
         return PlannedCase(
             case,
             cluster_of(config.cluster).name,
-            _rows(_captured(known, step, config)),
+            _rows(known.compiled.captured),
             not reuses,
             strategy_table(made, chosen, cost_model(config.cluster), config.strategy_ckpt_load_file is not None),
             STOPPED in notes,
@@ -112,13 +111,14 @@ class Cases:
             )
         return step
 
-    def _trace(self, step: CompiledStep) -> _Traced:
-        made: list[Attempt] = []
+    def _trace(self, step: CompiledStep, made: list[Attempt]) -> _Traced:
+        """Trace the target and plan its step. Adds the plans to those that were made."""
         args, kwargs = self._target.args, self._target.kwargs
         step.planner.on_plan = made.append
         with redirect_stdout(sys.stderr):  # the model may print while it is traced
             step.lower(*args, **kwargs)
-        return _Traced(step, step.planner.read(step.planner.take_apart(args, kwargs)), made)
+        step.planner.on_plan = None
+        return _Traced(step, step.planner.read(step.planner.take_apart(args, kwargs)))
 
 
 def _captured(known: _Traced, step: CompiledStep, config: CompileConfig) -> Program:
@@ -141,6 +141,7 @@ def _plan_again(
             return None
 
 
-def _rows(captured: Program) -> int:
+def _rows(captured: Program | None) -> int:
+    assert captured is not None
     nodes = (captured.placeholder("input", path) for path in captured.batch_inputs)
     return next((tensor_spec(node).shape[0] for node in nodes if node is not None), 0)

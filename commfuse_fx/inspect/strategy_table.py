@@ -97,21 +97,19 @@ def strategy_table(made: Sequence[Attempt], chosen: Program | None, costs: CostM
 
     chosen: the final program; None where nothing fits. from_file: strategies were read, not searched.
     """
-    found: dict[object, StrategyRow] = {}
+    found: dict[object, tuple[bool, float, str, Program]] = {}
     too_large: dict[str, TooLargePlan] = {}
     for each in made:
-        plan = _found_by(each, from_file)
-        if each.program is None:
-            known = too_large.get(plan)
-            if known is None or each.needed < known.needed:
-                too_large[plan] = TooLargePlan(plan, each.needed)
+        plan, program = _found_by(each, from_file), each.program
+        if program is None:
+            needed = min(each.needed, too_large[plan].needed if plan in too_large else each.needed)
+            too_large[plan] = TooLargePlan(plan, needed)
             continue
-        row, key = _row(plan, each.program, each.program is chosen, costs), _strategies(each.program)
-        other = found.get(key)
-        if other is None or row.chosen or (row.step_seconds < other.step_seconds and not other.chosen):
-            found[key] = row
+        this, key = (program is not chosen, each.seconds or 0.0, plan, program), _strategies(program)
+        found[key] = min(found.get(key, this), this, key=lambda one: one[:2])
+    rows = [_row(plan, program, not is_other, costs) for is_other, _, plan, program in found.values()]
     return StrategyTable(
-        tuple(sorted(found.values(), key=lambda row: row.step_seconds)),
+        tuple(sorted(rows, key=lambda row: row.step_seconds)),
         tuple(too_large.values()),
         () if chosen is None else tuple(parameter_groups(chosen.params)),
         ()

@@ -150,7 +150,7 @@ def test_strategies_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_ifs_do_not_trace_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
     trace = plan_cases.Cases._trace
-    monkeypatch.setattr(plan_cases.Cases, "_trace", lambda self, step: traces.append(1) or trace(self, step))
+    monkeypatch.setattr(plan_cases.Cases, "_trace", lambda *given: traces.append(1) or trace(*given))
     arguments = ("--devices", "4", "--cluster", "gloo-1gbit", "--bandwidth", "x100", "--bandwidth", "x0.5")
     plain, fast, slow = planned(capsys, *arguments)
     assert len(traces) == 1 and [each["traced"] for each in (plain, fast, slow)] == [True, False, False]
