@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel, cost_model
@@ -13,6 +13,8 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
 
 Scalar = str | int | float | bool | None
+
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,11 @@ class PassContext:
     """A context is what passes may ask for besides the program.
 
     prices: what nodes and collectives cost. None: there is no cluster.
+    kept: what the plans of one compile find out once, by its class. None: plans share nothing.
     """
 
     prices: CostModel | None = None
+    kept: dict[type, Any] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: CompileConfig) -> PassContext:
@@ -175,6 +179,15 @@ class PassContext:
                 "a pass plans by cost, but the graph was compiled without a cluster; give one with --cluster"
             )
         return self.prices
+
+    def known(self, kind: type[Known]) -> Known:
+        """The one object of this class, which takes no arguments, for all plans of a compile."""
+        if self.kept is None:
+            return kind()
+        if kind not in self.kept:
+            self.kept[kind] = kind()
+        found: Known = self.kept[kind]
+        return found
 
 
 NO_PRICES = PassContext()

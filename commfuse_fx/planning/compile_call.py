@@ -144,6 +144,7 @@ def plan_step(
         context = PassContext(cost_model(priced_for(None, device, program.mesh, {})))
     if config.plans_by_cost and common is not None:
         context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))
+    context = replace(context, kept={})
     found = variants(situation, program)
     searched, fixed = (
         [build_pipeline(replace(situation, variant=variant), context) for variant in each]

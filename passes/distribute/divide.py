@@ -113,7 +113,7 @@ class Divide(PricedPass):
         program.batch_axes = ",".join(resolved.data_axes)
         for node in program.graph.nodes:
             info(node).varies = ""
-        specs = LocalSpecs()
+        specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved)
         decided: dict[str, Decisions] = {}
         for axis in axes:
@@ -142,7 +142,8 @@ class Divide(PricedPass):
                 "parallel_mode='auto' needs NumPy and SciPy: install them, as by pip install 'commfuse-fx[auto]', or "
                 "pass parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
-        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.memory)
+        known = context.known(search.KnownLayouts)
+        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.memory, known)
         return found[0]
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:

@@ -23,6 +23,7 @@ from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
@@ -202,6 +203,27 @@ def test_a_value_that_several_ops_need_is_gathered_once(monkeypatch: pytest.Monk
         costs.append(cheapest_choice(problem.graph).cost)
     alpha = cluster.levels[0].alpha  # what one more message takes
     assert alpha < costs[0] <= costs[1] < costs[0] + alpha / 10
+
+
+def test_searches_share_what_does_not_depend_on_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(8, 16)
+    program, axis = caught(mlp(16, 2), x, x, monkeypatch)
+    cluster, known = resolve_cluster("h100-node"), KnownLayouts()
+
+    def problem(exposed: float, *shared: KnownLayouts) -> LayoutProblem:
+        prices = PlacementCosts(cluster, (0, 1), exposed)
+        return LayoutProblem(program, [axis], [prices], cluster.device, 7.0, *shared)
+
+    problem(1.0, known)
+    alone = problem(0.3)
+    calls, reads = len(known.calls), len(known.reads)
+    assert reads < len(alone._reads)  # layers that are alike are priced once
+    shared = problem(0.3, known)
+    assert len(known.calls) == calls and len(known.reads) - reads == 4  # gradients of two weights and two biases
+    for one, other in zip(alone.graph.unary, shared.graph.unary, strict=True):
+        assert (one == other).all()
+    assert alone.graph.pairs.keys() == shared.graph.pairs.keys()
+    assert all((table == shared.graph.pairs[pair]).all() for pair, table in alone.graph.pairs.items())
 
 
 HASHED = """

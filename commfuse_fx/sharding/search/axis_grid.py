@@ -42,6 +42,10 @@ class AxisGrid:
         self.whole: Placements = (R,) * len(axes)
         self._prices = prices
 
+    def key(self, fused: bool = False) -> tuple[object, ...]:
+        """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
+        return tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
+
     def fits(self, spec: TensorSpec, placements: Placements) -> bool:
         """Whether a tensor can lie so on all axes together."""
         shape = spec.shape

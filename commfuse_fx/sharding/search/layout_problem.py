@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -35,29 +35,10 @@ from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements, distinct, joined, on_axis
 from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 
 aten = torch.ops.aten
-
-
-@dataclass
-class _Reader:
-    """Who reads a value: a variable, and the placements in which each of its states needs it. phase: when it does."""
-
-    variable: int
-    wanted: Sequence[tuple[Placements, ...]]
-    phase: str
-    fused: bool = False
-
-
-@dataclass
-class _Read:
-    """A value: result number `item` of a variable, with those who read it."""
-
-    variable: int
-    item: int
-    spec: TensorSpec
-    readers: list[_Reader] = field(default_factory=list)
 
 
 class LayoutProblem:
@@ -67,6 +48,7 @@ class LayoutProblem:
 
     prices: of changes of layout, for each axis.
     update_bytes: bytes that an update reads and writes per byte of a parameter.
+    known: what other problems of the same compile have found out.
     """
 
     def __init__(
@@ -76,6 +58,7 @@ class LayoutProblem:
         prices: Sequence[PlacementCosts],
         device: Device,
         update_bytes: float,
+        known: KnownLayouts | None = None,
     ) -> None:
         self.program = program
         self.grid = AxisGrid(axes, prices, device)
@@ -86,13 +69,11 @@ class LayoutProblem:
         self.parameters: dict[str, int] = {}
         self._update_bytes = update_bytes
         self._at: dict[fx.Node, tuple[int, int | None]] = {}  # node -> variable, and which result of it
-        self._reads: dict[tuple[int, int], _Read] = {}
+        self._reads: dict[tuple[int, int], LayoutRead] = {}
+        self._known = KnownLayouts() if known is None else known
         self._chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, axes[0].ways)
-        self._known_changes: dict[Any, Table] = {}
-        self._known_pairs: dict[Any, Table] = {}
-        self._known_calls: dict[Any, tuple[list[LaidOut], Table]] = {}
         self._described: dict[int, tuple[fx.Node, Described]] = {}  # variable -> the op
-        self._known_states: dict[tuple[LaidOut, ...], list[LaidOut]] = {}
+        self._zeros: dict[int, Table] = {}  # by how many
         self.blocks = self._blocks()
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -123,9 +104,10 @@ class LayoutProblem:
     # Variables
 
     def _variable(self, node: fx.Node | None, states: list[LaidOut], costs: Table | None = None) -> int:
-        number = self.graph.variable(np.zeros(len(states)) if costs is None else costs)
-        self.memory.variable(np.zeros(len(states)))
-        self.states.append(self._known_states.setdefault(tuple(states), states))
+        zeros = self._zeros.setdefault(len(states), np.zeros(len(states)))
+        number = self.graph.variable(zeros if costs is None else costs)
+        self.memory.variable(zeros)
+        self.states.append(self._known.states(states))
         if node is not None:
             self._at[node] = (number, None)
         return number
@@ -199,7 +181,7 @@ class LayoutProblem:
         states = [LaidOut((each,), (each,)) for each in product(*choices) if self.grid.fits(spec, each)]
         number = self._variable(node, states)
         self.named[info(node).name] = number
-        self._reading(number, info(node).phase, [node.args[0]], [each.inputs for each in states])  # type: ignore[list-item]
+        self._reading(number, info(node).phase, [node.args[0]])  # type: ignore[list-item]
 
     def _whole_inputs(self, node: fx.Node) -> None:
         """An op that takes and gives whole tensors."""
@@ -208,131 +190,79 @@ class LayoutProblem:
         count = len(spec) if isinstance(spec, tuple) else 1
         state = LaidOut((self.grid.whole,) * count, (self.grid.whole,) * len(given))
         number = self._variable(node, [state])
-        self._reading(number, info(node).phase, given, [state.inputs])
+        self._reading(number, info(node).phase, given)
 
     def _op(self, node: fx.Node) -> None:
         described = self._chooser.describe(node, self.blocks)
-        key: Any = (described.call, info(node).phase)
+        key: Any = (self.grid.key(), described.call, info(node).phase)
         try:
-            known = self._known_calls.get(key)
+            known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash
             key, known = None, None
         if known is None:
             by_axis = [distinct(strategies_of(replace(described.call, ways=axis.ways))) for axis in self.grid.axes]
             together = [each for each in product(*by_axis) if self.grid.all_fit(described.call, each)]
-            states = [joined(each) for each in together]
+            states = self._known.states([joined(each) for each in together])
             known = states, np.array([self.grid.seconds_of(node, described.call, each) for each in together])
             if key is not None:
-                self._known_calls[key] = known
+                self._known.calls[key] = known
         number = self._variable(node, *known)
         self._described[number] = node, described
         self.named[info(node).name] = number
-        self._reading(number, info(node).phase, described.inputs, [state.inputs for state in known[0]])
+        self._reading(number, info(node).phase, described.inputs)
 
     # Who reads what
 
     def _reading(
-        self,
-        variable: int,
-        phase: str,
-        values: Sequence[fx.Node],
-        wanted: Sequence[Sequence[Placements]],
-        fused: bool = False,
+        self, variable: int, phase: str, values: Sequence[fx.Node], part: str = "inputs", fused: bool = False
     ) -> None:
-        """A variable reads these values in this phase, in each state with these placements."""
+        """A variable reads these values in this phase: with the placements of its inputs, or as its outputs lie."""
         places: dict[tuple[int, int], list[int]] = {}
         for place, value in enumerate(values):
             number, item = self._at[value]
-            places.setdefault((number, item or 0), []).append(place)
-            spec = info(value).spec
-            if isinstance(spec, TensorSpec):
-                self._reads.setdefault((number, item or 0), _Read(number, item or 0, spec))
+            key = (number, item or 0)
+            places.setdefault(key, []).append(place)
+            if key not in self._reads and isinstance(spec := info(value).spec, TensorSpec):
+                self._reads[key] = LayoutRead(*key, spec)
         for key, own in places.items():
             if key in self._reads:
-                needs = tuple(tuple(dict.fromkeys(state[place] for place in own)) for state in wanted)
-                self._reads[key].readers.append(_Reader(variable, needs, phase, fused))
+                needs = self._known.columns(self.states[variable], part, tuple(own))
+                self._reads[key].readers.append(LayoutReader(variable, needs, phase, fused))
 
     def _results(self) -> None:
         """What the step returns is whole. A gradient lies as its parameter, and so does what is written to an input."""
         program = self.program
         for name, grad in program.grads.items():
             number = self.parameters[name]
-            self._reading(number, "update", [grad], [each.outputs for each in self.states[number]], fused=True)
+            self._reading(number, "update", [grad], "outputs", fused=True)
         returned = list(dict.fromkeys((program.loss, *program.aux.values())))
-        last = self._variable(None, [self._given(self.grid.whole)])
-        self._reading(last, "update", returned, [(self.grid.whole,) * len(returned)])
+        last = self._variable(None, [LaidOut((), (self.grid.whole,) * len(returned))])
+        self._reading(last, "update", returned)
         for node in program.graph.nodes:
             if writes_input(node):
                 target, given = node.args[:2]
                 number, _ = self._at[target]
-                self._reading(number, info(node).phase, [given], [each.outputs for each in self.states[number]])
+                self._reading(number, info(node).phase, [given], "outputs")
 
     # Prices
 
-    def _price(self, read: _Read) -> None:
-        states = self.states[read.variable]
-        have = tuple(state.outputs[read.item] for state in states)
-        wanted = dict.fromkeys(each for reader in read.readers for needs in reader.wanted for each in needs)
-        fused = all(reader.fused for reader in read.readers)
-        changes = {each: self._changes(read.spec, have, each, fused) for each in wanted}
-        shared: dict[Placements, None] = {}
-        if len(read.readers) > 1:
-            counts = dict.fromkeys(wanted, 0)
-            for reader in read.readers:
-                for each in dict.fromkeys(each for needs in reader.wanted for each in needs):
-                    counts[each] += 1
-            shared = {
-                each: None
-                for each, costs in changes.items()
-                if counts[each] > 1 and (costs[np.isfinite(costs)] > 0).any()
-            }
-        for reader in read.readers:
-            key = (read.spec, have, reader.wanted, fused, tuple(shared))
-            table = self._known_pairs.get(key)
-            if table is None:
-                columns = [self._own(changes, shared, needs, len(have)) for needs in reader.wanted]
-                table = self._known_pairs[key] = np.stack(columns, axis=1)
+    def _price(self, read: LayoutRead) -> None:
+        have = self._known.columns(self.states[read.variable], "outputs", (read.item,))
+        priced = price_read(read, have, self.grid, self._known)
+        for reader, table in zip(read.readers, priced.own, strict=True):
             self.graph.pair(read.variable, reader.variable, table)
-        for each in shared:
-            self._share(read, each, changes[each])
-
-    def _changes(self, spec: TensorSpec, have: tuple[Placements, ...], wanted: Placements, fused: bool) -> Table:
-        key = (spec, have, wanted, fused)
-        known = self._known_changes.get(key)
-        if known is None:
-            known = np.array([self.grid.change(spec, each, wanted, fused) for each in have])
-            self._known_changes[key] = known
-        return known
-
-    def _own(
-        self, changes: dict[Placements, Table], shared: dict[Placements, None], needs: Sequence[Placements], count: int
-    ) -> Table:
-        """What a reader in a state pays by itself, for each state of the value."""
-        total = np.zeros(count)
-        for each in needs:
-            total = total + (np.where(np.isinf(changes[each]), inf, 0.0) if each in shared else changes[each])
-        return total
-
-    def _share(self, read: _Read, wanted: Placements, costs: Table) -> None:
-        """A change that several readers may need is paid for once, if any of them does."""
-        before: int | None = None
-        phases: dict[str, None] = {}
-        for reader in read.readers:
-            needs = np.array([wanted in each for each in reader.wanted])
-            if not needs.any():
-                continue
-            done = self._variable(None, [self._given(), self._given()])
-            phases[reader.phase] = None
-            self.graph.pair(reader.variable, done, np.where(needs[:, None] & np.array([[True, False]]), inf, 0.0))
-            if before is not None:
-                self.graph.pair(before, done, _ONCE)
-            before = done
-        assert before is not None
-        paid = np.where(np.isinf(costs), 0.0, costs)
-        self.graph.pair(read.variable, before, np.stack([np.zeros(len(costs)), paid], axis=1))
-        if "forward" in phases and "backward" in phases:  # a copy stays from the one to the other
-            nbytes = read.spec.nbytes / self.grid.parts(wanted)
-            self.memory.pair(read.variable, before, np.stack([np.zeros(len(costs)), nbytes * (paid > 0)], axis=1))
+        for change in priced.shared:
+            before: int | None = None
+            for number, needs in change.readers:
+                done = self._variable(None, [self._given(), self._given()])
+                self.graph.pair(read.readers[number].variable, done, needs)
+                if before is not None:
+                    self.graph.pair(before, done, _ONCE)
+                before = done
+            assert before is not None
+            self.graph.pair(read.variable, before, change.paid)
+            if change.stays is not None:
+                self.memory.pair(read.variable, before, change.stays)
 
     # Memory
 

@@ -24,6 +24,10 @@ class PlacementCosts:
         self._ways = len(ranks)
         self._known: dict[tuple[str, float], CollectiveCost] = {}
 
+    def key(self, fused: bool) -> tuple[object, ...]:
+        """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
+        return self._ranks, self._exposed if fused else 1.0
+
     def change(self, nbytes: float, have: Placement, wanted: Placement, fused: bool = False) -> float:
         """Seconds of bringing a tensor of so many bytes from one placement to another; infinity if it is impossible.
 

@@ -11,6 +11,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from commfuse_fx.solvers.within_budget import within_budget
 
@@ -19,15 +20,21 @@ SEARCH = "search"
 
 
 def searched(
-    program: Program, axes: Sequence[Axis], costs: CostModel, exposed: float, memory: float = 1.0
+    program: Program,
+    axes: Sequence[Axis],
+    costs: CostModel,
+    exposed: float,
+    memory: float = 1.0,
+    known: KnownLayouts | None = None,
 ) -> list[Axis]:
     """The axes with the strategies and the placements of parameters that a step takes least time with.
 
     Those that are pinned already are kept. exposed: the part of the time of collectives of gradients that counts.
     memory: where bytes that stay may be, between the least that is possible at 0 and those of the fastest choice at 1.
+    known: what other searches of the same compile have found out.
     """
     prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposed) for axis in axes]
-    problem = LayoutProblem(program, axes, prices, costs.cluster.device, _update_bytes(program))
+    problem = LayoutProblem(program, axes, prices, costs.cluster.device, _update_bytes(program), known)
     found = cheapest_choice(problem.graph)
     if memory < 1:
         found = within_budget(problem.graph, problem.memory, memory, found)
