@@ -10,6 +10,7 @@ NAMES = (
     "ddp",
     "tensor_parallel",
     "planning",
+    "search",
     "memory_cap",
     "module_memory",
     "divided_memory",
