@@ -12,7 +12,11 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir.meta import info
+from commfuse_fx.passes.declaration import Variant, Variants
+from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
+from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
+from tests.sharding.divided_oracle import compare
 
 MIB = 1 << 20
 MANY_ROWS = torch.empty(4096, 512)
@@ -57,6 +61,17 @@ def test_the_fastest_strategy_that_fits() -> None:
     assert any("MiB taken" in note.reason for note in found[0].program.notes if note.topic == "search")
     with pytest.raises(cf.CommFuseError, match="is below what the step needs"):
         lowered(limits[-1], "semi_auto")
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("case", [MLP_CASE, CONV, SHARED, TIED], ids=lambda case: case.name)
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_equals_one_device(case: Case, mesh: tuple[int, ...], part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies that save memory compute what one device does."""
+    only = Variants((Variant.of(memory=part),))
+    monkeypatch.setattr(compile_call, "variants", lambda situation, program: only)
+    found = compare(case, mesh, parallel_mode="auto", cluster="h100-node", gradients=False)
+    assert any("MiB taken" in note.reason for note in found.program.notes if note.topic == "search")
 
 
 def test_plans_are_the_same_each_time() -> None:
