@@ -129,7 +129,8 @@ def _found_by(made: Attempt, from_file: bool) -> str:
     if from_file:
         return FROM_FILE
     divide = next(each for each in made.pipeline.passes if isinstance(each, Divide))
-    return f"search, {divide.exposed:.0%} of gradient reduction exposed"
+    saving = f", saving {1 - divide.memory:.0%} of memory" if divide.memory != 1 else ""
+    return f"search, {divide.exposed:.0%} of gradient reduction exposed{saving}"
 
 
 def _row(plan: str, program: Program, chosen: bool, costs: CostModel) -> StrategyRow:

@@ -170,6 +170,11 @@ def test_memory_drops_plans(capsys: pytest.CaptureFixture[str]) -> None:
     rows = limited["table"]["rows"]
     assert rows and all(row["peak_memory"] <= limit for row in rows)
     assert DATA_PARALLEL in [each["plan"] for each in limited["table"]["too_large"]]
+    assert {"saving 100% of memory"} == {
+        each["plan"].split(", ")[-1]
+        for each in (*rows, *limited["table"]["too_large"])
+        if "saving 100%" in each["plan"]
+    }
 
 
 def test_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
