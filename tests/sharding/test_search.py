@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.placement import S
+from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search import searched
+from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
-from commfuse_fx.sharding.search.priced_reads import KnownLayouts
+from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
@@ -260,3 +263,27 @@ def test_numpy_is_needed_for_a_search_alone(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(cf.CommFuseError, match=r"pip install 'commfuse-fx\[auto\]'"):
         lowered(mlp(16, 1), F.mse_loss, x, x)
     lowered(mlp(16, 1), F.mse_loss, x, x, parallel_mode="semi_auto")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_partial_sum_of_several_ops_is_summed_before_them(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = resolve_cluster("h100-node")
+    grid = AxisGrid([Axis("dp", 2)], [PlacementCosts(cluster, (0, 1))], cluster.device)
+    known = KnownLayouts()
+    states = known.states([LaidOut(((P,),), ()), LaidOut(((R,),), ())])
+    needs = known.columns(states, "outputs", (0,))
+    readers = [LayoutReader(number, needs, "forward") for number in range(count)]
+    read = LayoutRead(0, 0, TensorSpec((4, 4), torch.float32, (4, 1), "cpu"), readers)
+    for own in price_read(read, needs, grid, known).own:
+        assert (own[0, 0] == inf) == (count > 1) and own[1, 1] == 0
+
+
+def test_a_strategy_that_the_inputs_cannot_have_is_not_taken(tmp_path: Path) -> None:
+    """As in a file that somebody has changed."""
+    file = tmp_path / "strategies.json"
+    x = torch.empty(8, 1024)
+    lowered(mlp(1024, 1), F.mse_loss, x, x, mesh=(8,), strategy_ckpt_save_file=file)
+    text = file.read_text()
+    assert '"1/relu.0": "dp: S(1) -> S(1)"' in text and '"2/addmm.0": "dp: R, S(1), S(0) -> P"' in text
+    file.write_text(text.replace('"dp: R, S(1), S(0) -> P"', '"dp: P, P, R -> P"'))
+    lowered(mlp(1024, 1), F.mse_loss, x, x, mesh=(8,), strategy_ckpt_load_file=file)

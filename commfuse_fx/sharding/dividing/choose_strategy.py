@@ -70,15 +70,14 @@ class Chooser:
         return self._blocks_in(self.values[value.pending.all_input_nodes[0]])
 
     def fixed(self, described: Described, state: State) -> Strategy | None:
-        """The strategy with these placements, if the op has it."""
-        return next(
-            (
-                each
-                for each in strategies_of(described.call)
-                if (each.outputs, each.inputs) == (state.outputs, state.inputs)
-            ),
-            None,
-        )
+        """The strategy with these placements, if the op has it and its inputs can lie so."""
+        values = [self.values[value] for value in described.inputs]
+        if len(values) != len(state.inputs) or any(
+            self.cost(value, placement) is None for value, placement in zip(values, state.inputs, strict=True)
+        ):
+            return None
+        found = (each for each in strategies_of(described.call) if each.outputs == state.outputs)
+        return next((each for each in found if each.inputs == state.inputs), None)
 
     def choose(self, node: fx.Node, described: Described) -> Strategy:
         """The cheapest strategy of a node.

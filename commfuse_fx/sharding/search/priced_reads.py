@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.placement import P
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements
 from commfuse_fx.solvers.factor_graph import Table
 
@@ -104,6 +105,9 @@ def _priced(read: LayoutRead, have: Needs, grid: AxisGrid, fused: bool) -> Price
         for each in dict.fromkeys(each for needs in reader.wanted for each in needs):
             counts[each] = counts.get(each, 0) + 1
     changes = {each: np.array([grid.change(read.spec, one, each, fused) for (one,) in have]) for each in counts}
+    if len(read.readers) > 1:  # a partial sum that several ops use is summed once, before them
+        for each, costs in changes.items():
+            costs[[any(one == each[at] == P for at, one in enumerate(placements)) for (placements,) in have]] = inf
     shared = [each for each, costs in changes.items() if counts[each] > 1 and (costs[np.isfinite(costs)] > 0).any()]
     alone = {**changes, **{each: np.where(np.isinf(changes[each]), inf, 0.0) for each in shared}}
     nothing = np.zeros(len(have))
