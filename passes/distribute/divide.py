@@ -38,6 +38,10 @@ MEMORY = (0.75, 0.5, 0.25, 0.0)
 among those for a higher one, with which a step is then never predicted to be slower."""
 
 
+MOST_AXES = 3
+"""Axes of a grid that the compiler chooses: each takes a search and a division of the graph."""
+
+
 @dataclass(frozen=True)
 class Divide(PricedPass):
     """One mesh axis after the other, those over which the batch is divided first.
@@ -50,7 +54,7 @@ class Divide(PricedPass):
     exposed: how much of the time of the collectives of gradients counts in a search, as the backward may hide them.
     memory: how much of the memory that a search can save stays in use: at 1 it looks for time alone, at 0 for the least
         memory.
-    split: the ranks become a grid of axes of prime sizes, so that neighbours may divide other things than nodes do.
+    split: the ranks become a grid of small axes, so that neighbours may divide other things than nodes do.
     """
 
     name = "divide"
@@ -107,7 +111,7 @@ class Divide(PricedPass):
             given.check_mesh(resolved.mesh)
             resolved = _split(resolved, tuple(given.mesh.values()))
         elif self.split:
-            resolved = _split(resolved, prime_factors(resolved.mesh.world))
+            resolved = _split(resolved, small_axes(resolved.mesh.world, _neighbours(context)))
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
         program.batch_axes = ",".join(resolved.data_axes)
@@ -236,19 +240,37 @@ def _may_split(situation: Situation, program: Program) -> bool:
     """Whether nothing that the user has said depends on what the axes of the mesh are."""
     marks = program.marks
     is_free = situation.config.mesh is None and len(program.mesh.names) == 1
-    return is_free and not (marks.modules or marks.parameters) and len(prime_factors(program.mesh.world)) > 1
+    return is_free and not (marks.modules or marks.parameters) and len(small_axes(program.mesh.world)) > 1
 
 
-def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, the largest first."""
+def _neighbours(context: PassContext) -> int:
+    """How many neighbouring ranks the innermost level of the network joins; 1 where that differs."""
+    domains = context.costs.cluster.levels[0].domains
+    return domains if isinstance(domains, int) else 1
+
+
+def small_axes(ranks: int, inner: int = 1) -> tuple[int, ...]:
+    """Sizes of up to `MOST_AXES` axes for so many ranks, the outermost first: prime factors, the smallest ones joined.
+
+    inner: how many neighbours have the fastest links, if these are not all: then one axis is that of such groups.
+    """
+    if 1 < inner < ranks and ranks % inner == 0:
+        return (ranks // inner, *_factors(inner, MOST_AXES - 1))
+    return _factors(ranks, MOST_AXES)
+
+
+def _factors(number: int, most: int) -> tuple[int, ...]:
     found: list[int] = []
     factor = 2
     while number > 1:
         while number % factor == 0:
-            found.insert(0, factor)
+            found.append(factor)
             number //= factor
         factor += 1
-    return tuple(found)
+    while len(found) > most:
+        first, second, *others = found
+        found = sorted((first * second, *others))
+    return tuple(reversed(found))
 
 
 def _refuse_user_collectives(program: Program) -> None:

@@ -21,6 +21,7 @@ from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.passes.distribute.divide import small_axes
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
@@ -287,3 +288,20 @@ def test_a_strategy_that_the_inputs_cannot_have_is_not_taken(tmp_path: Path) -> 
     assert '"1/relu.0": "dp: S(1) -> S(1)"' in text and '"2/addmm.0": "dp: R, S(1), S(0) -> P"' in text
     file.write_text(text.replace('"dp: R, S(1), S(0) -> P"', '"dp: P, P, R -> P"'))
     lowered(mlp(1024, 1), F.mse_loss, x, x, mesh=(8,), strategy_ckpt_load_file=file)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "sizes"),
+    [
+        (1, 1, ()),
+        (7, 1, (7,)),
+        (8, 8, (2, 2, 2)),
+        (12, 1, (3, 2, 2)),
+        (64, 8, (8, 4, 2)),
+        (16, 8, (2, 4, 2)),
+        (96, 1, (6, 4, 4)),
+        (12, 8, (3, 2, 2)),
+    ],
+)
+def test_axes_of_a_free_mesh(ranks: int, inner: int, sizes: tuple[int, ...]) -> None:
+    assert small_axes(ranks, inner) == sizes
