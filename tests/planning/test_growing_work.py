@@ -21,10 +21,10 @@ def work(monkeypatch: pytest.MonkeyPatch, layers: int, options: dict[str, Any]) 
     """The calls of all passes for a chain of so many layers."""
     counted = 0
 
-    def planned(*arguments: Any) -> Any:
+    def planned(*arguments: Any, **named: Any) -> Any:
         nonlocal counted
         made = []
-        counted += calls(lambda: made.append(plan_step(*arguments)))
+        counted += calls(lambda: made.append(plan_step(*arguments, **named)))
         return made[0]
 
     torch.manual_seed(0)
