@@ -105,7 +105,11 @@ def group_of(node: fx.Node) -> str:
 def root_of(node: fx.Node) -> int | None:
     """The position in its group of the rank that a start sends from, or to; None where all ranks do the same."""
     kind, group = _STARTS[node.target]
-    return node.args[group - 1] if kind in ("broadcast", "reduce") else None  # type: ignore[return-value]
+    if kind not in ("broadcast", "reduce"):
+        return None
+    root = node.args[group - 1]
+    assert isinstance(root, int)
+    return root
 
 
 def tables_of(start: fx.Node) -> Tables | None:
@@ -113,11 +117,12 @@ def tables_of(start: fx.Node) -> Tables | None:
     kind, group = _STARTS[start.target]
     if kind not in ("all_gather", "reduce_scatter"):
         return None
-    ways: int = start.args[group - 1]  # type: ignore[assignment]
+    args: tuple[Any, ...] = start.args
+    ways: int = args[group - 1]
     if start.target in BY_MEMBERS.values():
-        return Tables(tuple(start.args[group + 1]), ways)  # type: ignore[arg-type]
-    of_a_rank = start.args[0] if kind == "all_gather" else start
-    return Tables((tensor_spec(of_a_rank).numel,), ways)  # type: ignore[arg-type]
+        return Tables(tuple(args[group + 1]), ways)
+    of_a_rank = args[0] if kind == "all_gather" else start
+    return Tables((tensor_spec(of_a_rank).numel,), ways)
 
 
 def elements_to_send(start: fx.Node) -> int:

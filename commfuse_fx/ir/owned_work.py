@@ -35,7 +35,11 @@ def _ways(value: fx.Node) -> int:
     """How many ranks share what one of them owns of a value; 1 for what every rank has."""
     while value.target in _ELEMENTWISE and info(value).phase == "update":
         value = value.all_input_nodes[0]
-    return int(value.args[2]) if value.target is of_owner else 1  # type: ignore[arg-type]
+    if value.target is not of_owner:
+        return 1
+    ways = value.args[2]
+    assert isinstance(ways, int)
+    return ways
 
 
 def _operands(node: fx.Node) -> Iterator[Sequence[fx.Node]]:

@@ -95,7 +95,11 @@ def group_of_rows(node: fx.Node) -> str:
 
 def owner_of_rows(node: fx.Node) -> int | None:
     """The position of the rank that gets all rows of a parameter; None where every rank gets some."""
-    return node.args[1] if node.target is of_owner else None  # type: ignore[return-value]
+    if node.target is not of_owner:
+        return None
+    owner = node.args[1]
+    assert isinstance(owner, int)
+    return owner
 
 
 def is_parameter(node: fx.Node) -> bool:

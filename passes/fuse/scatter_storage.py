@@ -58,7 +58,8 @@ def _write_apart(build: Builder, start: fx.Node, position: dict[fx.Node, int]) -
     """Write the members into memory of the bucket, each behind what computes it, in place of their concatenation."""
     tables, label = tables_of(start), info(start).name.rsplit("/", 1)[0]
     assert tables is not None
-    old: fx.Node = start.args[0]  # type: ignore[assignment]
+    old = start.args[0]
+    assert isinstance(old, fx.Node)
     like = tensor_spec(old)
     specs = [like.with_shape(tensor_spec(part.value).shape) for part in info(start).parts]
     sources = [source_of(part.value, spec) for part, spec in zip(info(start).parts, specs, strict=True)]

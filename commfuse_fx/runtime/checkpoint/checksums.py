@@ -28,7 +28,6 @@ def check_file(path: Path, wanted: tuple[int, int]) -> None:
             f"the checkpoint's file {str(path)!r} is missing: copy the whole folder, or take another checkpoint"
         ) from None
     if found != wanted:
-        what = f"has {found[0]} bytes in place of {wanted[0]}" if found[0] != wanted[0] else "has other bytes"
-        raise CheckpointError(
-            f"{str(path)!r} {what} than when it was written: copy it again, or take another checkpoint"
-        )
+        size = f"has {found[0]} bytes in place of {wanted[0]}"
+        what = size if found[0] != wanted[0] else "has other bytes than when it was written"
+        raise CheckpointError(f"{str(path)!r} {what}: copy it again, or take another checkpoint")

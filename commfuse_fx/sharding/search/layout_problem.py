@@ -155,9 +155,9 @@ class LayoutProblem:
 
     def _call(self, node: fx.Node) -> None:
         spec = info(node).spec
-        if node.target is operator.getitem and isinstance(info(node.args[0]).spec, tuple):  # type: ignore[arg-type]
-            parent, item = node.args
-            self._at[node] = (self._at[parent][0], item)  # type: ignore[index, assignment]
+        args: tuple[Any, ...] = node.args
+        if node.target is operator.getitem and isinstance(info(args[0]).spec, tuple):
+            self._at[node] = (self._at[args[0]][0], args[1])
         elif writes_input(node):
             pass
         elif is_mark(node):
@@ -181,7 +181,7 @@ class LayoutProblem:
         states = [LaidOut((each,), (each,)) for each in product(*choices) if self.grid.fits(spec, each)]
         number = self._variable(node, states)
         self.named[info(node).name] = number
-        self._reading(number, info(node).phase, [node.args[0]])  # type: ignore[list-item]
+        self._reading(number, info(node).phase, node.all_input_nodes)
 
     def _whole_inputs(self, node: fx.Node) -> None:
         """An op that takes and gives whole tensors."""
