@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
@@ -239,6 +240,16 @@ def serve_rank(pipe: connection.Connection, log: str) -> None:
         gc.freeze()  # plans that later runs share: looking through them again would take longer than most runs
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def hurry(seconds: float) -> None:
+    """All ranks have come here, and from now on they wait so many seconds for each other. What came before has had the
+    time-out of the world, since one rank may take seconds longer to compile than another."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 SOON_WORLD_TIMEOUT = 60.0

@@ -21,7 +21,7 @@ from commfuse_fx.errors import CollectiveError
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.runtime.execute import messages
 from tests import captures
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, hurry
 
 pytestmark = pytest.mark.dist
 
@@ -304,6 +304,7 @@ def reads_on_one_rank() -> str:
         parallel_optimizer_config=SMALL,
     )  # fmt: skip
     step(*batch(0))
+    hurry(6.0)
     if dist.get_rank() == 0:
         copy.deepcopy(net.state_dict())  # parameters are whole on every rank
         try:
@@ -314,7 +315,7 @@ def reads_on_one_rank() -> str:
 
 
 def test_parameters_are_read_alone_and_states_together(ranks: Ranks) -> None:
-    said, _ = ranks.values(reads_on_one_rank, world_timeout=6.0)
+    said, _ = ranks.values(reads_on_one_rank)
     assert "is done by all ranks together" in said and "optimizer's state" in said
 
 

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import commfuse_fx as cf
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, hurry
 from tests.sharding.elementwise import (
     ACROSS,
     ONE_AXIS,
@@ -110,6 +110,7 @@ def read_alone() -> tuple[str, float, dict[str, torch.Tensor]]:
     step = make_step(ONE_AXIS, (2, 2), virtual=False)
     data = step.mesh.index("dp", cf.get_rank())
     step(batch(0, data))
+    hurry(8.0)
     message, began = "", time.monotonic()
     if cf.get_rank() == 0:
         try:
@@ -122,7 +123,7 @@ def read_alone() -> tuple[str, float, dict[str, torch.Tensor]]:
 
 
 def test_reading_on_one_rank_does_not_hang(ranks: Ranks) -> None:
-    first, *others = ranks.values(read_alone, size=4, world_timeout=8.0)
+    first, *others = ranks.values(read_alone, size=4)
     message, waited, _ = first
     assert "model.state_dict() on every rank, then save on one" in message
     assert 3.0 < waited < 7.0
@@ -136,6 +137,7 @@ def come_late() -> tuple[str, bool]:
     step = make_step(ONE_AXIS, (2, 2), virtual=False)
     data = step.mesh.index("dp", cf.get_rank())
     step(batch(0, data))
+    hurry(4.0)
     message = ""
     if cf.get_rank() == 1:
         time.sleep(3.0)
@@ -147,7 +149,7 @@ def come_late() -> tuple[str, bool]:
 
 
 def test_a_rank_that_comes_too_late_is_told(ranks: Ranks) -> None:
-    for message, readable in ranks.values(come_late, size=4, world_timeout=4.0):
+    for message, readable in ranks.values(come_late, size=4):
         assert "by all ranks together" in message
         assert readable
 

@@ -50,7 +50,6 @@ class ProcessExchange:
     def __init__(self, mesh: Mesh, rank: int, name: str, epoch: Callable[[], int]) -> None:
         self.mesh = mesh
         self.rank = rank
-        self.limit = min(world_timeout() / 2, LONGEST_WAIT)
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"commfuse_fx/read/{name}"
         self._groups: dict[str, Any] = {}
@@ -58,6 +57,11 @@ class ProcessExchange:
         self._process = process()
         self._place = (-1, 0)  # epoch, and how many meetings it has seen
         self._behind: tuple[str, str] | None = None  # keys of the last meeting, to be deleted after the next one
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return min(world_timeout() / 2, LONGEST_WAIT)
 
     def meet(self) -> None:
         check_process(
