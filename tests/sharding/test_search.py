@@ -156,7 +156,7 @@ def test_brute_force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(4, 4)
     program, axis = caught(nn.Linear(4, 2, bias=False), x, torch.empty(4, 2), monkeypatch)
     cluster = slow_device(name, 1e-9, 1e-6)
-    problem = LayoutProblem(program, [axis], [PlacementCosts(cluster, (0, 1))], cluster.device, 7.0)
+    problem = LayoutProblem(program, [axis], [PlacementCosts(cluster, (0, 1))], cluster.device)
     graph = problem.graph
     assert 4 < len(graph.unary) < 30
     best = branch_and_bound(graph.unary, graph.pairs)
@@ -203,7 +203,7 @@ def test_a_value_that_several_ops_need_is_gathered_once(monkeypatch: pytest.Monk
         program, axis = caught(Readers(count), torch.empty(4, 4), torch.empty(4, count, 4), monkeypatch)
         weights = {f"layers.{number}.weight": Pin(S(0), "test") for number in range(count)}
         prices = PlacementCosts(replace(cluster, device=free), (0, 1))
-        problem = LayoutProblem(program, [replace(axis, parameters=weights)], [prices], free, 0.0)
+        problem = LayoutProblem(program, [replace(axis, parameters=weights)], [prices], free)
         costs.append(cheapest_choice(problem.graph).cost)
     alpha = cluster.levels[0].alpha  # what one more message takes
     assert alpha < costs[0] <= costs[1] < costs[0] + alpha / 10
@@ -216,7 +216,7 @@ def test_searches_share_what_does_not_depend_on_overlap(monkeypatch: pytest.Monk
 
     def problem(exposed: float, *shared: KnownLayouts) -> LayoutProblem:
         prices = PlacementCosts(cluster, (0, 1), exposed)
-        return LayoutProblem(program, [axis], [prices], cluster.device, 7.0, *shared)
+        return LayoutProblem(program, [axis], [prices], cluster.device, *shared)
 
     problem(1.0, known)
     alone = problem(0.3)

@@ -14,7 +14,7 @@ from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir.meta import info
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
-from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
+from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, moved_by_update
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
 
@@ -89,10 +89,10 @@ def test_a_limit_that_nothing_meets() -> None:
 
 
 OPTIMIZERS = {
-    "adamw": (lambda params: torch.optim.AdamW(params), 4),
-    "amsgrad": (lambda params: torch.optim.Adam(params, amsgrad=True), 5),
-    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1), 2),
-    "momentum": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 3),
+    "adamw": (lambda params: torch.optim.AdamW(params), 4, 7),
+    "amsgrad": (lambda params: torch.optim.Adam(params, amsgrad=True), 5, 9),
+    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1), 2, 3),
+    "momentum": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 3, 5),
 }
 
 
@@ -104,12 +104,13 @@ def captured(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: torch
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_parameter_takes(name: str) -> None:
+def test_what_a_parameter_and_its_update_take(name: str) -> None:
     model = wide(4)
     model[0].bias.requires_grad_(False)
-    make, count = OPTIMIZERS[name]
+    make, count, moved = OPTIMIZERS[name]
     program = captured(model, make([each for each in model.parameters() if each.requires_grad]), torch.ones(4, 4))
     assert [copies(program, each) for each in ("0.weight", "0.bias")] == [count, 1]
+    assert [moved_by_update(program, each) for each in ("0.weight", "0.bias")] == [moved, 0]
 
 
 def test_what_the_parallel_optimizer_divides_does_not_count() -> None:

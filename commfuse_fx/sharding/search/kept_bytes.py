@@ -1,4 +1,7 @@
-"""Which tensors of a step stay in memory: parameters all the time, and what the forward computes for the backward."""
+"""Which tensors of a step stay in memory: parameters all the time, and what the forward computes for the backward.
+
+And which of them an update reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,19 @@ def copies(program: Program, name: str) -> int:
     if level < STATES:
         found += _states(program, name)
     return found
+
+
+def moved_by_update(program: Program, name: str) -> int:
+    """How many times the bytes of a parameter its update reads and writes: it reads the gradient, and reads and writes
+    the parameter and each of its states.
+
+    An optimizer without a rule updates whole parameters on each rank, whatever their layout: it counts as nothing.
+    """
+    optimizer = program.optimizer
+    if optimizer is None or optimizer.rule not in RULES or name not in program.grads:
+        return 0
+    is_updated = any(name in group.params for group in optimizer.groups)
+    return 3 + 2 * _states(program, name) if is_updated else 0
 
 
 def _states(program: Program, name: str) -> int:

@@ -33,7 +33,7 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements, distinct, joined, on_axis
-from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward
+from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, moved_by_update
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
@@ -47,7 +47,6 @@ class LayoutProblem:
     backward, and of what else an op works on all that exceeds what the largest op needs at the least.
 
     prices: of changes of layout, for each axis.
-    update_bytes: bytes that an update reads and writes per byte of a parameter.
     known: what other problems of the same compile have found out.
     """
 
@@ -57,7 +56,6 @@ class LayoutProblem:
         axes: Sequence[Axis],
         prices: Sequence[PlacementCosts],
         device: Device,
-        update_bytes: float,
         known: KnownLayouts | None = None,
     ) -> None:
         self.program = program
@@ -67,7 +65,6 @@ class LayoutProblem:
         self.states: list[list[LaidOut]] = []
         self.named: dict[str, int] = {}  # name of a node -> its variable
         self.parameters: dict[str, int] = {}
-        self._update_bytes = update_bytes
         self._at: dict[fx.Node, tuple[int, int | None]] = {}  # node -> variable, and which result of it
         self._reads: dict[tuple[int, int], LayoutRead] = {}
         self._known = KnownLayouts() if known is None else known
@@ -132,7 +129,8 @@ class LayoutProblem:
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
-            seconds = self._update_bytes * _spec(node).nbytes / self.grid.device.memory_bandwidth
+            nbytes = moved_by_update(self.program, source.name) * _spec(node).nbytes
+            seconds = nbytes / self.grid.device.memory_bandwidth
             costs = np.array([seconds / self.grid.parts(each) for each in found])
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number

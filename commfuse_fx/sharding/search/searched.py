@@ -34,7 +34,7 @@ def searched(
     known: what other searches of the same compile have found out.
     """
     prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposed) for axis in axes]
-    problem = LayoutProblem(program, axes, prices, costs.cluster.device, _update_bytes(program), known)
+    problem = LayoutProblem(program, axes, prices, costs.cluster.device, known)
     found = cheapest_choice(problem.graph)
     if memory < 1:
         found = within_budget(problem.graph, problem.memory, memory, found)
@@ -64,8 +64,3 @@ def _slowest(program: Program, axis: Axis, costs: CostModel) -> tuple[int, ...]:
     """The ranks of a group along this axis, one over the slowest links."""
     groups = costs.cluster.distinct(program.mesh.groups(axis.group))
     return max(groups, key=lambda ranks: collective_cost("all_reduce", 1 << 20, ranks, costs.cluster).seconds)
-
-
-def _update_bytes(program: Program) -> float:
-    """Bytes that an update reads and writes per byte of a parameter: the parameter, its gradient and two states."""
-    return 0.0 if program.optimizer is None else 7.0
