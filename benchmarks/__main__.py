@@ -11,6 +11,7 @@ NAMES = (
     "tensor_parallel",
     "planning",
     "search",
+    "hand_made",
     "memory_cap",
     "module_memory",
     "divided_memory",
