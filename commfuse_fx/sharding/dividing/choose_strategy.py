@@ -34,6 +34,7 @@ class Chooser:
     def __init__(self, values: Mapping[fx.Node, Value], ways: int) -> None:
         self.values = values
         self.ways = ways
+        self._making: dict[tuple[fx.Node, Placement], tuple[Described, Strategy] | None] = {}
 
     def describe(self, node: fx.Node, blocks: tuple[int, ...] = ()) -> Described:
         """The call of a node. blocks: the numbers that rules are asked about; by default those of its inputs."""
@@ -113,11 +114,31 @@ class Chooser:
 
     def cost(self, value: Value, wanted: Placement) -> Cost | None:
         """The cost of having a value with the placement `wanted`; None if that is impossible."""
+        if value.made_by is not None:
+            return FREE if self.making(value, wanted) is not None else value.transition(R, wanted, self.ways)
         if value.pending is None:
             found = value.nearest(wanted, self.ways)
             return None if found is None else found[0]
         option = self.option(value, wanted)
         return None if option is None else option[0]
+
+    def making(self, value: Value, wanted: Placement) -> tuple[Described, Strategy] | None:
+        """How a value that is computed of constants is computed with the placement `wanted`; None if it has to be cut
+        out of the whole value."""
+        node = value.made_by
+        assert node is not None
+        if (node, wanted) not in self._making:
+            described = self.describe(node, (1, wanted.blocks) if isinstance(wanted, Shard) else (1,))
+            inputs = [self.values[given] for given in described.inputs]
+            found = (
+                each
+                for each in strategies_of(described.call)
+                if each.outputs == (wanted,) and not isinstance(wanted, Partial) and not each.comm
+                if all(self.cost(of, lies) is not None for of, lies in zip(inputs, each.inputs, strict=True))
+            )
+            strategy = next(found, None)
+            self._making[node, wanted] = None if strategy is None else (described, strategy)
+        return self._making[node, wanted]
 
     def option(self, value: Value, wanted: Placement) -> tuple[Cost, Strategy | None] | None:
         """The cost and the strategy with which an undecided value gets the placement `wanted`; None if it cannot."""

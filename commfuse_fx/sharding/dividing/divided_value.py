@@ -23,18 +23,23 @@ class Value:
     versions: the nodes of the new graph that hold it, by placement.
     pending: the node that computes it, while its placement is undecided (a parameter without a mark, or a view of one).
         Then every placement that it can have is free.
+    made_by: the node that computes it of constants and random seeds alone. Then no placement of it is ever sent: a part
+        is computed as a part.
     weight: the factor on the bytes of gathering it. It is more than 1 for parameters that the user wants divided.
     """
 
     whole: Spec
     versions: dict[Placement, fx.Node] = field(default_factory=dict)
     pending: fx.Node | None = None
+    made_by: fx.Node | None = None
     weight: int = 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole value on every rank is its only version."""
-        return self.pending is None and len(self.versions) == 1 and R in self.versions
+        """Whether the whole value on every rank is its only version, or none has been asked for yet."""
+        if self.pending is not None:
+            return False
+        return not self.versions if self.made_by is not None else list(self.versions) == [R]
 
     def nearest(self, wanted: Placement, ways: int) -> tuple[Cost, Placement] | None:
         """The version from which `wanted` is made most cheaply, with the cost; None if that is impossible."""

@@ -30,6 +30,7 @@ from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.local_graph import LocalGraph
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.made_of_constants import MadeOfConstants
 from commfuse_fx.sharding.dividing.variation import agrees, varies, varies_as_inputs
 from commfuse_fx.sharding.dividing.written_inputs import WrittenInputs, writes_input
 from commfuse_fx.sharding.marking.layout_op import is_mark
@@ -54,6 +55,7 @@ class Division:
         self.local = LocalGraph(program, axis, specs)
         self.values: dict[fx.Node, Value] = {}
         self.chooser = Chooser(self.values, axis.ways)
+        self.constants = MadeOfConstants(program)
         self.written = WrittenInputs(program, axis, self.local, self.values, self._get, self._settle)
         self._warned: dict[tuple[Any, str], None] = {}
 
@@ -153,6 +155,8 @@ class Division:
             self._start_of_backward(node)
         elif self._can_wait(node):
             self.values[node] = Value(info(node).spec, pending=node)
+        elif info(node).name not in self.axis.states and self.constants.has(node):
+            self.values[node] = Value(info(node).spec, made_by=node)
         else:
             self._compute(node)
 
@@ -184,7 +188,7 @@ class Division:
         if pin is not None:
             placement = pin.placement
         else:
-            placement = R if value.pending is not None else next(iter(value.versions))
+            placement = R if value.pending is not None else next(iter(value.versions), R)
         new = self.local.emit(node.target, (self._get(given, placement, node), *node.args[1:]), {}, node)
         self._lies(new, placement)
         self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
@@ -194,6 +198,7 @@ class Division:
         spec = tensor_spec(node)
         kwargs = {"dtype": spec.dtype, "device": torch.device(spec.device)}
         self.values[node] = Value(spec, {R: self.local.emit(aten.full.default, (list(spec.shape), 1.0), kwargs, node)})
+        self.constants.add(node)
 
     def _can_wait(self, node: fx.Node) -> bool:
         """Whether the node is a view or a cast of a parameter whose placement is still undecided."""
@@ -234,6 +239,8 @@ class Division:
         consumer: the old node that needs it. serves: the parameters whose gradient the value is.
         """
         value = self.values[node]
+        if value.made_by is not None and wanted not in value.versions:
+            self._make(value, wanted)
         if value.pending is not None:
             if wanted in value.versions:
                 return value.versions[wanted]
@@ -253,6 +260,22 @@ class Division:
         found = value.nearest(wanted, self.axis.ways)
         assert found is not None, f"{info(node).name} cannot become {wanted}"
         return self.local.redistribute(value, node, found[1], wanted, consumer, serves)
+
+    def _make(self, value: Value, wanted: Placement) -> None:
+        """Compute a value that is made of constants: as it is wanted, or the whole, of which a part is cut then."""
+        node = value.made_by
+        assert node is not None
+        placement = wanted if self.chooser.making(value, wanted) else R
+        making = self.chooser.making(value, placement)
+        assert making is not None, "every op can work on whole tensors"
+        if placement in value.versions:
+            return
+        self._apply(node, *making)
+        made = self.values[node].versions[placement]
+        if value.versions:
+            info(made).name = self.program.names.reserve(f"{info(node).name}/again")
+        value.versions[placement] = made
+        self.values[node] = value
 
     def _decide(self, value: Value, placement: Placement) -> None:
         node = value.pending
