@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 import commfuse_fx as cf
-from benchmarks.workloads import LEARNING_RATE, Workload
+from benchmarks.workloads import LEARNING_RATE, MLP, Workload
 from commfuse_fx.measure.calibration import calibrate
 
 OPTIMAL = {kind: {"mode": "optimal", "config": None} for kind in ("allreduce", "allgather", "reducescatter")}
 
 BOTH = ("allgather", "reducescatter")
+
+TP = "tp"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Mode:
 
     is_priced: whether predictions are of what runs, rather than of single ops that are compiled together.
     tries_plans: steps run at the rate, before any is timed, until the plan stays. by_default: whether it is measured
-    where no variants are named.
+    where no variants are named. marks: how layers are divided. whole_batch: each rank is handed the
+    batches of all.
     """
 
     options: Callable[[Any], Mapping[str, Any]]
@@ -32,6 +35,27 @@ class Mode:
     is_priced: bool = True
     tries_plans: bool = False
     by_default: bool = True
+    marks: Callable[[torch.nn.Module], cf.plans.Plan] | None = None
+    whole_batch: bool = False
+
+    def batch(self, workload: Workload, rank: int, ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What one of so many ranks is handed."""
+        if not self.whole_batch:
+            return workload.batch(rank)
+        together = [workload.batch(each) for each in range(ranks)]
+        args = tuple(torch.cat(each) for each in zip(*(args for args, _ in together), strict=True))
+        return args, {name: torch.cat([kwargs[name] for _, kwargs in together]) for name in together[0][1]}
+
+
+def tensor_parallel(model: torch.nn.Module) -> cf.plans.Plan:
+    """The plan of Megatron-LM: for transformers the ready-made one, with the vocabulary divided."""
+    if isinstance(model, MLP):
+        columns, rows = ({"weight": (TP, None), "bias": (TP,)}, {"weight": (None, TP)})
+        return {
+            "blocks.*.up": cf.plans.Layouts(parameters=columns),
+            "blocks.*.down": cf.plans.Layouts(parameters=rows),
+        }
+    return cf.plans.tensor_parallel(model, TP, vocabulary=True)
 
 
 MODES = {
@@ -46,6 +70,22 @@ MODES = {
         }
     ),
     "auto": Mode(lambda cluster: {"schedule": "auto"}, tries_plans=True),
+    "searched": Mode(
+        lambda cluster: {"parallel_mode": "auto", "full_batch": True, "cluster": cluster},
+        by_default=False,
+        whole_batch=True,
+    ),
+    "tensor parallel": Mode(
+        lambda cluster: {
+            "parallel_mode": "semi_auto",
+            "mesh": (1, torch.distributed.get_world_size()),
+            "full_batch": True,
+            "cluster": cluster,
+        },
+        by_default=False,
+        marks=tensor_parallel,
+        whole_batch=True,
+    ),
     **{
         f"parallel optimizer {level}": Mode(
             lambda cluster, level=level: {

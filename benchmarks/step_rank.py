@@ -220,10 +220,10 @@ class _Rank:
 
     def _predict(self, rate: Rate) -> None:
         """What the simulator says of every mode and its plan, with the step's compute as it was measured in between."""
-        args, kwargs = self.workload.batch(self.rank)
         profile = self._profile_at(rate)
         for name, variant in self.variants[rate].items():
             if variant.compiled is not None and MODES[name].is_priced:
+                args, kwargs = MODES[name].batch(self.workload, self.rank, dist.get_world_size())
                 lowered = variant.compiled.lower(*args, **kwargs)
                 explanation = lowered.explain(profile)
                 self.measured[rate].predicted[name] = explanation.simulation.step_seconds
@@ -278,10 +278,13 @@ class _Rank:
 def _build(name: str, workload: Workload, model: nn.Module, cluster: cf.StepProfile | None) -> Variant:
     if name in PEERS or cluster is None:
         return Variant(PEERS[name](workload, model))
-    options: Mapping[str, Any] = MODES[name].options(cluster)
+    mode = MODES[name]
+    options: Mapping[str, Any] = mode.options(cluster)
+    if mode.marks is not None:
+        cf.shard(model, mode.marks(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     step = cf.compile(model, loss_fn=workload.loss_fn, optimizer=optimizer, **options)
-    args, kwargs = workload.batch(dist.get_rank())
+    args, kwargs = mode.batch(workload, dist.get_rank(), dist.get_world_size())
     return Variant(lambda: step(*args, **kwargs), step.synchronize, step)
 
 

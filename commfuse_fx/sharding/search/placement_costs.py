@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
-from commfuse_fx.ir.placement import Partial, Placement, Replicate
+from commfuse_fx.ir.placement import Partial, Placement, Replicate, Shard
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.divided_value import can_exchange
 
@@ -41,14 +41,16 @@ class PlacementCosts:
             return copied if isinstance(have, Replicate) else inf
         if isinstance(have, Replicate):
             return copied / self._ways
+        if isinstance(have, Partial) and isinstance(wanted, Shard):
+            return self._seconds("reduce_scatter", nbytes, fused) + copied * _is_rearranged(wanted)
         if isinstance(have, Partial):
-            kind = "all_reduce" if isinstance(wanted, Replicate) else "reduce_scatter"
-            return self._seconds(kind, nbytes, fused)
+            return self._seconds("all_reduce", nbytes, fused)
+        gathered = self._seconds("all_gather", nbytes, fused) + copied * _is_rearranged(have)
         if isinstance(wanted, Replicate):
-            return self._seconds("all_gather", nbytes, fused)
+            return gathered
         if can_exchange(have, wanted):
-            return self._seconds("all_to_all", nbytes / self._ways, fused)
-        return self._seconds("all_gather", nbytes, fused) + copied / self._ways
+            return self._seconds("all_to_all", nbytes / self._ways, fused) + 2 * copied / self._ways
+        return gathered + copied / self._ways
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds of an all_reduce inside of an op."""
@@ -58,4 +60,9 @@ class PlacementCosts:
         known = self._known.get((kind, nbytes))
         if known is None:
             known = self._known[kind, nbytes] = collective_cost(kind, nbytes, self._ranks, self._cluster)
-        return known.transfer * self._exposed if fused else known.seconds
+        return known.transfer * self._exposed if fused else known.seconds + self._cluster.device.collective_overhead
+
+
+def _is_rearranged(placement: Shard) -> bool:
+    """Whether parts of a tensor do not lie one after another in the whole, so that it is copied for a collective."""
+    return placement.dim != 0 or placement.blocks != 1
