@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from commfuse_fx.config.compile_config import CompileConfig
@@ -79,6 +79,25 @@ class Situation:
     gradients: str = "reduced"
     by_autograd: bool = False
     by_rules: bool = False
+
+    def of(self, variant: Variant) -> Situation:
+        """The same where this way to plan is tried. A level of the parallel optimizer that it has is as one that the
+        user has asked for."""
+        level = variant.get("level", None)
+        config = self.config if level is None else self.config.with_level(level)
+        return replace(self, config=config, variant=variant)
+
+    def free_levels(self, program: Program) -> tuple[int, ...]:
+        """The levels of the parallel optimizer that a search of strategies may choose for this program besides none."""
+        is_open = program.strategies is None and self.can_share_updates(program)
+        return self.config.free_levels if is_open else ()
+
+    def can_share_updates(self, program: Program) -> bool:
+        """Whether ranks may divide the update of this program's parameters among them."""
+        optimizer = program.optimizer
+        is_known = optimizer is not None and optimizer.rule != "opaque" and bool(program.grads)
+        is_reduced = self.gradients in ("reduced", "accumulated") and self.config.parallel_mode != "stand_alone"
+        return is_known and is_reduced and self.mesh.world > 1
 
     @property
     def divides(self) -> bool:

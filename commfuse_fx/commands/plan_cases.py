@@ -12,8 +12,8 @@ from commfuse_fx.commands.arguments import compile_options
 from commfuse_fx.commands.targets import Target
 from commfuse_fx.commands.what_if import Case
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.cost.memory import TooLittleMemory
 from commfuse_fx.cost.model import cost_model
+from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.strategy_table import StrategyTable, is_data_parallel, strategy_table

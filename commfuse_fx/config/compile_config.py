@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from commfuse_fx.config.options import (
     TrialLimits,
     validated,
 )
-from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
+from commfuse_fx.config.parallel_optimizer import BROADCAST, LEVELS, ParallelOptimizer
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError, NotAvailableError
 from commfuse_fx.machine.source import Costs, costs_label, resolve_costs
 from commfuse_fx.support.checks import show
@@ -93,6 +93,8 @@ class CompileConfig:
     """What plans are priced with: a ClusterSpec, a StepProfile, "measured", "default", or None."""
     exchange_factors: str
     gradient_compression: Any
+    says_nothing_of_levels: bool = field(default=False, compare=False)
+    """Whether neither the call nor the context has said whether the parallel optimizer is on. No option."""
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any], form: str = "step") -> CompileConfig:
@@ -128,7 +130,8 @@ class CompileConfig:
         mode = settings["parallel_mode"]
         settings["parallel_mode"] = PARALLEL_MODE_ALIASES.get(mode, mode)
         _check_available(settings)
-        return cls(comm_fusion=fusion, **settings)
+        is_open = "enable_parallel_optimizer" not in given_for_all
+        return cls(comm_fusion=fusion, **settings, says_nothing_of_levels=is_open)
 
     @property
     def divides_graphs(self) -> bool:
@@ -140,6 +143,26 @@ class CompileConfig:
         """How updates are divided among ranks; None where every rank makes all of them."""
         is_on = self.enable_parallel_optimizer and self.parallel_mode != "stand_alone"
         return ParallelOptimizer.parse(self.parallel_optimizer_config) if is_on else None
+
+    @property
+    def free_levels(self) -> tuple[int, ...]:
+        """The levels of the parallel optimizer that a search of strategies may choose among, besides none: where memory
+        has a limit, and nobody has said whether it is on."""
+        if not (self.parallel_mode == "auto" and self.says_nothing_of_levels and self.memory_limit is not None):
+            return ()
+        asked = self.parallel_optimizer_config or {}
+        if "level" in asked:
+            return (ParallelOptimizer.parse(asked).level,)
+        return LEVELS if asked.get("mode") != BROADCAST else LEVELS[:-1]
+
+    def with_level(self, level: int) -> CompileConfig:
+        """The same with the parallel optimizer on this level; on none, off."""
+        if not level:
+            return replace(self, enable_parallel_optimizer=False, says_nothing_of_levels=False)
+        options = {**(self.parallel_optimizer_config or {}), "level": level}
+        return replace(
+            self, enable_parallel_optimizer=True, parallel_optimizer_config=options, says_nothing_of_levels=False
+        )
 
     @property
     def asks_to_measure(self) -> bool:

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.config.parallel_optimizer import PARAMETERS
-from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import is_wait, memory_on_wire
 from commfuse_fx.ir.deferred import execution_order, is_deferred
 from commfuse_fx.ir.dependence import Roots
@@ -113,6 +111,14 @@ class Memory:
         live = list(accumulate(self._change[:-1], initial=self._always))[1:]
         return [live[self._position[node]] for node in self.program.graph.nodes]
 
+    def kept_by_forward(self) -> int:
+        """Bytes that the forward leaves for the backward; 0 where there is no backward."""
+        phases = [info(node).phase for node in self._order]
+        if "backward" not in phases:
+            return 0
+        first = phases.index("backward")
+        return sum(each.nbytes for each in self._lifetimes.values() if each.first < first <= each.last)
+
     def _add(self, lifetime: _Lifetime) -> None:
         change, size = self._change, lifetime.nbytes
         change[lifetime.first] += size
@@ -203,31 +209,3 @@ def _twins(parts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         if kept is not node:
             twins[node] = kept
     return twins
-
-
-class TooLittleMemory(ConfigValueError):
-    """No arrangement fits; `needed`: bytes of the one that needs least."""
-
-    def __init__(self, limit: int, needed: int, program: Program) -> None:
-        super().__init__(
-            f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
-            f"({needed / 2**20:.1f} MiB, {(needed - limit) / 2**20:.1f} MiB too much) for parameters, optimizer state, "
-            "gradients and activations, with communication held back as far as it goes; raise the limit, or try "
-            f"{', '.join(_what_helps(program))}, or a smaller model"
-        )
-        self.needed = needed
-
-
-def _what_helps(program: Program) -> list[str]:
-    """What makes a step like this one take less memory."""
-    config, asked = program.config, program.config.parallel_optimizer
-    found = []
-    if program.mesh.world > 1 and program.optimizer is not None and (asked is None or asked.level < PARAMETERS):
-        switch = "" if asked is not None else "enable_parallel_optimizer=True, "
-        found.append(
-            f'the parallel optimizer, which divides parameters, gradients and states ({switch}"level": {PARAMETERS} in '
-            "parallel_optimizer_config)"
-        )
-    if asked is not None or config.divides_graphs:
-        found.append("more devices")
-    return [*found, "activation checkpointing (torch.utils.checkpoint)", "a smaller batch"]

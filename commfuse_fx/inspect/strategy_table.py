@@ -124,13 +124,18 @@ def is_data_parallel(made: Attempt) -> bool:
 
 
 def _found_by(made: Attempt, from_file: bool) -> str:
-    if is_data_parallel(made):
-        return DATA_PARALLEL
+    divide = next(each for each in made.pipeline.passes if isinstance(each, Divide))
+    if not divide.searched:
+        return f"{DATA_PARALLEL}{_level(divide)}"
     if from_file:
         return FROM_FILE
-    divide = next(each for each in made.pipeline.passes if isinstance(each, Divide))
-    saving = f", saving {1 - divide.memory:.0%} of memory" if divide.memory != 1 else ""
-    return f"search, {divide.exposed:.0%} of gradient reduction exposed{saving}"
+    counted = f" that counts {divide.exposed}" if divide.exposed else ""
+    saving = f", saving {in_bytes(divide.saving)}" if divide.saving else ""
+    return f"search{counted}{saving}{_level(divide)}"
+
+
+def _level(divide: Divide) -> str:
+    return f", parallel optimizer level {divide.level}" if divide.level else ""
 
 
 def _row(plan: str, program: Program, chosen: bool, costs: CostModel) -> StrategyRow:

@@ -19,6 +19,7 @@ class Attempt:
     program: the final one; None where no arrangement fits into memory.
     seconds: predicted for a step; None where nothing is compared, or nothing fits.
     needed: bytes that the plan takes at least, where that is too much; else 0.
+    is_known: whether it has come to the graph of an earlier attempt, so that nothing new was made.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Attempt:
     program: Program | None
     seconds: float | None = None
     needed: int = 0
+    is_known: bool = False
 
 
 OnPlan = Callable[[Attempt], None]

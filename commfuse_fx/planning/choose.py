@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
-from commfuse_fx.cost.memory import TooLittleMemory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import EQUAL
+from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.ir.builder import aten
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.passes.declaration import Pass, PassContext
 from commfuse_fx.planning.attempts import Attempt, OnPlan
 from commfuse_fx.planning.pass_table import TABLE
@@ -31,6 +33,10 @@ STOPPED = ("search", "interrupted")
 """Topic and subject of the note on a plan that is the fastest one of those made before an interrupt."""
 
 
+Further = Callable[[Sequence[Attempt]], Sequence[PassPipeline]]
+"""What to plan next, by the plans that were made; nothing where these will do."""
+
+
 def fastest(
     program: Program,
     pipelines: Sequence[PassPipeline],
@@ -41,6 +47,7 @@ def fastest(
     watcher: Watcher | None = None,
     on_plan: OnPlan | None = None,
     may_stop: bool = False,
+    further: Further | None = None,
 ) -> Planned:
     """Run the passes that all pipelines begin with once, the others each on a copy, and take the fastest result; of
     equally fast ones the first.
@@ -51,6 +58,9 @@ def fastest(
 
     on_plan: told of each plan. may_stop: an interrupt (Ctrl-C) ends the planning once there is a plan. The next one
         is an interrupt as usual.
+    further: asked for more pipelines once those that are known have run, until it has none. All of `pipelines` are run
+        then. Where the first pass in which they differ makes a graph that an earlier one has made, that plan stands for
+        both.
     Raises TooLittleMemory if no plan fits.
     """
     tell = on_plan or (lambda made: None)
@@ -62,7 +72,7 @@ def fastest(
             raise
         tell(Attempt(1, 1, pipelines[0], program))
         return program, pipelines[0], records
-    plans = max(len(pipelines), min(len(pipelines) + len(fixed), most))
+    plans = max(len(pipelines), min(len(pipelines) + len(fixed), most)) if further is None else most
     shared = _shared_passes([*pipelines, *fixed])
     begun = pipelines[0].run(program, check, part=slice(shared), watcher=watcher)
     costs = context.costs
@@ -70,11 +80,14 @@ def fastest(
     seen: list[tuple[Hashable, ...]] = []
     planned: list[tuple[float, Planned]] = []
     failed: list[TooLittleMemory] = []
+    attempts: list[Attempt] = []
+    known: dict[Hashable, Attempt] = {}
     stopped = ""
 
     def plan(pipeline: PassPipeline) -> float:
         """Seconds for which the core is busy in a step; 0 where there is no such plan."""
         own, records, outcomes, fits = program.copy(), list(begun), _Outcomes(program), True
+        graph: Hashable = None
         for number, item in enumerate(pipeline.passes[shared:], shared):
             if fits:
                 try:
@@ -85,20 +98,29 @@ def fastest(
             if fits and item.optional and not records[-1].modified:
                 return 0.0  # the same as without that pass
             outcomes.add(item, own if fits else None)
+            if further is not None and number == shared:
+                graph = canonical_text(own), pipeline.passes[number + 1 :]
+                if graph in known:
+                    attempts.append(replace(known[graph], pipeline=pipeline, is_known=True))
+                    return 0.0
         seen.append(outcomes.all)
-        if not fits:
-            tell(Attempt(len(seen), plans, pipeline, None, needed=failed[-1].needed))
-            return 0.0
-        seconds, busy = _predicted_seconds(own, costs)
-        planned.append((seconds, (own, pipeline, records)))
-        tell(Attempt(len(seen), plans, pipeline, own, seconds))
+        seconds, busy = _predicted_seconds(own, costs) if fits else (None, 0.0)
+        needed = 0 if fits else failed[-1].needed
+        attempts.append(Attempt(len(seen), max(plans, len(seen)), pipeline, own if fits else None, seconds, needed))
+        known[graph] = attempts[-1]
+        if seconds is not None:
+            planned.append((seconds, (own, pipeline, records)))
+        tell(attempts[-1])
         return busy
 
     try:
         for pipeline in pipelines:
             busy = plan(pipeline)
-            if busy and planned[-1][0] <= busy * (1 + WORTHWHILE):
+            if further is None and busy and planned[-1][0] <= busy * (1 + WORTHWHILE):
                 break
+        while further is not None and (more := further(attempts)):
+            for pipeline in more:
+                plan(pipeline)
         for pipeline in fixed:
             if len(seen) >= most or any(seconds <= least * (1 + EQUAL) for seconds, _ in planned):
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
@@ -15,23 +16,27 @@ from commfuse_fx.capture.quiet import torch_is_quiet
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.this_thread import one_trace_at_a_time
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.parallel_optimizer import LEVELS, SCATTER, ParallelOptimizer
+from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.priced import priced_for
+from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.ir.edit import forget_erased
 from commfuse_fx.ir.meta import forget_others
 from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
-from commfuse_fx.passes.declaration import PassContext, Situation
+from commfuse_fx.passes.declaration import PassContext, Situation, Variant
 from commfuse_fx.planning.attempts import OnPlan
 from commfuse_fx.planning.choose import Check, Planned, fastest
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
-from commfuse_fx.planning.pipeline import PassRecord, Watcher
+from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
 from commfuse_fx.planning.recipe import build_pipeline, skipped_passes
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
 from commfuse_fx.planning.shared_prices import common_costs
-from commfuse_fx.planning.variants import variants
+from commfuse_fx.planning.strategy_rounds import StrategyRounds, has_rounds
+from commfuse_fx.planning.variants import most_plans, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.solvers.effort import EFFORT
 from commfuse_fx.support.gc_pause import no_garbage_collection
@@ -106,6 +111,28 @@ def _check() -> Check | None:
     return verify if os.environ.get("COMMFUSE_VERIFY") == "1" else None
 
 
+def _needed_on_levels(
+    situation: Situation, program: Program, variant: Variant, context: PassContext
+) -> Mapping[int, int]:
+    """Bytes that a step takes on higher levels of the parallel optimizer than the one that was asked for."""
+    asked = situation.config.parallel_optimizer
+    if not situation.can_share_updates(program):
+        return {}
+    mode = ParallelOptimizer.parse(situation.config.parallel_optimizer_config).mode
+    found: dict[int, int] = {}
+    for level in LEVELS[: len(LEVELS) if mode == SCATTER else -1]:
+        if asked is not None and level <= asked.level:
+            continue
+        own, changed = program.copy(), situation.of(variant.but(level=level))
+        own.config = changed.config
+        try:
+            build_pipeline(changed, context).run(own)
+            found[level] = peak_memory(own)
+        except TooLittleMemory as error:
+            found[level] = error.needed
+    return found
+
+
 def plan_step(
     program: Program,
     config: CompileConfig,
@@ -146,22 +173,36 @@ def plan_step(
         context = PassContext(common_costs(program, build_pipeline(situation), context.costs, common))
     context = replace(context, kept={})
     found = variants(situation, program)
-    searched, fixed = (
-        [build_pipeline(replace(situation, variant=variant), context) for variant in each]
-        for each in (found.searched, found.fixed)
-    )
+
+    def build(variant: Variant) -> PassPipeline:
+        return build_pipeline(situation.of(variant), context)
+
     most = EFFORT.plans(len(program.graph.nodes))
+    first, rounds = [build(each) for each in found.searched], None
+    if has_rounds(situation, program, found.searched):
+        most = most_plans(situation, program)
+        rounds = StrategyRounds(situation, program, found.searched, build, context.costs, most)
+        first = rounds.first
     is_alone = config.device_num is not None or program.mesh.world == 1
-    planned = fastest(
-        program,
-        searched,
-        fixed,
-        context,
-        most,
-        check,
-        watcher or graph_log(),
-        on_plan,
-        may_stop=situation.searches and is_alone,
-    )
+    before = program.copy() if config.memory_limit is not None else None
+    try:
+        planned = fastest(
+            program,
+            first,
+            [build(each) for each in found.fixed],
+            context,
+            most,
+            check,
+            watcher or graph_log(),
+            on_plan,
+            may_stop=situation.searches and is_alone,
+            further=rounds,
+        )
+    except TooLittleMemory as error:
+        tried = {} if rounds is None else rounds.needed_by_level()
+        if len(tried) > 1 or before is None:
+            raise error.on_levels(tried, are_tried=True) from None
+        needed = _needed_on_levels(situation, before, found.searched[0].but(searched=False), context)
+        raise error.on_levels(needed, are_tried=False) from None
     forget_erased(planned[0].graph)
     return planned

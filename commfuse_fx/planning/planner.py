@@ -18,6 +18,7 @@ from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
 from commfuse_fx.capture.tree import flatten
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.halves import crossing
 from commfuse_fx.ir.mesh import Mesh
@@ -96,6 +97,7 @@ class Planner:
         self._own_values: OwnValues = {}
         self._has_compiled = False
         self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
+        self._level: int | None = None  # of the parallel optimizer, once a search has chosen it for this structure
         self._laid_out: ModelStructure | None = None
         file = config.strategy_ckpt_load_file
         self._strategies = None if file is None else Strategies.load(file)
@@ -155,7 +157,7 @@ class Planner:
         """
         assert compiled.captured is not None
         captured = compiled.captured.copy()
-        captured.config = config
+        captured.config = config = self._as_chosen(config)
         if self._layouts is not None:
             captured.layouts = self._layouts
         if compiled.program.has_two_halves:  # a forward may run the backward of another plan
@@ -327,21 +329,29 @@ class Planner:
     def _divides_evaluations(self) -> bool:
         """Whether parameters may have other parts in an evaluation that follows a training step than in one that does
         not."""
-        asked = self.config.parallel_optimizer
-        return self.form == "step" and asked is not None and (asked.level == 3 or self.config.divides_graphs)
+        config = self._as_chosen(self.config)
+        asked, may_be = config.parallel_optimizer, bool(config.free_levels)
+        is_divided = asked is not None and (asked.level == PARAMETERS or config.divides_graphs)
+        return self.form == "step" and (is_divided or may_be)
 
     def _captured_again(self, compiled: Compiled) -> Program:
         assert compiled.captured is not None, "what is planned again keeps what was captured"
         captured = compiled.captured.copy()
+        captured.config = self._as_chosen(captured.config)
         if self._layouts is not None:
             captured.layouts = self._layouts
         return captured
 
     def _planned_again(self, captured: Program, asked: PassRequest, compiled: Compiled) -> Compiled:
-        planned = plan_step(captured.copy(), self.config, asked)
+        planned = plan_step(captured.copy(), captured.config, asked)
         return replace(
             compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2], asked=asked
         )
+
+    def _as_chosen(self, config: CompileConfig) -> CompileConfig:
+        """The configuration with the level of the parallel optimizer that a search has chosen: all graphs have one."""
+        is_open = self._level is not None and config.says_nothing_of_levels
+        return config.with_level(self._level or 0) if is_open else config
 
     def _asked(self, flat_updates: bool = True, gradients: str = "") -> PassRequest:
         common = self._common.get(self._mode) if self._common else None
@@ -356,7 +366,8 @@ class Planner:
         local = described is not None and described.rule != "opaque"
         marks = collect(self.model)
         if self._laid_out != self.watch.structure:
-            self._laid_out, self._layouts = self.watch.structure, None
+            self._laid_out, self._layouts, self._level = self.watch.structure, None, None
+        request = replace(request, config=self._as_chosen(request.config))
         ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
         while True:
             sharding = Sharding(marks, ways, local, self._layouts, self._strategies)
@@ -368,6 +379,9 @@ class Planner:
                 ways = other.ways
                 continue
             self._layouts = {name: param.layout_by_marks for name, param in compiled.program.params.items()}
+            if compiled.program.training and self.config.says_nothing_of_levels:
+                chosen = compiled.program.config.parallel_optimizer
+                self._level = 0 if chosen is None else chosen.level
             return compiled
 
     def _trace(self, request: CompileRequest) -> Compiled:

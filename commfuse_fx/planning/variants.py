@@ -9,18 +9,23 @@ from commfuse_fx.passes.declaration import Situation, Variants
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.solvers.effort import EFFORT
 
-SEARCHED = 4
-"""Plans that are made at least where strategies are searched."""
+SEARCHED = 5
+"""Plans that are made at most where strategies are searched and the graph is large."""
 
-WITH_LIMIT = 8
-"""As many where memory has a limit as well: those that save memory are among them."""
+WITH_LIMIT = 14
+"""As many where memory has a limit as well: levels of the parallel optimizer and strategies that save memory."""
 
 
 def variants(situation: Situation, program: Program) -> Variants:
     """What to make and compare for a captured program. Of equally fast plans the first is taken."""
+    return affordable(offered(situation, program), most_plans(situation, program))
+
+
+def most_plans(situation: Situation, program: Program) -> int:
+    """How many plans are made."""
     plans = EFFORT.plans(len(program.graph.nodes))
     least = 0 if not situation.searches else SEARCHED if situation.config.memory_limit is None else WITH_LIMIT
-    return affordable(offered(situation, program), max(plans, least))
+    return max(plans, least)
 
 
 def offered(situation: Situation, program: Program) -> Variants:

@@ -29,13 +29,14 @@ EQUAL = 1e-9
 def within_budget(
     costs: FactorGraph,
     amounts: FactorGraph,
-    part: float,
+    budget_of: Callable[[float, float], float],
     cheapest: Choice,
     solve: Callable[[FactorGraph], Choice] = cheapest_choice,
 ) -> Choice:
-    """The cheapest corner whose amount is at most `part` of the way from the least one to that of the cheapest choice.
+    """The cheapest corner whose amount is within a budget; the one with the least amount where none is.
 
     costs, amounts: graphs of the same variables.
+    budget_of: the budget, from the least amount and that of the cheapest choice.
     cheapest: the cheapest choice. The result's bound is that of all choices within the budget.
     """
     most = amounts.cost(cheapest.states)
@@ -45,7 +46,7 @@ def within_budget(
     price = HIGH * _most(costs) / most
     below, bound = _at(costs, amounts, price, solve)
     below_amount = amounts.cost(below.states)
-    budget = below_amount + part * (most - below_amount)
+    budget = budget_of(below_amount, most)
     bounds = [cheapest.bound, bound - price * budget]
     while above_amount > budget:
         price = (below.cost - above.cost) / (above_amount - below_amount)

@@ -16,7 +16,7 @@ from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import COLLECTIVES
-from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Scalar, Situation, Variants
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.dividing.decisions import Decisions
@@ -29,14 +29,6 @@ from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
-
-EXPOSED = (0.3, 0.0)
-"""What is tried besides 1: each strategy is planned whole, and the one that simulates fastest is taken."""
-
-MEMORY = (0.75, 0.5, 0.25, 0.0)
-"""What is tried besides 1 where memory has a limit. It does not depend on the limit: plans for a lower limit are also
-among those for a higher one, with which a step is then never predicted to be slower."""
-
 
 MOST_AXES = 3
 """Axes of a grid that the compiler chooses: each takes a search and a division of the graph."""
@@ -51,10 +43,11 @@ class Divide(PricedPass):
     local_parameters: every rank keeps its part of a parameter.
     searched: strategies are searched for the least predicted time of a step. Else only the batch is divided, and what
         marks say.
-    exposed: how much of the time of the collectives of gradients counts in a search, as the backward may hide them.
-    memory: how much of the memory that a search can save stays in use: at 1 it looks for time alone, at 0 for the least
-        memory.
+    exposed: how much of the time of collectives counts in a search, as `Exposure` writes it; "": all.
+    saving: bytes that the strategies are to take less than the fastest ones, as far as that goes.
     split: the ranks become a grid of small axes, so that neighbours may divide other things than nodes do.
+    level: of the parallel optimizer, which the search has chosen as a part of the strategy; 0: it is off. None: it is
+        as the user has said.
     """
 
     name = "divide"
@@ -67,9 +60,10 @@ class Divide(PricedPass):
     local_inputs: bool = True
     local_parameters: bool = False
     searched: bool = False
-    exposed: float = 1.0
-    memory: float = 1.0
+    exposed: str = ""
+    saving: int = 0
     split: bool = False
+    level: int | None = None
 
     @classmethod
     def when(cls, situation: Situation) -> Divide | None:
@@ -79,28 +73,38 @@ class Divide(PricedPass):
             local_inputs=not situation.config.full_batch,
             local_parameters=situation.local_parameters,
             searched=bool(situation.variant.get("searched", situation.searches)),
-            exposed=float(situation.variant.get("exposed", 1.0)),
-            memory=float(situation.variant.get("memory", 1.0)),
+            exposed=str(situation.variant.get("exposed", "")),
+            saving=int(situation.variant.get("saving", 0)),
             split=bool(situation.variant.get("split", False)),
+            level=situation.variant.get("level", None),
         )
 
     @classmethod
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
-        if not situation.searches or program.layouts is not None:
+        if not situation.searches:
             return found
+        if program.layouts is not None:  # parameters lie already, and what else is divided is left to choose
+            if situation.config.memory_limit is None:
+                return found
+            first, *others = found.searched
+            both = (first, first.but(searched=False))
+            levels = [each.but(level=level) for level in situation.free_levels(program) for each in both]
+            return replace(found, searched=(*both, *levels, *others))
         if program.strategies is not None:
-            return replace(
-                found, searched=tuple(each.but(searched=bool(program.strategies.axes)) for each in found.searched)
-            )
+            given: Strategies = program.strategies
+            choices: dict[str, Scalar] = {"searched": bool(given.axes)}
+            if situation.config.says_nothing_of_levels and given.level is not None:
+                choices["level"] = given.level
+            searched, fixed = ([each.but(**choices) for each in part] for part in (found.searched, found.fixed))
+            return Variants(tuple(searched), tuple(fixed))
         first, *others = found.searched
         meshes = (first, first.but(split=True)) if _may_split(situation, program) else (first,)
-        half, none = ([each.but(exposed=part) for each in meshes] for part in EXPOSED)
-        shares = () if situation.config.memory_limit is None else MEMORY
-        less = [first.but(memory=part) for part in shares]
-        return replace(found, searched=(*meshes, first.but(searched=False), *less, *none, *half, *others))
+        return replace(found, searched=(*meshes, first.but(searched=False), *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         _refuse_user_collectives(program)
+        if self.level is not None:
+            program.config = program.config.with_level(self.level)
         if not isinstance(program.marks, Marks):
             raise ConfigValueError(
                 "pass divide needs the marks of the model, which only the captured.json of a dump has; give that file"
@@ -131,7 +135,8 @@ class Divide(PricedPass):
             Division(program, axis, specs).run()
         if program.config.parallel_mode == "auto":
             mesh = program.mesh
-            program.strategies = Strategies(mesh=dict(zip(mesh.names, mesh.shape, strict=True)), axes=decided)
+            sizes = dict(zip(mesh.names, mesh.shape, strict=True))
+            program.strategies = Strategies(mesh=sizes, axes=decided, level=self.level)
         sum_parts(program)
         erase_marks(program)
         program.set_output()
@@ -147,7 +152,7 @@ class Divide(PricedPass):
                 "pass parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
         known = context.known(search.KnownLayouts)
-        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.memory, known)
+        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.saving, known)
         return found[0]
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:

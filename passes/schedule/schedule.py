@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.cost.memory import Memory, TooLittleMemory
+from commfuse_fx.cost.memory import Memory
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.ir.collectives import is_start, wait_of
 from commfuse_fx.ir.dependence import Dependence, Roots
 from commfuse_fx.ir.meta import info, tensor_spec
@@ -168,7 +169,7 @@ class Schedule(PricedPass):
         fitting = [candidate for candidate in candidates if self._fits(candidate)]
         if not fitting:
             least = min(candidates, key=lambda candidate: candidate.peak or 0)
-            raise TooLittleMemory(self.memory_limit or 0, least.peak or 0, program)
+            raise TooLittleMemory.of(self.memory_limit or 0, least.peak or 0, program)
         shortest = min(candidate.seconds for candidate in fitting)
         return next(candidate for candidate in fitting if candidate.seconds <= shortest * (1 + EQUAL))
 

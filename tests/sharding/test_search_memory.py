@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.update_sharing import SHARED as SHARED_UPDATES
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, moved_by_update
@@ -26,9 +28,11 @@ def wide(width: int = 512) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
 
-def lowered(limit: float | None, mode: str = "auto", rows: torch.Tensor = MANY_ROWS, **options: Any) -> Any:
+def lowered(
+    limit: float | None, mode: str = "auto", rows: torch.Tensor = MANY_ROWS, layers: int = 1, **options: Any
+) -> Any:
     """The step with a limit in MiB."""
-    model = wide()
+    model = wide() if layers == 1 else nn.Sequential(*(wide() for _ in range(layers)))
     if limit is not None:
         options["schedule"] = cf.ScheduleConfig(memory_limit=int(limit * MIB))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -37,9 +41,7 @@ def lowered(limit: float | None, mode: str = "auto", rows: torch.Tensor = MANY_R
         loss_fn=F.mse_loss,
         optimizer=optimizer,
         parallel_mode=mode,
-        device_num=8,
-        cluster="h100-node",
-        **options,
+        **{"device_num": 8, "cluster": "h100-node", **options},
     )
     return step.lower(rows, rows)
 
@@ -65,13 +67,23 @@ def test_the_fastest_strategy_that_fits() -> None:
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", [MLP_CASE, CONV, SHARED, TIED], ids=lambda case: case.name)
-@pytest.mark.parametrize("part", [0.0, 0.5])
-def test_equals_one_device(case: Case, mesh: tuple[int, ...], part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "choices",
+    [{"saving": 1 << 40}, {"searched": False, "level": 1}, {"searched": False, "level": 3}],
+    ids=["least memory", "level 1", "level 3"],
+)
+def test_equals_one_device(
+    case: Case, mesh: tuple[int, ...], choices: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Strategies that save memory compute what one device does."""
-    only = Variants((Variant.of(memory=part),))
+    only = Variants((Variant.of(**choices),))
     monkeypatch.setattr(compile_call, "variants", lambda situation, program: only)
-    found = compare(case, mesh, parallel_mode="auto", cluster="h100-node", gradients=False)
-    assert any("MiB taken" in note.reason for note in found.program.notes if note.topic == "search")
+    options = {"parallel_optimizer_threshold": 0, "pad": True}
+    found = compare(
+        case, mesh, parallel_mode="auto", cluster="h100-node", gradients=False, parallel_optimizer_config=options
+    )
+    topics = [note.topic for note in found.program.notes]
+    assert ("search" in topics, SHARED_UPDATES in topics) == ("saving" in choices, "level" in choices)
 
 
 def test_plans_are_the_same_each_time() -> None:
@@ -84,8 +96,36 @@ def test_a_limit_that_nothing_meets() -> None:
     message = str(raised.value)
     needed = float(message.split("(")[1].split(" MiB")[0])
     assert 50 < needed < 105 and f"{needed - 10:.1f} MiB too much" in message
-    for remedy in ("enable_parallel_optimizer=True", '"level": 3', "more devices", "torch.utils.checkpoint", "batch"):
-        assert remedy in message
+    tried = re.search(
+        r"needs (.*) MiB without it, (.*) MiB on level 1, (.*) MiB on level 2, (.*) MiB on level 3", message
+    )
+    by_level = [float(each) for each in tried.groups()]
+    assert by_level[1:] == sorted(by_level[1:], reverse=True) and min(by_level) == pytest.approx(needed, rel=0.01)
+    kept = float(re.search(r"what the forward keeps for the backward: (.*?) MiB", message)[1])
+    assert kept == pytest.approx(4096 / 2**20 * 4 * 4 * 512, rel=0.3)  # the hidden activations of a rank
+    assert "take up to" in message and "smaller batch" in message
+
+
+def test_what_the_error_promises_is_what_it_brings() -> None:
+    """Of the parallel optimizer on its last level, and of twice the devices."""
+    rows = torch.empty(8, 512)  # parameters and states are nearly all of it
+    options = {"mode": "semi_auto", "rows": rows, "layers": 6}
+
+    def error(**more: Any) -> str:
+        with pytest.raises(cf.CommFuseError) as raised:
+            lowered(1.0, **options, **more)
+        return str(raised.value)
+
+    def needed(message: str) -> float:
+        return float(message.split("(")[1].split(" MiB")[0])
+
+    level3 = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"level": 3}}
+    off, on = error(), error(**level3)
+    promised = float(re.search(r", (\S+) MiB on level 3", off)[1])
+    assert needed(on) == pytest.approx(promised, rel=0.01) and needed(on) < 0.7 * needed(off)
+    promised = float(re.search(r"twice as many, .*, take up to (.*?) MiB less", on)[1])
+    twice = error(**level3, device_num=16, cluster="h100-ib-2")
+    assert 0.5 * promised < needed(on) - needed(twice) <= promised
 
 
 OPTIMIZERS = {

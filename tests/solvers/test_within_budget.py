@@ -47,7 +47,7 @@ def test_brute_force(given: tuple[FactorGraph, FactorGraph], part: float) -> Non
     cheapest = cheapest_choice(costs)
     most = amounts.cost(cheapest.states)
     least = min(amount for amount, _ in points)
-    found = within_budget(costs, amounts, part, cheapest)
+    found = within_budget(costs, amounts, lambda least, most: least + part * (most - least), cheapest)
     amount = amounts.cost(found.states)
     assert amount <= least + part * (most - least) + 1e-9
     assert found.cost == pytest.approx(costs.cost(found.states))
@@ -70,6 +70,6 @@ def test_few_graphs_are_solved() -> None:
         solved.append(cheapest_choice(graph))
         return solved[-1]
 
-    found = within_budget(costs, amounts, 0.5, cheapest_choice(costs), solve)
+    found = within_budget(costs, amounts, lambda least, most: (least + most) / 2, cheapest_choice(costs), solve)
     assert (amounts.cost(found.states), found.cost, found.gap) == (32, sum(range(1, 33)), pytest.approx(0.0))
     assert len(solved) < 12

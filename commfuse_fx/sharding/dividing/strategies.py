@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from commfuse_fx.config.parallel_optimizer import LEVELS
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
@@ -22,6 +23,7 @@ NOT_APPLIED = "strategy file, not applied"
 """Topic of notes that say where a strategy file and a step differ."""
 
 _KEYS = ("mesh", "blocks", "parameters", "ops")
+_LEVEL = "parallel_optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class Strategies(Document, kind="strategies"):
 
     mesh: the sizes of the axes, by name.
     axes: what is decided on each of them. Empty: the batch is divided over all of them, and nothing else.
+    level: of the parallel optimizer, where the search has chosen it; 0: it is off. None: the user has a say.
 
     Its text has a line for each parameter and each op, in the order of the graph: `"dp: S(0)"` for a parameter, and
     `"dp: S(0), R -> S(0)"` for an op with its inputs and results, with `"; "` between axes.
@@ -37,6 +40,7 @@ class Strategies(Document, kind="strategies"):
 
     mesh: Mapping[str, int]
     axes: Mapping[str, Decisions] = field(hash=False)
+    level: int | None = None
 
     def _body(self) -> Mapping[str, Any]:
         parameters: dict[str, list[str]] = {}
@@ -46,8 +50,10 @@ class Strategies(Document, kind="strategies"):
                 parameters.setdefault(name, []).append(f"{axis}: {placement}")
             for name, state in decided.states.items():
                 ops.setdefault(name, []).append(f"{axis}: {_of_state(state)}")
+        level = {} if self.level is None else {_LEVEL: self.level}
         return {
             "mesh": dict(self.mesh),
+            **level,
             "blocks": {axis: list(decided.blocks) for axis, decided in self.axes.items()},
             "parameters": {name: "; ".join(each) for name, each in parameters.items()},
             "ops": {name: "; ".join(each) for name, each in ops.items()},
@@ -55,7 +61,8 @@ class Strategies(Document, kind="strategies"):
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> Strategies:
-        check_keys(body, where, _KEYS)
+        check_keys(body, where, _KEYS, (_LEVEL,))
+        level = body.get(_LEVEL)
         mesh = {
             name: check_int(size, f"{where}: mesh[{show(name)}]", 1, 1 << 20)
             for name, size in check_object(body["mesh"], f"{where}: mesh").items()
@@ -80,6 +87,7 @@ class Strategies(Document, kind="strategies"):
                 axis: Decisions(parameters[axis], states[axis], tuple(_counts(found, f"{where}: blocks[{show(axis)}]")))
                 for axis, found in blocks.items()
             },
+            level=None if level is None else check_int(level, f"{where}: {_LEVEL}", 0, LEVELS[-1]),
         )
 
     def check_mesh(self, mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
+from commfuse_fx.sharding.search.exposure import GRADIENT, Exposure
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
@@ -23,26 +24,31 @@ def searched(
     program: Program,
     axes: Sequence[Axis],
     costs: CostModel,
-    exposed: float,
-    memory: float = 1.0,
+    exposed: str = "",
+    saving: int = 0,
     known: KnownLayouts | None = None,
 ) -> list[Axis]:
     """The axes with the strategies and the placements of parameters that a step takes least time with.
 
-    Those that are pinned already are kept. exposed: the part of the time of collectives of gradients that counts.
-    memory: where bytes that stay may be, between the least that is possible at 0 and those of the fastest choice at 1.
+    Those that are pinned already are kept. exposed: the part of the time of collectives that counts, as `Exposure`
+    writes it. saving: bytes that a rank is to hold less than with the fastest choice.
     known: what other searches of the same compile have found out.
     """
-    prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposed) for axis in axes]
+    exposure = Exposure.parse(exposed)
+    prices = [
+        PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposure.of(axis.group, GRADIENT))
+        for axis in axes
+    ]
     problem = LayoutProblem(program, axes, prices, costs.cluster.device, known)
     found = cheapest_choice(problem.graph)
-    if memory < 1:
-        found = within_budget(problem.graph, problem.memory, memory, found)
-    kept = "" if memory == 1 else f" and {problem.memory.cost(found.states) / 2**20:.1f} MiB taken"
+    if saving:
+        found = within_budget(problem.graph, problem.memory, lambda least, most: max(least, most - saving), found)
+    counted = f", where {exposed} counts" if exposed else ""
+    kept = f" and {problem.memory.cost(found.states) / 2**20:.1f} MiB taken" if saving else ""
     program.note(
         SEARCH,
         ", ".join(axis.group for axis in axes),
-        f"{found.cost * 1e3:.3f} ms predicted with {exposed:.0%} of gradient reduction exposed{kept}; {found.solver}, "
+        f"{found.cost * 1e3:.3f} ms by the prices of the search{counted}{kept}; {found.solver}, "
         f"proven gap {found.gap:.2%}",
     )
     decided = problem.decisions(found.states)

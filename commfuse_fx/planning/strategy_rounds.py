@@ -1,0 +1,152 @@
+"""A search of strategies in rounds: what was planned whole and simulated says what is searched for next.
+
+First comes a memory limit. A plan that does not fit says by how much, and
+that is what the next search has to save. Then come prices: a simulated plan says which part of its communication is
+exposed, and the next search counts no more than that, until a strategy comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+
+from commfuse_fx.config.parallel_optimizer import GRADIENTS, STATES
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.program import Program
+from commfuse_fx.passes.declaration import Situation, Variant
+from commfuse_fx.planning.attempts import Attempt
+from commfuse_fx.planning.pipeline import PassPipeline
+from commfuse_fx.sharding.search.exposure import exposure_of
+from commfuse_fx.simulate.rounds import play
+
+SAVINGS = 2
+"""Searches for strategies that take less memory, on each level of the parallel optimizer."""
+
+ALTERNATIONS = 4
+"""Rounds of searches with the prices of simulated plans."""
+
+
+def has_rounds(situation: Situation, program: Program, first: Sequence[Variant]) -> bool:
+    """Whether these variants are the first ones of a search in rounds."""
+    is_open = program.strategies is None and program.layouts is None
+    return situation.searches and is_open and len(first) > 1 and program.mesh.world > 1
+
+
+class StrategyRounds:
+    """The rounds of one compile.
+
+    first: the variants that are planned first. build: the pipeline of a variant. most: plans that are made in all.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        program: Program,
+        first: Sequence[Variant],
+        build: Callable[[Variant], PassPipeline],
+        costs: CostModel,
+        most: int,
+    ) -> None:
+        self._build, self._costs, self._most = build, costs, most
+        self._limit = situation.config.memory_limit
+        self._levels = situation.free_levels(program)
+        self._variants: dict[int, Variant] = {}  # by the identity of a pipeline
+        self._pipelines: list[PassPipeline] = []
+        self._made: dict[Variant, Attempt] = {}
+        self._search = first[0]
+        self.first = self._built(first)
+        self._rounds = self._all_rounds()
+
+    def __call__(self, attempts: Sequence[Attempt]) -> list[PassPipeline]:
+        """What to plan next, by what was planned."""
+        self._made = {self._variants[id(each.pipeline)]: each for each in attempts}
+        left = self._most - sum(not each.is_known for each in attempts)
+        for variants in self._rounds:
+            found = [each for each in dict.fromkeys(variants) if each not in self._made]
+            if found and left > 0:
+                return self._built(found[:left])
+        return []
+
+    def needed_by_level(self) -> dict[int, int]:
+        """Bytes of the plan that needs least on each level of the parallel optimizer, where none fits; 0: off."""
+        found: dict[int, int] = {}
+        for variant, made in self._made.items():
+            level = variant.get("level", 0)
+            found[level] = min(found.get(level, made.needed), made.needed)
+        return dict(sorted(found.items()))
+
+    def _built(self, variants: Sequence[Variant]) -> list[PassPipeline]:
+        found = [self._build(each) for each in variants]
+        self._variants.update((id(pipeline), each) for pipeline, each in zip(found, variants, strict=True))
+        self._pipelines += found
+        return found
+
+    def _all_rounds(self) -> Iterator[list[Variant]]:
+        if self._limit is not None:
+            yield from self._within(self._limit)
+        yield from self._priced_as_simulated()
+
+    # Memory
+
+    def _within(self, limit: int) -> Iterator[list[Variant]]:
+        """Levels of the parallel optimizer where something does not fit as it is, and then searches that save memory on
+        those levels that do not fit."""
+        plain = self._search.but(searched=False)
+        too_large = [each for each in (self._search, plain) if not self._fits(each) and not self._made[each].is_known]
+        if not too_large:
+            return
+        for level in self._levels:
+            if level == GRADIENTS and all(self._fits(each.but(level=STATES)) for each in too_large):
+                continue  # which is the level before with fewer gradients at a time
+            yield [each.but(level=level) for each in too_large]
+        saving: dict[Variant, int] = {}
+        for each in (self._search, *(self._search.but(level=level) for level in self._levels)):
+            if self._fits(each):
+                break
+            if each in self._made:
+                saving[each] = self._made[each].needed - limit
+        for _ in range(SAVINGS):
+            yield [each.but(saving=count) for each, count in saving.items()]
+            saving = {
+                each: self._more(each, count, limit)
+                for each, count in saving.items()
+                if not self._fits(each.but(saving=count))
+            }
+        if saving and not any(each.program is not None for each in self._made.values()):
+            last = [*saving][-1]
+            yield [last.but(saving=self._made[last].needed)]
+
+    def _fits(self, variant: Variant) -> bool:
+        return variant in self._made and self._made[variant].program is not None
+
+    def _more(self, variant: Variant, saving: int, limit: int) -> int:
+        """What to save where a search that saves so much by its own count still takes too much: as much more as the
+        plan has come short of."""
+        made = self._made.get(variant.but(saving=saving))
+        needed = self._made[variant].needed
+        if made is None or made.needed >= needed:
+            return needed
+        return max(saving + made.needed - limit, saving * (needed - limit) // (needed - made.needed))
+
+    # Overlap
+
+    def _priced_as_simulated(self) -> Iterator[list[Variant]]:
+        """Searches with the prices of the fastest plan, and of data parallel, and then of what these have found."""
+        fitting = sorted((each for each in self._made if self._fits(each)), key=self._seconds)
+        begin = [*fitting[:1], *[each for each in fitting if not each.get("searched", True)][:1]]
+        for _ in range(ALTERNATIONS):
+            asked = [self._as_simulated(each) for each in dict.fromkeys(begin)]
+            if all(each in self._made for each in asked):
+                return
+            yield asked
+            begin = [each for each in asked if self._fits(each) and not self._made[each].is_known]
+
+    def _as_simulated(self, variant: Variant) -> Variant:
+        """The search with the prices of a plan."""
+        program = self._made[variant].program
+        assert program is not None
+        return variant.but(searched=True, exposed=str(exposure_of(program, play(program, self._costs))))
+
+    def _seconds(self, variant: Variant) -> float:
+        seconds = self._made[variant].seconds
+        return inf if seconds is None else seconds

@@ -1,0 +1,66 @@
+"""Which part of the time of collectives a step waits for, as its simulation says: what a search has to pay for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.collectives import collective_of
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
+from commfuse_fx.simulate.rounds import Played
+
+GRADIENT, PARAMETER = "gradients", "parameters"
+"""Collectives that reduce gradients, and those that gather parameters. All others are of their phase."""
+
+_ROLES = {"gradient": GRADIENT, "parameter": PARAMETER, "rows": PARAMETER}
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """An exposure says how much of the time of collectives counts.
+
+    parts: (axis, kind, percent) of those kinds of collectives of which anything is known. All of the others counts.
+    """
+
+    parts: tuple[tuple[str, str, int], ...] = ()
+
+    def of(self, group: str, kind: str) -> float:
+        """The part that counts of the collectives of a kind on these axes."""
+        names = group.split(",")
+        found = [percent for axis, each, percent in self.parts if each == kind and axis in names]
+        return max(found) / 100 if found else 1.0
+
+    def __str__(self) -> str:
+        """As in "31% of gradients on dp, 100% of forward on dp"; "" where nothing is known."""
+        return ", ".join(f"{percent}% of {kind} on {axis}" for axis, kind, percent in self.parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Exposure:
+        """What `str` has written. Raises ConfigValueError for another text."""
+        parts: list[tuple[str, str, int]] = []
+        for each in text.split(", ") if text else ():
+            words = each.split(" ")
+            if len(words) != 5 or (words[1], words[3]) != ("of", "on") or not words[0][:-1].isdecimal():
+                raise ConfigValueError(f"exposed={text!r}: write parts such as '31% of gradients on dp'")
+            parts.append((words[4], words[2], int(words[0][:-1])))
+        return cls(tuple(parts))
+
+
+def exposure_of(program: Program, played: Played) -> Exposure:
+    """What a step that was played has waited for, of the time on the wire."""
+    waited: dict[tuple[str, str], float] = {}
+    on_wire: dict[tuple[str, str], float] = {}
+    for start, flown in played.flown.items():
+        details = collective_of(start)
+        kind = _ROLES.get(details.role, info(start).phase)
+        seconds = sum(end - begin for _, begin, end in map(played.engine.times, flown.handles))
+        for axis in details.group.split(","):
+            waited[axis, kind] = waited.get((axis, kind), 0.0) + flown.wait_left - flown.wait_entered
+            on_wire[axis, kind] = on_wire.get((axis, kind), 0.0) + seconds
+    found = (
+        (axis, kind, round(100 * min(1.0, waited[axis, kind] / seconds)))
+        for (axis, kind), seconds in on_wire.items()
+        if seconds
+    )
+    return Exposure(tuple(sorted(found)))
