@@ -114,7 +114,9 @@ def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]], unkn
         if kind == "constant":
             return Structure(kind, (type(value), id(value)), pattern=value)
     children = tuple(_flatten(item, f"{path}.{name}", leaves, unknown) for name, item in items)
-    return Structure(kind, (type(value), tuple(name for name, _ in items)), children, pattern=value)
+    # A structure is kept with its graph, which has no need of the first call's tensors.
+    pattern = type(value)() if type(value) in (dict, list, tuple) else value
+    return Structure(kind, (type(value), tuple(name for name, _ in items)), children, pattern=pattern)
 
 
 def _children(value: Any) -> tuple[str, list[tuple[Any, Any]] | None]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
-from commfuse_fx.errors import CommFuseError, ConfigTypeError, ConfigValueError, NotAvailableError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.kernels.described_optimizer import check_optimizer
@@ -94,7 +94,7 @@ def check_form_of_module(config: CompileConfig) -> None:
             'pass loss_fn or form="step"'
         )
     if (sharded := config.parallel_optimizer) is not None:
-        raise _in_module_form(sharded)
+        _check_parallel_optimizer_of_module(config, sharded)
     if config.has_aux:
         raise ConfigValueError(
             "has_aux=True with the module form: a module returns all that the model returns; leave it out"
@@ -126,20 +126,29 @@ def check_form_of_module(config: CompileConfig) -> None:
         )
 
 
-def _in_module_form(sharded: ParallelOptimizer) -> CommFuseError:
-    """The error for the parallel optimizer in the module form, whose caller updates the parameters."""
-    asked = "enable_parallel_optimizer=True with the module form, whose caller updates the parameters"
-    if sharded.level > 1:
-        return NotAvailableError(
-            f"{asked}: level={sharded.level} is not available there yet, as a module hands out whole gradients; pass "
-            "loss_fn and optimizer for a step, which has all levels, or leave it out and use cf.ShardedOptimizer, "
-            "which divides the optimizer's state"
+def _check_parallel_optimizer_of_module(config: CompileConfig, sharded: ParallelOptimizer) -> None:
+    """Raise unless a module, whose caller updates its parameters, can divide them like this."""
+    asked = f"enable_parallel_optimizer=True with the module form and level={sharded.level}"
+    if sharded.level == 2:
+        raise NotAvailableError(
+            f'{asked} is not available yet: use parallel_optimizer_config={{"level": 3}}, which divides parameters as '
+            "well, or leave it out and use cf.ShardedOptimizer, which divides the optimizer's state"
         )
-    return ConfigValueError(
-        f"{asked}: leave it out, and update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which takes "
-        "parallel_optimizer_config; or pass loss_fn and optimizer for a step. Where the context has set it, pass "
-        "enable_parallel_optimizer=False"
-    )
+    if sharded.level < 2:
+        raise ConfigValueError(
+            "enable_parallel_optimizer=True with the module form, whose caller updates the parameters: leave it out, "
+            "and update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which takes "
+            'parallel_optimizer_config; or pass parallel_optimizer_config={"level": 3}, by which the module divides '
+            "its parameters; or pass loss_fn and optimizer for a step. Where the context has set it, pass "
+            "enable_parallel_optimizer=False"
+        )
+    if config.capture == "dynamo":
+        raise NotAvailableError(
+            f'{asked} is not available yet with capture="dynamo", which makes several graphs: use capture="trace", or '
+            "leave enable_parallel_optimizer out and use cf.ShardedOptimizer, which divides the optimizer's state"
+        )
+    if config.asks_to_measure:
+        raise NotAvailableError(f"{_measured(config)} is not available yet with {asked}: leave one of them out")
 
 
 def _measured(config: CompileConfig) -> str:

@@ -66,6 +66,8 @@ class CompiledCall:
     def _measures(self, config: CompileConfig) -> bool:
         """Whether plans are made of what is measured while the ranks train."""
         is_real = not self.virtual and self.mesh.world > 1 and config.parallel_mode != "stand_alone"
+        if self.form == "module" and config.parallel_optimizer is not None:
+            return False  # forwards communicate as well, and nothing measures these
         may_change = bool(config.replan) and not torch.are_deterministic_algorithms_enabled()
         return config.measures and is_real and may_change and config.capture == "trace"
 

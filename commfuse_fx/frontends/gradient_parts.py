@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from commfuse_fx.errors import NotAvailableError
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
+from commfuse_fx.runtime.memory.divided_gradients import DividedGradients
 
 _GRAD = attrgetter("grad")
 
@@ -26,7 +28,11 @@ class GradientParts:
     counts_absent: whether means count ranks without batches now. means: names of parameters whose `.grad` holds such a
         mean.
     put_aside: takes what is final out of the `.grad` of a parameter, given its name; None: that is an error.
+    rows: of a module that divides its parameters, the gradients of which this rank holds rows. They are final, and so
+        is every other `.grad` there as long as nobody has changed it since it was reduced.
     """
+
+    rows: DividedGradients | None = None
 
     def __init__(self, sums: bool) -> None:
         self.sums = sums
@@ -34,27 +40,39 @@ class GradientParts:
         self.counts_absent = False
         self.means: dict[str, None] = {}
         self.put_aside: Callable[[str], None] | None = None
+        self._reduced: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def is_final(self, name: str, param: nn.Parameter) -> bool:
         """Whether `.grad` holds what may not go through the ranks again."""
         if param.grad is None:
             return False
+        if self.rows is not None and self.rows.holds(name, param.grad):
+            return True
         return name not in self.local if self.sums else name in self.means
+
+    def goes_again(self, name: str, param: nn.Parameter) -> bool:
+        """Whether the next reduction takes what `.grad` holds along."""
+        if param.grad is None or self.is_final(name, param):
+            return False
+        reduced = None if self.rows is None or name in self.local else self._reduced.get(name)
+        return reduced is None or reduced[0]() is not param.grad or reduced[1] != param.grad._version
 
     def unreduced(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
         """What each `.grad` holds that is still to be reduced."""
-        return {name: None if self.is_final(name, param) else param.grad for name, param in params.items()}
+        return {name: param.grad if self.goes_again(name, param) else None for name, param in params.items()}
 
     def has_unreduced(self, params: Mapping[str, nn.Parameter]) -> bool:
         """Whether some `.grad` holds what is still to be reduced."""
         held = [name for name, grad in zip(params, map(_GRAD, params.values()), strict=True) if grad is not None]
-        return any(not self.is_final(name, params[name]) for name in held)
+        return any(self.goes_again(name, params[name]) for name in held)
 
     def will_be_local(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> None:
         """Gradients of this rank are about to be added to `.grad` of the parameters of these names.
 
         Raises NotAvailableError where it holds what is final, and that is not put aside.
         """
+        if self.rows is not None and any(self.rows.holds(name, params[name].grad) for name in names):
+            self.rows.open()  # those of this rank are whole
         for name in names:
             if not self.is_final(name, params[name]):
                 continue
@@ -78,8 +96,13 @@ class GradientParts:
             self.local[name] = None
             self.means.pop(name, None)
 
-    def was_reduced(self, names: Sequence[str]) -> None:
+    def was_reduced(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> None:
         """`.grad` of the parameters of these names has been reduced."""
+        if self.rows is not None:
+            for name in names:
+                grad = params[name].grad
+                if name not in self.rows and grad is not None:
+                    self._reduced[name] = weakref.ref(grad), grad._version
         if self.local:
             for name in names:
                 self.local.pop(name, None)
@@ -97,9 +120,30 @@ def write_gradients(
     with torch.no_grad(), interrupts_deferred():
         for name, grad in grads.items():
             param = params[name]
-            if param.grad is None:
+            goes_again = mode == "accumulated" and parts.goes_again(name, param)
+            if mode != "local" and parts.rows is not None and name in parts.rows:
+                parts.rows.add(name, param, grad, replaces=goes_again)
+            elif param.grad is None:
                 param.grad = grad
-            elif mode == "accumulated" and not parts.is_final(name, param):
+            elif goes_again:
                 param.grad.copy_(grad)
             else:
                 param.grad.add_(grad)
+
+
+def zero_gradients(params: Iterable[nn.Parameter], parts: GradientParts, set_to_none: bool) -> None:
+    """Let every `.grad` be None, or hold zeros. Of those that stand for rows, rows are filled."""
+    left = list(params)
+    if parts.rows is not None and not set_to_none:
+        left = parts.rows.zero(left)
+    for param in left:
+        if param.grad is None:
+            continue
+        if set_to_none:
+            param.grad = None
+            continue
+        if param.grad.grad_fn is not None:
+            param.grad.detach_()
+        else:
+            param.grad.requires_grad_(False)
+        param.grad.zero_()

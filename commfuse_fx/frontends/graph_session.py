@@ -65,7 +65,7 @@ class GraphCalls:
     ) -> None:
         self.number = next(_numbers)
         # What no graph of a backward reaches is seen at its end, over the whole model.
-        config = replace(owner.config, find_unused_parameters=False)
+        config = replace(owner.config, find_unused_parameters=False, enable_parallel_optimizer=False)
         assert isinstance(owner.session, ModuleSession)
         # Ranks come to a graph at other times, as values and sizes say: they never ask each other for prices.
         by_rules, publisher = owner.mesh.world > 1, Publisher(owner.rank)

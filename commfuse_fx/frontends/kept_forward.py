@@ -13,6 +13,7 @@ import torch
 from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
+from commfuse_fx.runtime.memory.shards import Shards
 
 
 @dataclass
@@ -61,21 +62,39 @@ def guarded(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> 
 def read_late(
     described: Outputs, executor: HalvesExecutor, inputs: Mapping[str, torch.Tensor], outputs: list[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the user can change although the backward reads it."""
+    """What the user can change although the backward reads it, but for parameters that are divided."""
+    divided = dict.fromkeys(divided_read_late(described, executor))
     held = {"parameter": executor.params, "buffer": executor.buffers, "input": inputs}
     for source in described.read_late:
-        yield source.name, held[source.kind][source.name]
+        if source.kind != "parameter" or source.name not in divided:
+            yield source.name, held[source.kind][source.name]
     for number in described.outputs_read_late:
         yield f"output {number}", outputs[number].detach()  # not what leads back to here: that would be a cycle
+
+
+def divided_read_late(described: Outputs, executor: HalvesExecutor) -> list[str]:
+    """The names of the divided parameters whose rows the backward gathers."""
+    divided = {} if executor.shards is None else executor.shards.by_name
+    return [each.name for each in described.read_late if each.kind == "parameter" and each.name in divided]
 
 
 _version = attrgetter("_version")
 
 
 class Versions:
-    """What the user can change although a backward reads it, as it was: hundreds of tensors are compared at once."""
+    """What the user can change although a backward reads it, as it was: hundreds of tensors are compared at once.
 
-    def __init__(self, watched: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+    watched: names and tensors. shards, divided: what divides parameters, and names of some.
+    """
+
+    def __init__(
+        self,
+        watched: Iterable[tuple[str, torch.Tensor]] = (),
+        shards: Shards | None = None,
+        divided: Iterable[str] = (),
+    ) -> None:
+        self._shards = shards
+        self._changes = {} if shards is None else {name: shards.changes(name) for name in divided}
         pairs = list(watched)
         self._names = [name for name, _ in pairs]
         self._tensors = [tensor for _, tensor in pairs]
@@ -91,6 +110,7 @@ class Versions:
     def forget(self) -> None:
         """Let go of the tensors."""
         self._names, self._tensors, self._versions, self._addresses = [], [], [], []
+        self._shards, self._changes = None, {}
 
     def check(self) -> None:
         """Raise RuntimeError, as autograd does, where something has been changed. Autograd itself keeps the old memory
@@ -103,6 +123,12 @@ class Versions:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{name} is at version {now}; expected version {before} instead"
             )
+        for name, change in self._changes.items():
+            if self._shards is not None and self._shards.changes(name) != change:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name}, whose rows are divided among ranks, has other values than in the forward"
+                )
         addresses = self._present_addresses()
         if addresses != self._addresses:
             triples = zip(self._names, addresses, self._addresses, strict=True)

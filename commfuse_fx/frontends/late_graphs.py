@@ -37,7 +37,8 @@ class LateGraphs:
         counts under `COUNTS`."""
         calls = self._calls_for(params, buffers, reached)
         held = self._parts.unreduced(params)
-        grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in held.items()}
         return calls.reduce(grads if reached is None else {**grads, COUNTS: reached})
 
     def reduce_held(self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
@@ -50,7 +51,7 @@ class LateGraphs:
             self.reduce({}, buffers, torch.zeros(1, device=next(iter(buffers.values())).device))
             return
         self.write(params, self.reduce(params, buffers, None))
-        self._parts.was_reduced(list(params))
+        self._parts.was_reduced(list(params), params)
 
     def write(self, params: Mapping[str, nn.Parameter], found: Mapping[str, torch.Tensor]) -> None:
         """Let `.grad` of these parameters hold what has been reduced."""
@@ -58,10 +59,10 @@ class LateGraphs:
             for name, param in params.items():
                 if param.grad is None:
                     param.grad = found[name]
-                elif self._parts.is_final(name, param):
-                    param.grad.add_(found[name])
-                else:
+                elif self._parts.goes_again(name, param):
                     param.grad.copy_(found[name])
+                else:
+                    param.grad.add_(found[name])
 
     def lower(
         self,
@@ -96,7 +97,7 @@ class LateGraphs:
             if len(self._made) >= _MOST:
                 self._made.clear()
             counts = {} if reached is None else {COUNTS: nn.Parameter(torch.zeros_like(reached))}
-            made = GradientsAsModel({**params, **buffers, **counts})
+            made = GradientsAsModel({**params, **buffers, **counts}, shares=self._parts.rows is None)
             self._made[key] = made, GraphCalls(made, self._owner)
         model, calls = self._made[key]
         model.hold({**params, **buffers})

@@ -174,7 +174,7 @@ class LateReduction:
         found = self.graphs.reduce(params, buffers, reached)
         ranks = found.pop(COUNTS).tolist()
         self.graphs.write({n: param for (n, param), count in zip(params.items(), ranks, strict=True) if count}, found)
-        self._parts.was_reduced(list(params))
+        self._parts.was_reduced(list(params), params)
 
     def _warn(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned]

@@ -15,7 +15,9 @@ from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.arguments_of_ddp import refuse_parts_of_flat_parameters, refuse_wrappers
+from commfuse_fx.frontends.clipping import clip_grad_norm
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.gradient_parts import zero_gradients
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
 from commfuse_fx.frontends.module_session import ModuleSession
@@ -109,6 +111,12 @@ class CompiledModule(nn.Module, Joinable):
         uneven = self._session.uneven
         if uneven is None:
             return False
+        if self._session.divides and self._join_config.enable:
+            raise NotAvailableError(
+                'join() with parallel_optimizer_config={"level": 3} is not available yet: a rank without batches would '
+                "have to gather what the others use. Give all ranks as many batches (drop_last), or compile the module "
+                "without enable_parallel_optimizer"
+            )
         if not self._join_config.enable:
             uneven.leave()
             return False
@@ -126,6 +134,19 @@ class CompiledModule(nn.Module, Joinable):
     def _end_iteration(self) -> None:
         if self._session.uneven is not None:
             self._session.uneven.end()
+
+    @user_frames_only
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does it.
+
+        Where the module divides its parameters, the norm is that of all ranks' rows, and no gradient is gathered: all
+        ranks call it together. Returns the norm that the gradients had.
+        """
+        return clip_grad_norm(self._session, dict(self.module.named_parameters()), max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module. Where ranks hold rows of gradients, nothing is gathered for it."""
+        zero_gradients(self.module.parameters(), self._session.parts, set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

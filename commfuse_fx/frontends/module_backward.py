@@ -122,7 +122,8 @@ class ModuleCall:
         else:
             asked = {name: _asked_for(edge) for name, (edge, _) in zip(self.edges, node.next_functions, strict=False)}
             written = [name for name, is_asked in asked.items() if is_asked]
-        mode = self._mode(node, bool(written))
+        with torch._C.DisableTorchFunctionSubclass():
+            mode = self._mode(node, bool(written))
         keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         grads, of_inputs = self.session.backward(self.forward, gradients, mode, keep)
         reached = [name for name in written if name in grads]
@@ -133,7 +134,7 @@ class ModuleCall:
         if mode == "local":
             parts.was_local(reached)
         else:
-            parts.was_reduced(reached)
+            parts.was_reduced(reached, self.params)
         if self.on_written is not None:
             self.on_written(reached, [name for name in written if name not in grads], mode)
         if len(self.edges) < len(self.params):  # of the others, autograd calls them

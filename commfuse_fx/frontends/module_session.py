@@ -8,12 +8,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
-from commfuse_fx.frontends.kept_forward import Forward, Versions, guarded, read_late, values_of
+from commfuse_fx.frontends.kept_forward import (
+    Forward,
+    Versions,
+    divided_read_late,
+    guarded,
+    read_late,
+    values_of,
+)
 from commfuse_fx.frontends.prices_of_one_rank import PricesOfOneRank
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
@@ -24,6 +32,8 @@ from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
+from commfuse_fx.runtime.memory.shards import Shards
+from commfuse_fx.runtime.ranks.ballots import Ballot
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
 
@@ -43,6 +53,8 @@ class ModuleSession(Session):
             self.uneven = UnevenBatches(self.agreement, lambda: self.device, self.step_of_ranks)
             self._prices = PricesOfOneRank(planner, self.uneven, rank)
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
+        self.divides = self.agreement is not None and planner.config.parallel_optimizer is not None
+        """Whether ranks keep rows of parameters alone, so that forwards communicate."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
@@ -77,7 +89,7 @@ class ModuleSession(Session):
         try:
             return self._forward(args, kwargs)
         except Exception as error:
-            if syncs:
+            if syncs or self.divides:
                 self.tell(error)
             raise
 
@@ -101,6 +113,16 @@ class ModuleSession(Session):
             self._compiled(self.planner.take_apart(args, kwargs))
 
     def _compiled(self, call: Call) -> Plan:
+        if not self.divides:
+            return self._planned(call)
+        with torch._C.DisableTorchFunctionSubclass():  # looks at guarded parameters, but not at their values
+            plan = self.planner.known_plan(call)
+        if plan is None:
+            with self.shapes_only():
+                plan = self._planned(call)
+        return plan
+
+    def _planned(self, call: Call) -> Plan:
         if self._prices is not None and self.planner.plans_by_cost:
             self._prices.plan_in_common(call)
         return self.planner.plan(call)
@@ -110,12 +132,64 @@ class ModuleSession(Session):
             call = self.planner.take_apart(args, kwargs)
             plan = self._compiled(call)
             executor = self._executor_of(plan)
-            outputs, saved = executor.forward(dict(call.leaves))
-            assert plan.compiled.outputs is not None
-            outputs = guarded(outputs, plan.compiled.outputs.differentiable)
-        versions = Versions(read_late(plan.compiled.outputs, executor, dict(call.leaves), outputs))
+            gathers = self.divides and executor.forward_sends
+            if not gathers:
+                outputs, saved = executor.forward(dict(call.leaves))
+        if gathers:
+            with self.step_of_ranks():
+                outputs, saved = self._forward_of_ranks(plan, executor, dict(call.leaves))
+        assert plan.compiled.outputs is not None
+        outputs = guarded(outputs, plan.compiled.outputs.differentiable)
+        described, leaves = plan.compiled.outputs, dict(call.leaves)
+        divided = divided_read_late(described, executor)
+        versions = Versions(read_late(described, executor, leaves, outputs), executor.shards, divided)
         inputs = {path: tensor for path, tensor in call.leaves if tensor.requires_grad}
         return Forward(plan, outputs, plan.compiled.outputs, inputs, executor.saved, list(saved), versions)
+
+    def _forward_of_ranks(
+        self, plan: Plan, executor: HalvesExecutor, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """Of parameters that are divided: ranks vote, let go of whole ones, and gather each where it is used."""
+        runner = self.runners.of(plan)
+        assert runner is not None, "it has been made"
+        if not self._voting.is_started:
+            self._voting.start(runner)
+        self.hold_rows(executor.shards)
+        self._voting.agree_on_forward(runner)
+        self._watch_wire(executor)
+        return executor.forward(inputs)
+
+    def hold_rows(self, shards: Shards | None) -> None:
+        """From now on parameters are divided like this. Values that the user has written are taken over."""
+        self.runners.executors.divide_by(shards)
+        self.parts.rows = gradients = None if shards is None else shards.gradients
+        if shards is not None:
+            shards.take()
+        if gradients is not None:
+            gradients.drop_replaced(self.params)
+
+    def shards_of(self, program: Program) -> Shards:
+        """What divides parameters as this program does, which is that of their update."""
+        self.planner.watch.look()
+        found = self.runners.executors.shards_of(program, self.params, None)
+        assert found is not None, "it divides some"
+        return found
+
+    def sum_over_rows(self, value: torch.Tensor, op: Any) -> None:
+        """Combine numbers that the ranks have of their rows, in place. All ranks call this together, after a vote.
+
+        Raises what the vote raises, and CollectiveError.
+        """
+        agreement, shards, groups = self.agreement, self.runners.executors.shards, self.runners.groups
+        assert agreement is not None and shards is not None and groups is not None, "several ranks have rows"
+        name, what = type(self.planner.model).__qualname__, "clip_grad_norm_"
+        ballot = Ballot(agreement.number, name, "", "", what, in_common=True, is_module=True, between_steps=what)
+        with self.step_of_ranks():
+            agreement.cast(ballot.signature)
+            agreement.settle(ballot)
+            with agreement.outside_of_steps(what) as heed:
+                group = groups.on(shards.mesh)[shards.group_of_rows]
+                heed(dist.all_reduce(value, op, group=group, async_op=True)).wait()
 
     def backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool
@@ -126,7 +200,7 @@ class ModuleSession(Session):
 
         Raises PlanMismatchError, PeerFailedError or CollectiveError as a step does.
         """
-        if self.uneven is None or mode == "local":
+        if self.uneven is None or (mode == "local" and not self.divides):
             with lock_of(self.planner.model):
                 return self._backward(forward, gradients, mode, keep)
         self.uneven.check()
@@ -193,7 +267,8 @@ class ModuleSession(Session):
             del values  # the executor lets go of each when it has been used
         held: dict[str, torch.Tensor | None] = {}
         if mode == "accumulated":
-            held = self.parts.unreduced(executor.params)
+            with torch._C.DisableTorchFunctionSubclass():
+                held = self.parts.unreduced(executor.params)
             if self.planner.config.find_unused_parameters:
                 held[USED] = self._reached_before(plan.compiled.program)
         grads, of_inputs = self._run_backward(forward, plan, mode, taken, gradients, held)

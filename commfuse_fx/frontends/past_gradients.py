@@ -63,11 +63,11 @@ class PastGradients:
         if self._seen[0] is plan and self._seen[1] is held and self._seen[2] == self._watched:
             return
         self._seen = plan, held, self._watched
-        reached = plan.compiled.program.grads
+        reached, divided = plan.compiled.program.grads, self._parts.rows or ()  # autograd may not add to these
         params = {
             name: param
             for name, param in held.items()
-            if param.requires_grad and (self._looks or name not in reached or name in self._known)
+            if param.requires_grad and (self._looks or name not in reached or name in self._known or name in divided)
         }
         _remove({name: hook for name, hook in self._hooks.items() if hook.param is not params.get(name)})
         for name in [name for name, hook in self._hooks.items() if hook.param is None]:
@@ -196,7 +196,8 @@ class _Hook:
         self.param: nn.Parameter | None = param
         self._listener = listener
         self._name = name
-        self._node: Any = get_gradient_edge(param).node  # nobody else keeps it between two backwards
+        with torch._C.DisableTorchFunctionSubclass():
+            self._node: Any = get_gradient_edge(param).node  # nobody else keeps it between two backwards
         self._handle = self._node.register_prehook(self)
 
     def remove(self) -> None:

@@ -11,10 +11,11 @@ from commfuse_fx.capture.given_gradients import given_gradients
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import communication_text, gradients_text, sent_text
+from commfuse_fx.ir.text import communication_text, gradients_text, sent_in_forward_text, sent_text
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.execute.rank_executors import RankExecutors
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.memory.host_memory import keep_freed_memory
@@ -26,10 +27,12 @@ from commfuse_fx.runtime.ranks.groups import Groups
 
 @dataclass(frozen=True)
 class Runner:
-    """A plan's executor. ballot: what ranks that run it together vote for; None where nothing is sent."""
+    """A plan's executor. ballot: what ranks that run it together vote for; None where nothing is sent. forward: what
+    they vote for ahead of the forward of a module; None where that sends nothing."""
 
     executor: Executor
     ballot: Ballot | None
+    forward: Ballot | None = None
 
 
 class Runners:
@@ -68,11 +71,13 @@ class Runners:
         groups = None if self.groups is None else self.groups.on(program.mesh)
         watch = planner.watch
         executor = self.executors.make(program, watch.params, watch.buffers, planner.optimizer, groups)
-        ballot = None
+        ballot = forward = None
         if self._agreement is not None and (executor.has_collectives or planner.form == "update"):
             ballot = _ballot(plan, self._agreement.number, planner, planner.config)
             executor.wire.distress = self._agreement.distress
-        runner = Runner(executor, ballot)
+            if isinstance(executor, HalvesExecutor) and executor.shards is not None and executor.forward_sends:
+                forward = _ballot_of_forward(program, self._agreement.number, planner)
+        runner = Runner(executor, ballot, forward)
         prepare(runner)
         if executor.has_collectives:
             let_lock_holders_run()
@@ -134,3 +139,16 @@ def ballot_of_module(program: Program, number: int, planner: Planner) -> Ballot:
     """Ranks of a module have to send the same; what they compute is each one's own."""
     text = gradients_text(program)
     return Ballot(number, type(planner.model).__qualname__, text, text, sent_text(program), True, is_module=True)
+
+
+def _ballot_of_forward(program: Program, number: int, planner: Planner) -> Ballot:
+    """Where parameters are divided, ranks gather them in their forwards."""
+    lines = [f"use of {name}: {param.spec}" for name, param in program.params.items() if _is_read(program, name)]
+    text, plan = "\n".join(lines) + "\n", "forward\n" + sent_in_forward_text(program)
+    model = type(planner.model).__qualname__
+    return Ballot(number, model, text, text, plan, True, is_module=True, between_steps="a forward")
+
+
+def _is_read(program: Program, name: str) -> bool:
+    node = program.placeholder("parameter", name)
+    return program.params[name].rows_alone and node is not None and bool(node.users)

@@ -12,6 +12,7 @@ from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.options import Default
 from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError, VirtualWorldError
+from commfuse_fx.frontends.gradient_parts import zero_gradients
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.frontends.update_session import CompiledUpdate, UpdateSession
 from commfuse_fx.inspect.lowered import Lowered
@@ -57,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_module(model)
         _check_class(optimizer_class)
-        config = _checked_config(parallel_optimizer_config)
+        config = _checked_config(parallel_optimizer_config, model)
         self._optimizer = optimizer_class(model.parameters() if params is None else params, **options)
         check_optimizer(self._optimizer, model.module)
         refuse_unknown(describe_optimizer(self._optimizer, model.module), "ShardedOptimizer", "use it as it is")
@@ -118,6 +119,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._session.update()
         return loss
 
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any optimizer. Where ranks hold rows of gradients, nothing is gathered for it."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        zero_gradients(params, self._update.parts, set_to_none)
+
     @user_frames_only
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = self._update.model.named_parameters()
         learning = {name: param for name, param in named if id(param) in held and param.requires_grad}
         with torch.enable_grad():
-            return self._update.lower({name: param.detach() for name, param in learning.items()})
+            return self._update.lower(self._update.examples(learning))
 
     @property
     def _session(self) -> UpdateSession:
@@ -181,8 +188,11 @@ def _check_class(optimizer_class: object) -> None:
         )
 
 
-def _checked_config(given: Any) -> dict[str, Any] | None:
-    """The options, by default those of the context. Raises for bad ones, and for levels that only a step has."""
+def _checked_config(given: Any, model: CompiledModule) -> dict[str, Any] | None:
+    """The options, by default those of the module, else of the context. Raises for bad ones."""
+    of_module = model._compiled.config
+    if of_module.parallel_optimizer is not None:
+        return _as_of_module(given, of_module.parallel_optimizer, of_module.parallel_optimizer_config)
     if isinstance(given, Default):
         given = context_settings().get(_NAME, given.value)
     options = ParallelOptimizer.parse(given, _NAME)
@@ -191,10 +201,25 @@ def _checked_config(given: Any) -> dict[str, Any] | None:
             f'{_NAME}["gradient_accumulation_shard"] is True, and micro-batches of a compiled module add up whole '
             "gradients in .grad: leave it out, or pass loss_fn, optimizer and accumulate_steps to compile() for a step"
         )
+    if options.level == 3:
+        raise ConfigValueError(
+            f'{_NAME}["level"] is 3, and the module was compiled to hold whole parameters: compile it with '
+            f'enable_parallel_optimizer=True and {_NAME}={{"level": 3}}, and leave the options out here'
+        )
     if options.level > 1:
         raise NotAvailableError(
-            f'{_NAME}["level"] is {options.level}, and a ShardedOptimizer has level 1, as a compiled module hands out '
-            "whole gradients: leave level out, or pass loss_fn and optimizer to compile() for a step, which has levels "
-            "2 and 3"
+            f'{_NAME}["level"] is {options.level}, which a compiled module does not have yet: leave level out, or '
+            f'compile the module with enable_parallel_optimizer=True and {_NAME}={{"level": 3}}'
         )
     return None if given is None else dict(given)
+
+
+def _as_of_module(given: Any, mine: ParallelOptimizer, config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The options of a module that divides its parameters. Raises ConfigValueError for others."""
+    if not isinstance(given, Default) and ParallelOptimizer.parse(given, _NAME) != mine:
+        asked = str(ParallelOptimizer.parse(given, _NAME)) or "level=1"
+        raise ConfigValueError(
+            f"{_NAME} of the ShardedOptimizer has {asked}, and the module was compiled with {mine}: leave it out here, "
+            "as the module's options hold for its update"
+        )
+    return config

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from commfuse_fx.capture.build import describe_parameters
 from commfuse_fx.config.compile_config import CompileConfig, ScheduleConfig
 from commfuse_fx.errors import CommFuseError, NotAvailableError
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.runners import Runner
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.ir.meta import same_layout
+from commfuse_fx.ir.shard_rows import spec_of_rows
+from commfuse_fx.ir.update_sharing import divided_by_rule, in_rows
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
+from commfuse_fx.planning.request import Call
+from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.support.long_lists import shortened
 
 
@@ -38,6 +46,24 @@ class CompiledUpdate(CompiledCall):
     def _make_session(self) -> Session:
         return UpdateSession(self.planner, self.rank, self._owner)
 
+    @property
+    def parts(self) -> GradientParts:
+        """What the module's backward has reduced of gradients."""
+        return self._owner.parts
+
+    def examples(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """For each of these parameters a tensor that is like its gradient: rows where the module divides it."""
+        with self._owner.shapes_only():
+            found = {name: param.detach() for name, param in params.items()}
+            if self._owner.planner.config.parallel_optimizer is None or self.mesh.world == 1:
+                return found
+            described, config = describe_parameters(self.model), self.config
+        for name, reason in divided_by_rule(described, self.mesh, config).items():
+            if name in found and not reason:
+                rows = spec_of_rows(in_rows(described[name], self.mesh, config), self.mesh)
+                found[name] = rows.empty(params[name].device)
+        return found
+
 
 class UpdateSession(Session):
     """The session of an update. Its ranks vote ahead of the first op, since there is no backward to hide a vote behind.
@@ -48,6 +74,9 @@ class UpdateSession(Session):
     def __init__(self, planner: Planner, rank: int, owner: ModuleSession) -> None:
         super().__init__(planner, rank)
         self._owner = owner
+        if owner.divides:
+            self.runners.executors.beneath = owner.shards_of
+            self._voting.is_started = True  # forwards have been voted on
 
     def update(self) -> None:
         """Update the parameters that have a gradient.
@@ -61,7 +90,46 @@ class UpdateSession(Session):
         if self.agreement is not None:
             self._refuse_join()
             self._refuse_unreduced()
-        return super()._run((_gradients_of(self.planner),), {})
+        gradients = self._gradients()
+        found = super()._run((gradients,), {})
+        if (shards := self._owner.runners.executors.shards) is not None:
+            shards.has_changed(gradients)
+        return found
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """As of a step. Parameters that the module divides have memory as well."""
+        with super().shapes_only(), self._owner.shapes_only():
+            yield
+
+    def executor(self, plan: Plan, call: Call) -> Executor:
+        """As of a step. The module divides its parameters as the update does."""
+        found = super().executor(plan, call)
+        if found.shards is not None and found.shards.beneath is not None:
+            self._owner.runners.executors.divide_by(found.shards.beneath)
+        return found
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the parameters that the optimizer holds, by name, laid out as their parameters are: of those
+        that are divided rows.
+
+        A parameter that is none of the model's is found when the update is planned.
+        """
+        assert self.planner.optimizer is not None, "what updates has one"
+        self.planner.watch.look()
+        held = {id(param) for group in self.planner.optimizer.param_groups for param in group["params"]}
+        params = self.planner.watch.params.items()
+        learning = {name: param for name, param in params if id(param) in held and param.grad is not None}
+        rows = self._owner.parts.rows
+        if rows is None and learning and self._owner.divides:
+            raise CommFuseError(
+                "ShardedOptimizer.step() ahead of the first forward of a module that divides its parameters: gradients "
+                "come from backwards of the module"
+            )
+        return {
+            name: rows.take(name, param) if rows is not None and name in rows else _laid_out(param)
+            for name, param in learning.items()
+        }
 
     def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         if self.agreement is not None:
@@ -87,23 +155,10 @@ class UpdateSession(Session):
             )
 
 
-def _gradients_of(planner: Planner) -> dict[str, torch.Tensor]:
-    """The gradients of the parameters that the optimizer holds, by name, laid out as their parameters are.
-
-    A parameter that is none of the model's is found when the update is planned.
-    """
-    assert planner.optimizer is not None, "what updates has one"
-    planner.watch.look()
-    held = {id(param) for group in planner.optimizer.param_groups for param in group["params"]}
-    return {
-        name: _laid_out(param.grad, param)
-        for name, param in planner.watch.params.items()
-        if id(param) in held and param.grad is not None
-    }
-
-
-def _laid_out(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The gradient, or a copy of it that lies as the parameter does."""
+def _laid_out(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter, or a copy of it that lies as the parameter does."""
+    gradient = param.grad
+    assert gradient is not None, "it learns"
     if same_layout(param.shape, gradient.stride(), param.stride()):
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)

@@ -108,13 +108,24 @@ class Voting:
 
     def settle(self, runner: Runner) -> None:
         """Read it, before the first collective. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
+        self._settle(_ballot(runner))
+        if runner.executor.shards is not None and not runner.executor.program.has_two_halves:
+            runner.executor.shards.release()
+
+    def agree_on_forward(self, runner: Runner) -> None:
+        """Vote on the forward of a module whose parameters are divided. Raises what `settle` raises."""
+        assert self._agreement is not None and runner.forward is not None, "it sends"
+        self._agreement.cast(runner.forward.signature, self._checksum)
+        self._settle(runner.forward)
+        if runner.executor.shards is not None:
+            runner.executor.shards.release()
+
+    def _settle(self, ballot: Ballot) -> None:
         assert self._agreement is not None
-        self._agreement.settle(_ballot(runner))
+        self._agreement.settle(ballot)
         # Not before: a step in which a rank failed is not the first step of any rank.
         self.is_started = True
         self._checksum = 0
-        if runner.executor.shards is not None:
-            runner.executor.shards.release()
 
 
 def _ballot(runner: Runner) -> Ballot:

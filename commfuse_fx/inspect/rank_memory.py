@@ -89,7 +89,7 @@ def rank_memory(program: Program, peak: int) -> RankMemory:
     gradients = _held(
         "gradients",
         (
-            (None, param.spec.nbytes, param.spec.nbytes)
+            (None, _whole(param).nbytes, param.spec.nbytes)
             if param.name in given
             else (_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes)
             for param in graded

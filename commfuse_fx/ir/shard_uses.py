@@ -10,10 +10,10 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.dependence import is_view
+from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, tensor_spec
 from commfuse_fx.ir.placement import S
-from commfuse_fx.ir.program import Parameter
+from commfuse_fx.ir.program import Parameter, Program
 from commfuse_fx.ir.shard_rows import spec_of_rows
 
 
@@ -158,3 +158,10 @@ def _leads_to(node: fx.Node, whole: fx.Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return True
+
+
+def written_by_model(program: Program) -> dict[str, None]:
+    """The parameters that the model itself writes: whoever has gathered one would write to a copy."""
+    roots = Roots(program.graph, program.aliases())
+    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
+    return dict.fromkeys(name for name in program.params if program.placeholder("parameter", name) in written)

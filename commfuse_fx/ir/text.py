@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import IN_PLACE
+from commfuse_fx.ir.halves import split
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import PHASE_TAG, op_name
 from commfuse_fx.ir.program import Program
@@ -70,6 +71,12 @@ def sent_text(program: Program) -> str:
     """What is sent, in which order and how: all that ranks which compute different things have to agree about."""
     writer = _CommunicationWriter(program)
     return "\n".join(writer.line(node) for node in program.graph.nodes if _sends(node)) + "\n"
+
+
+def sent_in_forward_text(program: Program) -> str:
+    """The same of the first half of a program of two."""
+    writer = _CommunicationWriter(program)
+    return "\n".join(writer.line(node) for node in split(program)[0] if _sends(node)) + "\n"
 
 
 def node_reference(node: fx.Node) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.parallel_optimizer import BROADCAST
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.program import OptimizerInfo, Parameter
@@ -48,6 +51,31 @@ class Sharing:
                 'parallel_optimizer_config={"pad": True} pads it'
             )
         return ""
+
+
+def divided_by_rule(params: Mapping[str, Parameter], mesh: Mesh, config: CompileConfig) -> dict[str, str]:
+    """Of a module at level 3, why each parameter stays whole; "" for one of which ranks keep rows.
+
+    It follows from the parameters alone, so that all graphs of a module, and that of its update, divide the same ones.
+    """
+    asked = config.parallel_optimizer
+    assert asked is not None, "the module divides its parameters"
+    sharing = Sharing(asked.parallel_optimizer_threshold, asked.pad, asked.sharing, asked.mode == BROADCAST)
+    found: dict[str, str] = {}
+    for name, param in params.items():
+        found[name] = sharing.why_not(param, mesh, mesh.all_axes)
+        if config.parallel_mode == "hybrid_parallel" and param.layerwise_parallel:
+            found[name] = "its gradient is not reduced over several ranks"
+        elif not found[name] and (param.spec.shape[0] == 1 or not param.spec.numel):
+            found[name] = "it has one row" if param.spec.numel else "it has no elements"
+    return found
+
+
+def in_rows(param: Parameter, mesh: Mesh, config: CompileConfig) -> Parameter:
+    """The parameter as one whose rows are divided among the ranks, while a graph still has all of it."""
+    asked = config.parallel_optimizer
+    assert asked is not None, "the module divides its parameters"
+    return replace(param, shard=sharing_ranks(mesh, mesh.all_axes, asked.sharing))
 
 
 def who_updates(param: Parameter, mesh: Mesh) -> str:

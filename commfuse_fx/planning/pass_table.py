@@ -13,6 +13,7 @@ from commfuse_fx.passes.distribute.cast_before_gather import CastBeforeGather
 from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from commfuse_fx.passes.distribute.counter_random import CounterRandom
 from commfuse_fx.passes.distribute.divide import Divide
+from commfuse_fx.passes.distribute.divide_parameters import DivideParameters
 from commfuse_fx.passes.distribute.drop_gradients import DropGradients
 from commfuse_fx.passes.distribute.gather_parameters import GatherParameters
 from commfuse_fx.passes.distribute.hold_gradients import HoldGradients
@@ -68,7 +69,7 @@ TABLE: Mapping[str, tuple[type[Pass], ...]] = MappingProxyType(
         KERNELS: (ChannelsLast, WeightGradients, DrawMasks),
         "divide": (RangeLookups, CounterRandom, Divide),
         "reduce": (UseAllParameters, HoldGradients, AddHeldGradients, ReduceGradients, LowerRedistributions),
-        "shard": (ShardOptimizer, ShareUpdate, UseRows, CastBeforeGather, HoldRows, DropGradients),
+        "shard": (ShardOptimizer, DivideParameters, ShareUpdate, UseRows, CastBeforeGather, HoldRows, DropGradients),
         UPDATE: (ClipGradients, UpdateParameters, GatherParameters),
         "prepare": (ComputeOnce, Recompute, GradientsFirst, ResendRows, PostponeGradients),
         "fuse": (FuseCollectives, FlattenStorage, ScatterStorage, TileFirstGradient, SplitUpdates, LowerAverage),

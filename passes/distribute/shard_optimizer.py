@@ -8,21 +8,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d, collective_of, group_of, is_start, is_wait, kind_of
-from commfuse_fx.ir.dependence import Roots, written_nodes
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.builder import Builder
+from commfuse_fx.ir.collectives import group_of
+from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.shard_gradients import ON_CPU, reduction, scatter, serves_only
 from commfuse_fx.ir.shard_owners import reduce_to_owner
-from commfuse_fx.ir.shard_rows import padding_of, sharing_ranks, spec_of_rows
-from commfuse_fx.ir.shard_uses import keep_rows
+from commfuse_fx.ir.shard_rows import sharing_ranks
+from commfuse_fx.ir.shard_uses import keep_rows, written_by_model
 from commfuse_fx.ir.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown, who_updates
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.assign_owners import assign_owners
-
-ON_CPU = "an all_to_all of rows and their sum, since Gloo's reduce_scatter would send all rows to all ranks"
-
-_ELEMENTWISE = (aten._to_copy.default, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class ShardOptimizer(Pass):
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         build, found = Builder(program), dict(self._reductions(program, held))
         owners = _owners(program, found) if self.mode == BROADCAST else {}
-        written = _written(program) if self.keep_rows else {}
+        written = written_by_model(program) if self.keep_rows else {}
         for start, names in found.items():
             group = sharing_ranks(program.mesh, group_of(start), self.ranks)
             for name in names:
@@ -77,7 +73,7 @@ class ShardOptimizer(Pass):
             if start in owners:
                 reduce_to_owner(build, start, names, owners[start])
                 continue
-            _scatter(build, start, names, group)
+            scatter(build, start, names, group)
             if self.keep_rows:
                 for name in (name for name in names if name not in written):
                     keep_rows(build, name)
@@ -90,7 +86,7 @@ class ShardOptimizer(Pass):
         """The starts that reduce gradients of parameters to divide, each with their names."""
         names_of: dict[fx.Node, list[str]] = {}
         for name, grad in program.grads.items():
-            start = _reduction(grad)
+            start = reduction(grad)
             if name not in held:
                 continue
             if start is None:
@@ -111,41 +107,9 @@ class ShardOptimizer(Pass):
         sharing = Sharing(self.threshold, self.pad, self.ranks, self.mode == BROADCAST)
         if reason := sharing.why_not(param, program.mesh, group_of(start)):
             return reason
-        if tensor_spec(start).shape != param.spec.shape or not _serves_only(start, program):
+        if tensor_spec(start).shape != param.spec.shape or not serves_only(start, program):
             return "its gradient is reduced together with other values"
         return ""
-
-
-def _reduction(grad: fx.Node) -> fx.Node | None:
-    """The all_reduce that a gradient comes from, through casts and copies."""
-    while grad.target in _ELEMENTWISE:
-        grad = grad.all_input_nodes[0]
-    if not is_wait(grad):
-        return None
-    start = grad.all_input_nodes[0]
-    return start if is_start(start) and kind_of(start) == "all_reduce" else None
-
-
-def _chain(start: fx.Node) -> list[fx.Node]:
-    """The wait of a start, and the casts and copies that follow from it."""
-    found = [user for user in start.users if is_wait(user)]
-    for node in found:
-        found.extend(user for user in node.users if user.target in _ELEMENTWISE)
-    return found
-
-
-def _serves_only(start: fx.Node, program: Program) -> bool:
-    """Whether all that follows from a reduction are gradients."""
-    chain = _chain(start)
-    known = dict.fromkeys((*chain, program.output))
-    return not any(user not in known for node in chain for user in node.users)
-
-
-def _written(program: Program) -> dict[str, None]:
-    """The parameters that the model itself writes: whoever has gathered one would write to a copy."""
-    roots = Roots(program.graph, program.aliases())
-    written = dict.fromkeys(roots[value] for node in program.graph.nodes for value in written_nodes(node))
-    return dict.fromkeys(name for name in program.params if program.placeholder("parameter", name) in written)
 
 
 def _owners(program: Program, found: Mapping[fx.Node, list[str]]) -> dict[fx.Node, int]:
@@ -164,45 +128,3 @@ def _owners(program: Program, found: Mapping[fx.Node, list[str]]) -> dict[fx.Nod
         for starts, owner in zip(items.values(), assign_owners(sizes, program.mesh.size(group)), strict=True):
             owners.update(dict.fromkeys(starts, owner))
     return owners
-
-
-def _scatter(build: Builder, start: fx.Node, names: list[str], group: str) -> None:
-    """Reduce and scatter the rows of a gradient over `group`, in place of reducing all of them on every rank."""
-    program = build.program
-    param: Parameter = program.params[names[0]]
-    mesh, details = program.mesh, collective_of(start)
-    others = mesh.other_axes(details.group, group)
-    value, op = start.args[0], start.args[1]
-    assert isinstance(value, fx.Node)
-    rows, padding = spec_of_rows(param, mesh), padding_of(param, mesh)
-    wire = rows.with_dtype(details.dtype)
-    with build.before(start):
-        if padding:
-            value = build.padded(value, padding, info(start), f"shard/{names[0]}/padded_gradient")
-        made = build.call(
-            c10d.reduce_scatter_tensor.default,
-            (value, op, mesh.size(group), group),
-            spec=wire,
-            like=info(start),
-            name=f"reduce/{names[0]}/reduce_scatter",
-            collective=replace(details, kind="reduce_scatter", group=group),
-            phase="backward",
-        )
-    chain = _chain(start)
-    if others:
-        with build.before(chain[0]):
-            part = build.wait(made, f"reduce/{names[0]}/rows")
-            made = build.call(
-                c10d.all_reduce.default,
-                (part, op, others),
-                spec=wire,
-                like=info(start),
-                name=f"reduce/{names[0]}/rows/all_reduce",
-                collective=replace(details, group=others, nbytes=wire.nbytes),
-                phase="backward",
-            )
-    for node in chain:
-        info(node).spec = rows.with_dtype(tensor_spec(node).dtype)
-    start.replace_all_uses_with(made)
-    program.graph.erase_node(start)
-    program.names.release(info(start).name)

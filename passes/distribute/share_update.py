@@ -9,7 +9,16 @@ from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.shard_owners import give_to_owner
 from commfuse_fx.ir.shard_rows import sharing_ranks
-from commfuse_fx.ir.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown, who_updates
+from commfuse_fx.ir.shard_uses import keep_rows
+from commfuse_fx.ir.update_sharing import (
+    SHARED,
+    WHOLE,
+    Sharing,
+    divided_by_rule,
+    in_rows,
+    refuse_unknown,
+    who_updates,
+)
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.solvers.assign_owners import assign_owners
 
@@ -21,7 +30,8 @@ class ShareUpdate(Pass):
 
     What is shared does not depend on which parameters have a gradient, since states stay where they are.
 
-    threshold, pad, ranks, mode: as in `ShardOptimizer`.
+    threshold, pad, ranks, mode: as in `ShardOptimizer`. keep_rows: whether the module divides parameters as well. Ranks
+    then have rows alone of parameters and gradients, which the update works on as they are.
     """
 
     name = "share_update"
@@ -33,6 +43,7 @@ class ShareUpdate(Pass):
     pad: bool = False
     ranks: int = 0
     mode: str = SCATTER
+    keep_rows: bool = False
 
     @classmethod
     def when(cls, situation: Situation) -> ShareUpdate | None:
@@ -42,7 +53,7 @@ class ShareUpdate(Pass):
         return (
             cls(ranks=1)
             if asked is None
-            else cls(asked.parallel_optimizer_threshold, asked.pad, asked.sharing, asked.mode)
+            else cls(asked.parallel_optimizer_threshold, asked.pad, asked.sharing, asked.mode, situation.keeps_rows)
         )
 
     def __call__(self, program: Program) -> bool:
@@ -52,6 +63,9 @@ class ShareUpdate(Pass):
         names, mesh, by_owners = self._shared(program), program.mesh, self.mode == BROADCAST
         if not names:
             return False
+        if self.keep_rows:
+            _have_rows(program, names)
+            return True
         group = sharing_ranks(mesh, mesh.all_axes, self.ranks)
         sizes = [program.params[name].spec.nbytes for name in names]
         owners = assign_owners(sizes, mesh.size(group)) if by_owners else [None] * len(names)
@@ -69,10 +83,14 @@ class ShareUpdate(Pass):
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         sharing = Sharing(self.threshold, self.pad, self.ranks, self.mode == BROADCAST)
         found: list[str] = []
+        by_rule = divided_by_rule(program.params, program.mesh, program.config) if self.keep_rows else {}
         for name, param in program.params.items():
+            if not by_rule.get(name, "whole"):
+                found.append(name)
+                continue
             if name not in held:
                 continue
-            reason = sharing.why_not(param, program.mesh, program.mesh.all_axes)
+            reason = by_rule.get(name) or sharing.why_not(param, program.mesh, program.mesh.all_axes)
             if program.config.parallel_mode == "hybrid_parallel" and param.layerwise_parallel:
                 reason = "its gradient is not reduced over several ranks"
             if reason:
@@ -80,3 +98,12 @@ class ShareUpdate(Pass):
             else:
                 found.append(name)
         return found
+
+
+def _have_rows(program: Program, names: list[str]) -> None:
+    """The module has divided these parameters."""
+    build = Builder(program)
+    for name in names:
+        param = program.params[name] = in_rows(program.params[name], program.mesh, program.config)
+        program.note(SHARED, name, who_updates(param, program.mesh))
+        keep_rows(build, name)

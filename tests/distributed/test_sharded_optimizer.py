@@ -147,12 +147,12 @@ def test_training_is_that_of_ddp(ranks: Ranks, size: int) -> None:
 
 
 def saved_by_rank_0(pair: Pair) -> dict[str, Any]:
-    """As a loop with DistributedDataParallel does it, but that all ranks ask for the optimizer's state."""
-    state = pair[2].state_dict()
+    """As a loop with DistributedDataParallel does it, but that all ranks ask for the states of model and optimizer."""
+    model, state = pair[0].state_dict(), pair[2].state_dict()
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         file = io.BytesIO()
-        torch.save({"model": pair[0].state_dict(), "optimizer": state}, file)
+        torch.save({"model": model, "optimizer": state}, file)
         found = [file.getvalue()]
     dist.broadcast_object_list(found)
     loaded: dict[str, Any] = torch.load(io.BytesIO(found[0]))

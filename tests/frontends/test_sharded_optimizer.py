@@ -128,7 +128,21 @@ def of_a_step() -> Any:
         (None, torch.optim.LBFGS, {}, ValueError, "LBFGS evaluates the loss several times"),
         (None, torch.optim.AdamW, {"params": [nn.Parameter(torch.ones(1))]}, ValueError, "is not a parameter of the"),
         (None, torch.optim.AdamW, {"params": []}, ValueError, "optimizer got an empty parameter list"),
-        (None, torch.optim.AdamW, {"parallel_optimizer_config": {"level": 3}}, cf.NotAvailableError, "step, which has"),
+        (
+            None,
+            torch.optim.AdamW,
+            {"parallel_optimizer_config": {"level": 3}},
+            ValueError,
+            "compile it with enable_parallel_optimizer=True",
+        ),
+        (None, torch.optim.AdamW, {"parallel_optimizer_config": {"level": 2}}, cf.NotAvailableError, "does not have"),
+        (
+            lambda: divided(),
+            torch.optim.AdamW,
+            {"parallel_optimizer_config": {"pad": True}},
+            ValueError,
+            "has pad=True, and the module was compiled with level=3: leave it out here",
+        ),
         (
             None,
             torch.optim.AdamW,
@@ -165,13 +179,65 @@ def test_it_cannot_be_copied(take: Any) -> None:
         take(made())
 
 
+def divided(**options: Any) -> Any:
+    options = {"device_num": 4, "parallel_optimizer_config": {"level": 3}, **options}
+    return cf.compile(net(), enable_parallel_optimizer=True, **options)
+
+
 @pytest.mark.parametrize(
-    ("level", "error", "message"),
+    ("options", "error", "message"),
     [
-        (1, ValueError, r"update with cf\.ShardedOptimizer\(model.*pass enable_parallel_optimizer=False"),
-        (3, cf.NotAvailableError, "level=3 is not available there yet.*which has all levels.*use cf.ShardedOptimizer"),
+        (
+            {"parallel_optimizer_config": {}},
+            ValueError,
+            r"update with cf\.ShardedOptimizer\(model.*\"level\": 3.*pass enable_parallel_optimizer=False",
+        ),
+        (
+            {"parallel_optimizer_config": {"level": 2}},
+            cf.NotAvailableError,
+            r'level=2 is not available yet: use .*"level": 3',
+        ),
+        ({"capture": "dynamo"}, cf.NotAvailableError, r'level=3 is not available yet with capture="dynamo".*"trace"'),
+        ({"schedule": "auto"}, cf.NotAvailableError, r'schedule="auto" is not available yet with .*level=3'),
+        ({"parallel_optimizer_config": {"level": 3, "mode": "broadcast"}}, ValueError, "each has one owner"),
     ],
 )
-def test_a_module_is_sharded_by_its_optimizer(level: int, error: Any, message: str) -> None:
+def test_a_module_divides_its_parameters_at_level_3_alone(options: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        cf.compile(net(), enable_parallel_optimizer=True, parallel_optimizer_config={"level": level}, device_num=4)
+        divided(**options)
+
+
+def test_a_divided_module_shows_what_each_rank_holds() -> None:
+    model = divided()
+    lowered = model.lower(torch.ones(4, 128))
+    assert [(each.phase, each.kind, each.members) for each in lowered.collectives] == [
+        ("forward", "all_gather", ["0.weight"]),
+        ("backward", "reduce_scatter", ["0.weight"]),
+        ("backward", "all_reduce", ["2.weight", "2.bias", "0.bias"]),
+    ]
+    notes = {note.subject: note.reason for note in lowered.explain().notes}
+    assert notes["0.weight"] == "4 ranks over dp update 64 rows each"
+    assert notes["0.bias"] == "it has 1 KiB, less than parallel_optimizer_threshold=64"
+    whole, rows = 4 * sum(param.numel() for param in net().parameters()), 4 * 128 * 256
+    update = cf.ShardedOptimizer(model, torch.optim.AdamW).lower()
+    assert not update.collectives
+    for each in (lowered, update):
+        held = {kind.kind: (kind.whole, kind.per_rank) for kind in each.explain().memory.held}
+        assert held["parameters"] == held["gradients"] == (whole, whole - rows + rows // 4)
+    assert held["optimizer state"] == (2 * whole + 16, 2 * (whole - rows + rows // 4) + 16)
+
+
+def test_a_divided_parameter_is_not_written_by_the_model() -> None:
+    class Decays(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return super().forward(x)
+
+    model = cf.compile(
+        Decays(256, 256), device_num=4, enable_parallel_optimizer=True, parallel_optimizer_config={"level": 3}
+    )
+    with pytest.raises(cf.NotAvailableError, match="weight is written by the model.*parallel_optimizer = False"):
+        model.lower(torch.ones(4, 256))
+    model.module.weight.parallel_optimizer = False
+    assert [each.kind for each in model.lower(torch.ones(4, 256)).collectives] == ["all_reduce"]

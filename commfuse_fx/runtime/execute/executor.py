@@ -125,9 +125,9 @@ class Executor:
     def _hooks(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> Hooks:
         """The functions that run just before a node, by node."""
         hooks: Hooks = {}
-        if self.has_collectives:
-            body = self._voted_for()
-            first = next(node for node in body if info(node).sends or info(node).collective is not None)
+        body = self._voted_for()
+        first = next((node for node in body if communicates(node)), None)
+        if first is not None:
             backward = next((node for node in body if info(node).phase == "backward"), first)
             before_first = body.index(backward) < body.index(first)
             hooks.setdefault(backward if before_first else body[0], []).append(on_backward)
@@ -386,6 +386,11 @@ class Executor:
             details = info(node)
             where = f" ({details.source})" if details.source else ""
             error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node takes part in communication."""
+    return bool(info(node).sends) or info(node).collective is not None
 
 
 def _refuse(node: fx.Node, what: str) -> None:

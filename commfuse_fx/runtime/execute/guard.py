@@ -36,8 +36,12 @@ _HARMLESS = frozenset(
                 "grad_fn",
                 "is_cuda",
                 "is_cpu",
+                "is_sparse",
                 "itemsize",
                 "nbytes",
+                "_version",
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
             )
         ),
         torch.Tensor.grad.__set__,  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from commfuse_fx.ir.halves import USED, split
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen import Hooks, Sends
 from commfuse_fx.runtime.execute.codegen_of_halves import generate_half, saved_values
-from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.runtime.execute.executor import Executor, communicates
 from commfuse_fx.runtime.execute.generated_code import Code
 from commfuse_fx.runtime.execute.half import Half
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
@@ -27,11 +27,22 @@ class HalvesExecutor(Executor):
     """An executor of one program of two halves.
 
     A forward changes buffers, and nothing else that the user owns. A backward returns gradients, each in a storage of
-    its own, and does not write to `.grad`. If it raises, no gradient has changed.
+    its own, and does not write to `.grad`. If it raises, no gradient has changed. Of a parameter that is divided, both
+    read rows, and what ranks have reduced of its gradient is rows as well.
     """
 
     _parts: list[str] | None = None
     """The gradients that lie in a larger block of memory; None before the first backward."""
+
+    @cached_property
+    def forward_sends(self) -> bool:
+        """Whether the forward has collectives: gathers of parameters that are divided."""
+        return any(map(communicates, split(self.program)[0]))
+
+    @cached_property
+    def backward_sends(self) -> bool:
+        """Whether the backward has collectives."""
+        return any(map(communicates, split(self.program)[1]))
 
     def _voted_for(self) -> list[fx.Node]:
         return split(self.program)[1]
@@ -65,7 +76,10 @@ class HalvesExecutor(Executor):
             try:
                 outputs, saved = self._forward_half.run(given)
             except BaseException as error:
-                self._locate(error)
+                if self.shards is not None:  # parameters that it gathers may be on the wire
+                    self._leave(error)
+                else:
+                    self._locate(error)
                 raise
         self._forward_half.has_run()
         return outputs, saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.memory.layout import Layout, dividing, holders, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.ranks.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,26 @@ class DividedParameter:
     state: the optimizer states of what is updated, by name.
     shown: the whole tensors that the user's optimizer has for states of the parameter's shape. Other states, such as a
         step count, are the same objects in both.
+    changes: how often others have seen the part to have new values.
+
+    part: that of another one that divides the parameter itself, where this one divides its states alone.
     """
 
-    def __init__(self, param: Parameter, whole: nn.Parameter, mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self, param: Parameter, whole: nn.Parameter, mesh: Mesh, rank: int, part: nn.Parameter | None = None
+    ) -> None:
         self.name = param.name
         self.whole = whole
-        self.layout = dividing(param.layout, mesh)
+        self.state_layout: Layout = dividing(param.layout, mesh)
+        self.layout: Layout = self.state_layout if part is None else ()
         self.mesh = mesh
         self.rank = rank
         self.is_divided = bool(self.layout)
-        self.part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False) if self.is_divided else whole
-        self.state_layout: Layout = self.layout
+        if part is None:
+            part = nn.Parameter(param.spec.empty(whole.device), requires_grad=False) if self.is_divided else whole
+        self.part = part
+        self.changes = 0
+        self._gathered = (-1, 0)
         if param.shard:
             self.state_layout += ((param.shard, S(0) if param.owner is None else Owned(param.owner)),)
         self._begin, self._rows = _rows_of(param, mesh, rank) if param.shard else (0, 0)
@@ -122,6 +132,7 @@ class DividedParameter:
         """Copy this rank's part out of the whole parameter. Raises ConfigValueError if its shape has changed."""
         if not self.is_divided:
             return
+        self.changes += self.was_written()
         part = self._part_of(self.whole, self.layout)
         if part.shape != self.part.shape:
             raise ConfigValueError(
@@ -132,6 +143,25 @@ class DividedParameter:
             self.part.data = part
         else:
             self.part.copy_(part)
+
+    def note_gathered(self) -> None:
+        """The whole parameter has the values of the parts now."""
+        self._gathered = self._place_of_whole()
+
+    def was_written(self) -> bool:
+        """Whether the user has written to the whole parameter since it was gathered, or has replaced its memory."""
+        return self._gathered != self._place_of_whole()
+
+    def _place_of_whole(self) -> tuple[int, int]:
+        return self.whole._version, self.whole.data_ptr()
+
+    def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a whole gradient, in memory of its own."""
+        return self._part_of(gradient, self.layout).clone()
+
+    def held_gradient(self, part: torch.Tensor, shown: torch.Tensor) -> HeldPart:
+        """This rank's part of a gradient, which `shown` stands for."""
+        return self._held_part(f"{self.name}.grad", part, shown, self.layout)
 
     def has_state_of(self, held: dict[str, Any]) -> bool:
         """Whether the user's state is still what `show` made it."""
@@ -210,6 +240,19 @@ class DividedParameter:
 
     def _is_like_the_part(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.updated.shape
+
+
+def gather(exchange: Exchange, pieces: Iterable[tuple[DividedParameter, HeldPart]]) -> None:
+    """Fill whole tensors from the parts of all ranks."""
+    by_group: dict[tuple[str, tuple[int, ...]], list[tuple[DividedParameter, HeldPart]]] = {}
+    for each, piece in pieces:
+        by_group.setdefault((piece.group, piece.holders), []).append((each, piece))
+    for (group, holding), found in by_group.items():
+        keys, parts = [piece.key for _, piece in found], [each.memory_of(piece) for each, piece in found]
+        arriving = exchange.gather(group, holding, keys, parts)
+        for (each, piece), ranks in zip(found, arriving, strict=True):
+            allocate(piece.whole)
+            each.fill(piece, list(ranks))
 
 
 def _rows_of(param: Parameter, mesh: Mesh, rank: int) -> tuple[int, int]:

@@ -21,8 +21,9 @@ from commfuse_fx.ir.shared_memory import is_part_of_storage
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.execute.guard import Guard, finish_others
 from commfuse_fx.runtime.execute.modes import outside_modes
-from commfuse_fx.runtime.memory.divided import DividedParameter, HeldPart, allocate, free
-from commfuse_fx.runtime.memory.layout import divided_parameters
+from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free, gather
+from commfuse_fx.runtime.memory.divided_gradients import DividedGradients
+from commfuse_fx.runtime.memory.layout import divided_parameters, joined_group
 from commfuse_fx.runtime.memory.own_storage import has_aliases
 from commfuse_fx.runtime.ranks.exchange import Exchange
 
@@ -32,33 +33,48 @@ log = logging.getLogger("commfuse_fx.runtime")
 class Shards:
     """The divided parameters of one rank, shared by all programs of a step that divide them alike.
 
-    described: what the compiler knows of the divided parameters, by name.
+    described: what the compiler knows of the divided parameters, by name. by_name: what this rank has of them.
     values: the tensors that a graph reads, by parameter name. They are parts, or the user's own undivided tensors.
     updated: what of them this rank updates, by the same names.
-    optimizer: the user's optimizer with the states of the parts in place of the whole ones.
+    optimizer: the user's optimizer with the states of the parts in place of the whole ones; None: there is none.
+    beneath: those of a module that divides the parameters themselves, where this one divides their states alone.
+    gradients: where parameters are divided whose caller updates them, the gradients of the parts.
 
     before_reading: called before parts are gathered. It has to finish pending updates.
     """
+
+    gradients: DividedGradients | None = None
 
     def __init__(
         self,
         program: Program,
         params: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         rank: int,
         exchange: Exchange,
         before_reading: Callable[[], None],
+        beneath: Shards | None = None,
     ) -> None:
         self.params = params
+        self.beneath = beneath
         self.key = layouts_of(program)
         self.exchange = exchange
+        self.mesh = program.mesh
         self._users = optimizer
         self._before_reading = before_reading
         self.described = divided = divided_parameters(program)
-        self._divided = [DividedParameter(param, params[name], program.mesh, rank) for name, param in divided.items()]
+        parts: dict[str, nn.Parameter] = (
+            {} if beneath is None else {name: each.part for name, each in beneath.by_name.items()}
+        )
+        self._divided: list[DividedParameter] = [
+            DividedParameter(param, params[name], program.mesh, rank, parts.get(name))
+            for name, param in divided.items()
+        ]
+        self.by_name: dict[str, DividedParameter] = {each.name: each for each in self._divided}
         self.values: Mapping[str, nn.Parameter] = {**params, **{each.name: each.part for each in self._divided}}
         self.updated: Mapping[str, nn.Parameter] = {**params, **{each.name: each.updated for each in self._divided}}
-        self.optimizer = DividedOptimizer(optimizer, {each.updated: each.state for each in self._divided})
+        states: dict[torch.Tensor, dict[str, Any]] = {each.updated: each.state for each in self._divided}
+        self.optimizer = None if optimizer is None else DividedOptimizer(optimizer, states)
         self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._has_released = self._has_warned = False
@@ -80,12 +96,15 @@ class Shards:
 
     def take(self) -> None:
         """Before a step, copy the values that the user has written since the last one into the parts."""
+        if self.beneath is not None:
+            self.beneath.take()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._guard.is_closed:
                 if self._take_replaced_states():
                     self.show()
             else:
-                finish_others(tensor for each in self._divided for tensor in (each.whole, *self._states_of(each)))
+                wholes = (tensor for each in self._divided for tensor in (each.whole, *self._states_of(each)))
+                finish_others(wholes, *([] if self.beneath is None else [self.beneath.guard]))
                 for each in self._divided:
                     each.take()
                     each.follow()
@@ -99,6 +118,8 @@ class Shards:
         if not self._taken:
             self.take()
         self._taken = False
+        if self.beneath is not None:
+            self.beneath.release()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._guard.is_closed:
                 self._kept = [tensor for tensor in self._kept if not free(tensor)]
@@ -130,7 +151,7 @@ class Shards:
         """After an update, put the states that it has made into the user's optimizer."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for each in self._divided:
-                if each.state:
+                if each.state and self._users is not None:
                     self._guard.close(each.show(self._users.state[each.whole]))
 
     def open(self) -> None:
@@ -142,10 +163,29 @@ class Shards:
             self.exchange.meet()
             # This also fills a state that the user has replaced: it may have become another parameter's state.
             with outside_modes():
-                self._gather()
+                gather(self.exchange, [(each, piece) for each in self._divided for piece in each.held()])
+                for each in self._divided:
+                    each.note_gathered()
             self._kept.clear()
             self._taken = False
             self._guard.open()
+
+    @property
+    def group_of_rows(self) -> str:
+        """The mesh axes over which a module has divided its parameters: the same for all."""
+        return joined_group(self._divided[0].layout, self.mesh)
+
+    def changes(self, name: str) -> int:
+        """A number that is another one when the values of a divided parameter have changed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            each = self.by_name[name]
+            return each.changes + (not self._guard.is_closed and each.was_written())
+
+    def has_changed(self, names: Iterable[str]) -> None:
+        """Updates have written to the parts of these parameters."""
+        for name in names:
+            if name in self.by_name:
+                self.by_name[name].changes += 1
 
     def leave(self) -> None:
         """Others divide the parameters from now on, or nobody does."""
@@ -202,18 +242,6 @@ class Shards:
                 self._drop(each.put_state(states.get(each.name, {})))
         self.show()
 
-    def _gather(self) -> None:
-        by_group: dict[tuple[str, tuple[int, ...]], list[tuple[DividedParameter, HeldPart]]] = {}
-        for each in self._divided:
-            for piece in each.held():
-                by_group.setdefault((piece.group, piece.holders), []).append((each, piece))
-        for (group, holders), pieces in by_group.items():
-            keys, parts = [piece.key for _, piece in pieces], [each.memory_of(piece) for each, piece in pieces]
-            arriving = self.exchange.gather(group, holders, keys, parts)
-            for (each, piece), found in zip(pieces, arriving, strict=True):
-                allocate(piece.whole)
-                each.fill(piece, list(found))
-
     def _take_replaced_states(self) -> bool:
         """Take states that the user has loaded into the optimizer without touching a tensor.
 
@@ -239,7 +267,7 @@ class Shards:
         return [value for value in self._state(each).values() if isinstance(value, torch.Tensor)]
 
     def _state(self, each: DividedParameter) -> dict[str, Any]:
-        held: dict[str, Any] = self._users.state.get(each.whole, {})
+        held: dict[str, Any] = {} if self._users is None else self._users.state.get(each.whole, {})
         return held
 
 

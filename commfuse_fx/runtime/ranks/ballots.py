@@ -121,7 +121,10 @@ def _other_parameters(one: int, first: Ballot, other: int, ballot: Ballot) -> st
     texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]
     more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
     listed = "\n  ".join(texts) or "the parameters stand in another order"
+    instead = ", or pass find_unused_parameters=True to cf.compile"
+    if first.between_steps:  # they gather what they use
+        instead = ", which ranks have divided and gather together"
     return (
-        f"ranks {one} and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters, "
-        "or pass find_unused_parameters=True to cf.compile."
+        f"ranks {one} and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters"
+        f"{instead}."
     )

@@ -1,0 +1,432 @@
+"""Modules whose parameters real ranks divide among them (level 3): the training of DistributedDataParallel, with its
+loops, in a part of the memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import commfuse_fx as cf
+from commfuse_fx.runtime.execute import messages
+from tests.distributed.harness import Ranks
+from tests.distributed.test_sharded_optimizer import (
+    STEPS,
+    Odd,
+    Pair,
+    a_loop,
+    batch,
+    goes_on,
+    groups_of,
+    largest_difference,
+    saved_by_rank_0,
+    with_unused,
+)
+
+pytestmark = pytest.mark.dist
+
+ROWS = {"level": 3, "parallel_optimizer_threshold": 0, "pad": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all": ROWS,
+    "that divide": {"level": 3, "parallel_optimizer_threshold": 0},
+    "from 2.4 KiB on": {"level": 3, "parallel_optimizer_threshold": 2, "pad": True},
+}
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+}
+Tensors = list[torch.Tensor]
+Loop = Callable[[nn.Module, Any, Any], Tensors | None]
+
+
+def divided(config: dict[str, Any] = ROWS, net: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    net = Odd() if net is None else net
+    options = {"cpu_kernels": False, "parallel_optimizer_config": config, **options}
+    return net, cf.compile(net, enable_parallel_optimizer=True, **options)
+
+
+def sharded(name: str, config: dict[str, Any] = ROWS, **options: Any) -> Pair:
+    net, model = divided(config, **options)
+    cls, given = CLASSES[name]
+    return net, model, cf.ShardedOptimizer(model, cls, groups_of(net), **given)
+
+
+def as_ddp(name: str) -> Pair:
+    net = Odd()
+    cls, given = CLASSES[name]
+    return net, with_unused(net), cls(groups_of(net), **given)
+
+
+def plain(name: str, **options: Any) -> Pair:
+    net = Odd()
+    cls, given = CLASSES[name]
+    return net, cf.compile(net, cpu_kernels=False, **options), cls(groups_of(net), **given)
+
+
+def differ(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+
+
+def trains_alike(cases: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+    found = {}
+    for name, which in cases:
+        ours, theirs = sharded(name, CONFIGS[which]), as_ddp(name)
+        for pair in (ours, theirs):
+            a_loop("adamw" if name == "adam" else name, pair)
+        found[name, which] = largest_difference(ours, theirs)
+    return found
+
+
+CASES = {
+    1: [("adamw", "all")],
+    2: [("adamw", "all"), ("adam", "that divide"), ("sgd", "from 2.4 KiB on")],
+    3: [("adamw", "from 2.4 KiB on"), ("sgd", "all"), ("adam", "all")],
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_training_is_that_of_ddp(ranks: Ranks, size: int) -> None:
+    for found in ranks.values(trains_alike, CASES[size], size=size):
+        assert max(found.values()) < 1e-12, found
+
+
+def loss_of(model: Any, number: int, *args: Any) -> torch.Tensor:
+    x, y = batch(number)
+    return F.cross_entropy(model(x, *args), y)
+
+
+def clips(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """By the module's own method, and by that of PyTorch."""
+    norms = []
+    for number, kind in enumerate((2.0, float("inf"), 1.0, 3.0, 2.0)):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        clip = getattr(model, "clip_grad_norm_", None)
+        norms.append(clip(0.1, kind) if clip else nn.utils.clip_grad_norm_(net.parameters(), 0.1, kind))
+        if number == 4:
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.05))
+            norms += [param.grad.clone() for param in net.parameters() if param.grad is not None]
+        optimizer.step()
+    return norms
+
+
+def adds_up(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """Backwards that add to reduced gradients, and to others of this rank alone."""
+    for number in range(2):
+        loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, 2).backward()
+    with model.no_sync():
+        loss_of(model, 3).backward()
+    loss_of(model, 4).backward()
+    seen = [param.grad.clone() for param in net.parameters() if param.grad is not None]
+    loss_of(model, 5).backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    loss_of(model, 6).backward()
+    optimizer.step()
+    return seen
+
+
+def handles_gradients(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """Gradients that the loop takes away, replaces and writes."""
+    first, second, *_ = params = [param for param in net.parameters() if param.requires_grad and param.ndim == 2]
+    loss_of(model, 0).backward()
+    first.grad = None
+    second.grad = torch.ones_like(second)
+    params[2].grad.mul_(2)
+    optimizer.step()
+    held = params[2].grad
+    optimizer.zero_grad()
+    seen = [held.clone()]
+    second.grad = torch.full_like(second, float(dist.get_rank()))
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return seen
+
+
+def has_several_forwards(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    optimizer.zero_grad()
+    (loss_of(model, 0) + loss_of(model, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss_of(model, 2)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    params = [param for param in net.parameters() if param.requires_grad][:4]
+    with model.no_sync():
+        seen = list(torch.autograd.grad(loss_of(model, 3), params))
+    loss_of(model, 4).backward()
+    optimizer.step()
+    return seen
+
+
+def evaluates(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """Between steps, and looks at parameters, copies the model and writes to it."""
+    seen = []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            seen.append(loss_of(model, number))
+        model.train()
+        if number == 1:
+            seen += [value.clone() for value in copy.deepcopy(net).state_dict().values()]
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.mul_(0.9)
+    return seen
+
+
+def scales(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """With a scaler that skips the step in which one rank has an infinity."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for number in range(STEPS):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        if number == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            x = x * float("inf")
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return [torch.tensor(scaler.get_scale())]
+
+
+def penalizes(net: nn.Module, model: Any, optimizer: Any) -> None:
+    """With gradients that do not come from the module, in most steps."""
+    for number in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        if number != 1:
+            held = [net.get_parameter(name) for name in ("into.weight", "odd.bias", "scale")]
+            loss = loss + sum(param.square().sum() for param in held)
+        loss.backward()
+        optimizer.step()
+
+
+def freezes(net: nn.Module, model: Any, optimizer: Any) -> None:
+    for number in range(3):
+        net.get_submodule("back").requires_grad_(number != 1)
+        call = with_unused(net) if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        optimizer.zero_grad()
+        loss_of(call, number).backward()
+        optimizer.step()
+
+
+LOOPS = (
+    clips,
+    adds_up,
+    handles_gradients,
+    has_several_forwards,
+    evaluates,
+    scales,
+    penalizes,
+    freezes,
+)
+NOT_OF_DDP = (has_several_forwards,)
+"""DistributedDataParallel reduces in one backward of each forward."""
+
+
+def loops_alike() -> dict[str, float]:
+    found = {}
+    for loop in LOOPS:
+        theirs = plain("adamw") if loop in NOT_OF_DDP else as_ddp("adamw")
+        ours = sharded("adamw")
+        seen = [loop(*pair) or [] for pair in (ours, theirs)]
+        found[loop.__name__] = max(differ(*seen), largest_difference(ours, theirs))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_loops_are_those_of_ddp(ranks: Ranks, size: int) -> None:
+    for found in ranks.values(loops_alike, size=size):
+        assert max(found.values()) < 1e-12, found
+
+
+def held_bytes() -> int:
+    """Of all tensors that this process can reach; memory that several of them have counts once."""
+    gc.collect()
+    spans = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            if isinstance(each, torch.Tensor) and type(each).__name__ != "FakeTensor" and each.device.type == "cpu":
+                storage = each.untyped_storage()
+                spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total, end = 0, 0
+    for begin, stop in sorted(spans):
+        total, end = total + max(stop - max(begin, end), 0), max(end, stop)
+    return total
+
+
+LAYERS, WIDTH = 6, 128
+WEIGHT = WIDTH * WIDTH * 4
+
+
+class Deep(nn.Module):
+    """Equal weights without biases, and little else that takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def memory_of_steps() -> dict[str, float]:
+    """In weights, beyond what was held before: at places of a step, and at most when a gather begins."""
+    before = held_bytes()
+    _, model = divided({"level": 3}, Deep(), comm_fusion={"openstate": False})
+    optimizer = cf.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    at: dict[str, list[float]] = {}
+
+    def note(place: str) -> None:
+        at.setdefault(place, []).append((held_bytes() - before) / WEIGHT)
+
+    issue = messages.all_gather_single
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        note("a gather")
+        return issue(*args, **kwargs)
+
+    for step in range(3):
+        if step == 2:
+            messages.all_gather_single = gather
+            at.clear()
+        loss = model(torch.ones(4, WIDTH))
+        note("the forward")
+        loss.backward()
+        note("the backward")
+        optimizer.step()
+        note("the step")
+        optimizer.zero_grad()
+        del loss
+        note("zero_grad")
+    messages.all_gather_single = issue
+    return {place: max(found) for place, found in at.items()} | {"gathers": float(len(at["a gather"]))}
+
+
+def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
+    rows = LAYERS / 2
+    for found in ranks.values(memory_of_steps):
+        slack = 1.5  # activations, scalars, and what a thread of Gloo lets go of a moment later
+        assert found["the forward"] <= 3 * rows + slack, found
+        assert found["the backward"] <= 4 * rows + slack, found
+        assert found["the step"] <= 4 * rows + slack, found
+        assert found["zero_grad"] <= 4 * rows + slack, found
+        assert found["a gather"] <= 4 * rows + 3 + slack, found
+        assert found["gathers"] == 2 * LAYERS - 1
+
+
+def of_torch(net: nn.Module, model: Any, optimizer: Any) -> None:
+    """With optimizers of torch.optim, also one that mixes the elements of a parameter."""
+    others = [torch.optim.Adam(net.parameters(), lr=0.01), torch.optim.Adafactor(net.parameters(), lr=0.1)]
+    for number in range(4):
+        for each in others:
+            each.zero_grad()
+        loss_of(model, number).backward()
+        others[number % 2].step()
+
+
+def has_hooks(net: nn.Module, model: Any, optimizer: Any) -> Tensors:
+    """That read gradients in the backward, and one that is part of the graph."""
+    seen: Tensors = []
+    weight = net.get_parameter("into.weight")
+    late = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    early = net.get_parameter("back.weight").register_hook(lambda grad: grad * 2)
+    for number in range(2):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+    late.remove()
+    early.remove()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    return seen
+
+
+def computes_again(net: nn.Module, model: Any, optimizer: Any) -> None:
+    """With activation checkpointing around the module, and batches of other sizes."""
+    for number in range(4):
+        optimizer.zero_grad()
+        x, y = batch(number)
+        x, y = (x, y) if number < 2 else (x[:-2], y[:-2])
+        F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=False), y).backward()
+        optimizer.step()
+
+
+def sums(net: nn.Module, model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(2):
+            loss_of(model, number).backward()
+        optimizer.step()
+
+
+def more_loops_alike() -> dict[str, float]:
+    found = {}
+    for loop in (of_torch, has_hooks, computes_again):
+        ours, theirs = sharded("adamw"), plain("adamw")
+        seen = [loop(*pair) or [] for pair in (ours, theirs)]
+        found[loop.__name__] = max(differ(*seen), largest_difference(ours, theirs))
+    options: dict[str, dict[str, Any]] = {"sums": {"gradients_mean": False}, "all": {"find_unused_parameters": True}}
+    for name, option in options.items():
+        ours, theirs = sharded("adamw", **option), plain("adamw", **option)
+        for pair in (ours, theirs):
+            sums(*pair) if name == "sums" else a_loop("adamw", pair)
+        found[name] = largest_difference(ours, theirs)
+    found["saved"] = through_checkpoints()
+    return found
+
+
+def through_checkpoints() -> float:
+    """Differences after a checkpoint, from one optimizer to another."""
+    ours, theirs = sharded("adamw"), as_ddp("adamw")
+    for pair in (ours, theirs):
+        a_loop("adamw", pair)
+    saved = saved_by_rank_0(ours), saved_by_rank_0(theirs)
+    want = goes_on(saved[1], as_ddp("adamw"))
+    found = [goes_on(saved[0], as_ddp("adamw")), goes_on(saved[1], sharded("adamw")), goes_on(saved[0], ours)]
+    return max(largest_difference(pair, want) for pair in found)
+
+
+def test_more_loops_are_those_of_a_module_that_is_whole(ranks: Ranks) -> None:
+    for found in ranks.values(more_loops_alike):
+        assert max(found.values()) < 1e-12, found
+
+
+def in_pairs() -> float:
+    """Of four ranks, two share the rows, and the others have the same ones."""
+    ours = sharded("adamw", {**ROWS, "optimizer_weight_shard_size": 2})
+    theirs = as_ddp("adamw")
+    seen = [clips(*pair) for pair in (ours, theirs)]
+    a_loop("adamw", ours), a_loop("adamw", theirs)
+    return max(differ(*seen), largest_difference(ours, theirs))
+
+
+def test_rows_are_shared_among_some_of_the_ranks(ranks: Ranks) -> None:
+    for found in ranks.values(in_pairs, size=4):
+        assert found < 1e-12
