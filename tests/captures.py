@@ -51,9 +51,9 @@ def capture(model: nn.Module, *arguments: Any) -> Program:
     """In place of `commfuse_fx.planning.compile_call.capture`, with its arguments."""
     if not _is_shared(model):
         return trace(model, *arguments)
-    loss_fn, structure, leaves, mesh, config, training, optimizer, _ = arguments
+    loss_fn, structure, leaves, mesh, config, training, optimizer, _, batch = arguments
     marks = (config.has_aux, collect(model), mesh) if config.divides_graphs else config.has_aux
-    key = (*_key(model, structure, leaves, mesh), loss_fn, training, marks)
+    key = (*_key(model, structure, leaves, mesh), loss_fn, training, marks, batch and (batch.rows, batch.parts))
     if key not in _captured:
         _captured[key] = trace(model, *arguments), None
     program, _ = _captured[key]

@@ -22,6 +22,8 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
 from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
 from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
+from commfuse_fx.sharding.marking.traced_marks import module_marks_traced
+from commfuse_fx.sharding.marking.traced_parts import BatchParts
 
 
 def capture(
@@ -34,12 +36,14 @@ def capture(
     training: bool,
     optimizer: OptimizerInfo | None,
     reads: Reads | None = None,
+    batch: BatchParts | None = None,
 ) -> Program:
     """Trace one call of a step, and return its program.
 
     structure: how the call's arguments nest. leaves: their tensors, each with its path.
     training: whether the step has a backward.
     reads: notes the Python values that the trace reads.
+    batch: what marked calls with `cross_batch` divide among ranks.
 
     Raises CaptureError if the step cannot become one graph. Errors of the model itself pass unchanged.
     """
@@ -48,13 +52,15 @@ def capture(
 
     def loss_of(model: nn.Module, tensors: Sequence[torch.Tensor], recorder: OriginRecorder) -> list[torch.Tensor]:
         call = unflatten(structure, iter(tensors))
-        loss, aux = compute_loss(model, call, loss_fn, recorder, config.has_aux)
+        with module_marks_traced(loss_fn, "loss_fn"):
+            loss, aux = compute_loss(model, call, loss_fn, recorder, config.has_aux)
         others, nest = flatten_output(aux, "aux")
         found.append(([path for path, _ in others], nest))
         return [loss, *(tensor.detach() for _, tensor in others)]
 
     inputs = [tensor for _, tensor in leaves]
-    traced = trace_step(model, loss_of, inputs, mesh, training, marked=config.divides_graphs, reads=reads)
+    marked = config.divides_graphs
+    traced = trace_step(model, loss_of, inputs, mesh, training, marked=marked, reads=reads, batch=batch)
     [(paths, nest)] = found
     program = describe(traced, model, leaves, mesh, config, training, optimizer)
     program.aux = dict(zip(paths, traced.results[1:], strict=True))

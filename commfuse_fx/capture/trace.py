@@ -57,6 +57,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.kernels.cudnn_recurrent import CUDNN
 from commfuse_fx.kernels.recurrent import WITH_WORKSPACE, WITHOUT_WORKSPACE
 from commfuse_fx.sharding.marking.traced_marks import marks_traced
+from commfuse_fx.sharding.marking.traced_parts import BatchParts
 from commfuse_fx.sharding.rules.decompose import decompose, decomposed
 from commfuse_fx.support.user_lines import user_line_of
 
@@ -121,6 +122,7 @@ def trace_step(
     marked: bool = False,
     reads: Reads | None = None,
     seeded: bool = False,
+    batch: BatchParts | None = None,
 ) -> Traced:
     """Trace one step into a functional graph.
 
@@ -132,6 +134,7 @@ def trace_step(
     marked: whether marks of `cf.shard` on activations become nodes of the graph. Ops that divide by a count of the
         whole batch then become sums and divisions.
     reads: notes the Python values that the trace reads.
+    batch: what marked calls with `cross_batch` divide among ranks.
 
     Raises CaptureError, with module, source line and fix, if Python control flow depends on the values of tensors or
     if the loss cannot be differentiated. Errors of the model itself pass unchanged.
@@ -192,7 +195,7 @@ def trace_step(
     flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
     with (
         ops.tracing_on(mesh),
-        marks_traced(model) if marked else nullcontext(),
+        marks_traced(model, batch) if marked else nullcontext(),
         traceable_torch(),
         functions_noted(),
         eager_collectives_refused(),

@@ -38,6 +38,8 @@ from commfuse_fx.planning.shared_prices import common_costs
 from commfuse_fx.planning.strategy_rounds import StrategyRounds, has_rounds
 from commfuse_fx.planning.variants import most_plans, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
+from commfuse_fx.sharding.marking.part_ops import has_parts
+from commfuse_fx.sharding.marking.traced_parts import BatchParts
 from commfuse_fx.solvers.effort import EFFORT
 from commfuse_fx.support.gc_pause import no_garbage_collection
 from commfuse_fx.support.tracebacks import are_full
@@ -70,15 +72,16 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
                     request.training,
                     request.optimizer,
                     reads,
+                    _batch_of(request),
                 )
                 outputs = Outputs(program.aux_nest) if config.has_aux else None
         _let_go_of_trace(program)
         seconds = time.perf_counter() - start
-        if asked.sharding is not None and asked.sliced_inputs and not config.full_batch:
+        if asked.sharding is not None and asked.sliced_inputs:
             resolved = resolve_marks(asked.sharding.marks, program)
-            ways = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
-            if ways != asked.sharding.batch_ways:
-                raise OtherBatch(ways)
+            parts = prod(resolved.mesh.size(axis) for axis in resolved.data_axes)
+            if parts != asked.sharding.batch_parts and (not config.full_batch or has_parts(program)):
+                raise OtherBatch(parts)
         verify_if_asked(program, "capture")
         program.batch_inputs = tuple(asked.sliced_inputs)
         if asked.sharding is not None:
@@ -92,6 +95,14 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
             watcher.after(PassRecord("capture", True, seconds, 0, len(program.graph.nodes)), program)
         program, pipeline, records = plan_step(program, config, asked, on_plan=request.on_plan)
     return Compiled(program, captured, pipeline, records, seconds, voted, outputs, asked)
+
+
+def _batch_of(request: CompileRequest) -> BatchParts | None:
+    """The batch that marked calls divide with `cross_batch`: that of the tensors whose dimension 0 is the batch."""
+    asked = request.passes
+    if asked.sharding is None or not asked.sliced_inputs:
+        return None
+    return BatchParts(dict(request.call.leaves)[asked.sliced_inputs[0]].shape[0], asked.sharding.batch_parts)
 
 
 def _let_go_of_trace(program: Program) -> None:

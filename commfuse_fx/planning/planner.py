@@ -368,15 +368,16 @@ class Planner:
         if self._laid_out != self.watch.structure:
             self._laid_out, self._layouts, self._level = self.watch.structure, None, None
         request = replace(request, config=self._as_chosen(request.config))
-        ways = 1 if self.config.full_batch else batch_ways(marks, self.mesh, self.config)
+        parts = batch_ways(marks, self.mesh, self.config)
         while True:
-            sharding = Sharding(marks, ways, local, self._layouts, self._strategies)
+            ways = 1 if self.config.full_batch else parts
+            sharding = Sharding(marks, ways, parts, local, self._layouts, self._strategies)
             try:
                 compiled = self._trace(on_whole_batch(request, sharding))
             except OtherBatch as other:
-                if other.ways == ways:
+                if other.ways == parts:
                     raise
-                ways = other.ways
+                parts = other.ways
                 continue
             self._layouts = {name: param.layout_by_marks for name, param in compiled.program.params.items()}
             if compiled.program.training and self.config.says_nothing_of_levels:

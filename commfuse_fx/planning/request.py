@@ -26,12 +26,14 @@ class Sharding:
     """What dividing a step takes besides its graph.
 
     batch_ways: by how many ranks the batch of the captured graph is larger than the one that a rank is handed.
+    batch_parts: among how many ranks the batch of the captured graph is divided.
     local_parameters: every rank keeps its part of a parameter; fixed: the layouts that an earlier graph of the same
     step has decided, or None; strategies: those that a file has, or None.
     """
 
     marks: Marks
     batch_ways: int = 1
+    batch_parts: int = 1
     local_parameters: bool = False
     fixed: Layouts | None = None
     strategies: Strategies | None = None

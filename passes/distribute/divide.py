@@ -19,6 +19,7 @@ from commfuse_fx.ops import COLLECTIVES
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Scalar, Situation, Variants
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
+from commfuse_fx.sharding.dividing.check_part_calls import check_part_calls
 from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.division import Division
 from commfuse_fx.sharding.dividing.fit_marks import refine
@@ -29,6 +30,7 @@ from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
+from commfuse_fx.sharding.marking.part_ops import erase_parts
 
 MOST_AXES = 3
 """Axes of a grid that the compiler chooses: each takes a search and a division of the graph."""
@@ -119,6 +121,7 @@ class Divide(PricedPass):
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
         program.batch_axes = ",".join(resolved.data_axes)
+        check_part_calls(program)
         for node in program.graph.nodes:
             info(node).varies = ""
         specs = context.known(LocalSpecs)
@@ -139,6 +142,7 @@ class Divide(PricedPass):
             program.strategies = Strategies(mesh=sizes, axes=decided, level=self.level)
         sum_parts(program)
         erase_marks(program)
+        erase_parts(program)
         program.set_output()
         return bool(axes)
 
@@ -245,7 +249,8 @@ def _may_split(situation: Situation, program: Program) -> bool:
     """Whether nothing that the user has said depends on what the axes of the mesh are."""
     marks = program.marks
     is_free = situation.config.mesh is None and len(program.mesh.names) == 1
-    return is_free and not (marks.modules or marks.parameters) and len(small_axes(program.mesh.world)) > 1
+    has_layouts = any(each.mark.has_layouts for each in marks.modules) or bool(marks.parameters)
+    return is_free and not has_layouts and len(small_axes(program.mesh.world)) > 1
 
 
 def _neighbours(context: PassContext) -> int:

@@ -112,8 +112,11 @@ def reinplace(program: Program, roots: Roots) -> bool:
     modified = False
 
     def is_free(node: fx.Node, operand: fx.Node, position: int) -> bool:
-        if uses.is_needed_after(position, operand) or not _may_overwrite(node, operand, uses.place_of(operand).root):
+        place = uses.place_of(operand)
+        if uses.is_needed_after(position, operand) or not _may_overwrite(node, operand, place.root):
             return False
+        if node.target in IN_PLACE and place.split is not None:
+            return False  # while a part is on the wire, nobody touches memory of the others
         return not any(uses.overlap(other, operand) for other in node.all_input_nodes if other is not operand)
 
     for position, node in candidates:

@@ -137,3 +137,17 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
             lowered(layers(), strategy_ckpt_load_file=path)
     with pytest.raises(ConfigValueError, match="cannot be written"):
         lowered(layers(), strategy_ckpt_save_file=tmp_path / "no folder" / "strategies.json")
+
+
+def test_calls_on_parts_of_the_batch_are_no_decisions(tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+
+    def normed(**options: Any) -> Any:
+        model = layers()
+        model[1] = cf.shard(nn.BatchNorm1d(4 * WIDE), cross_batch=True)
+        return lowered(model, (2, 4), **options)
+
+    first = normed(strategy_ckpt_save_file=file)
+    second = normed(strategy_ckpt_load_file=file)
+    assert first.text() == second.text() and not_applied(second) == {}
+    assert "1/sum.0" not in Strategies.load(file).to_json() and '"1.weight"' in file.read_text()

@@ -31,6 +31,7 @@ from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.local_graph import LocalGraph
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.made_of_constants import MadeOfConstants
+from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.variation import agrees, varies, varies_as_inputs
 from commfuse_fx.sharding.dividing.written_inputs import WrittenInputs, writes_input
 from commfuse_fx.sharding.marking.layout_op import is_mark
@@ -56,7 +57,8 @@ class Division:
         self.values: dict[fx.Node, Value] = {}
         self.chooser = Chooser(self.values, axis.ways)
         self.constants = MadeOfConstants(program)
-        self.written = WrittenInputs(program, axis, self.local, self.values, self._get, self._settle)
+        self.own = OwnParts(program, axis.group, axis.ways)
+        self.written = WrittenInputs(program, axis, self.local, self.values, self.own, self._get, self._settle)
         self._warned: dict[tuple[Any, str], None] = {}
 
     def run(self) -> None:
@@ -96,6 +98,8 @@ class Division:
             self.local.localize(made, placement)
         elif isinstance(placement, Shard):
             made = self.local.own_part(made, placement, f"slice/{source.name}", info(node))
+        elif node in self.own:
+            varies(made, self.axis.group)
         return Value(spec, {placement: made})
 
     def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
@@ -155,7 +159,7 @@ class Division:
             self._start_of_backward(node)
         elif self._can_wait(node):
             self.values[node] = Value(info(node).spec, pending=node)
-        elif info(node).name not in self.axis.states and self.constants.has(node):
+        elif node not in self.own and info(node).name not in self.axis.states and self.constants.has(node):
             self.values[node] = Value(info(node).spec, made_by=node)
         else:
             self._compute(node)
@@ -171,26 +175,29 @@ class Division:
             new = made[number]
         else:
             new = self.local.emit(operator.getitem, (made, number), {}, node)
-            self._lies(new, placement)
+            self._lies(node, new, placement)
         self.values[node] = Value(info(node).spec, {placement: new})
 
     def _write(self, node: fx.Node) -> None:
         """An op that writes to memory of the graph itself runs on whole tensors on every rank."""
         args = fx.node.map_arg(node.args, lambda arg: self._get(arg, R, node))
         kwargs = fx.node.map_arg(dict(node.kwargs), lambda arg: self._get(arg, R, node))
-        self.values[node] = Value(info(node).spec, {R: self.local.emit(node.target, args, kwargs, node)})
+        made = self.local.emit(node.target, args, kwargs, node)
+        if node in self.own:
+            varies(made, self.axis.group)
+        self.values[node] = Value(info(node).spec, {R: made})
 
     def _mark(self, node: fx.Node) -> None:
         """A mark redistributes the value if it asks for a placement on this group; otherwise it changes nothing."""
         given: fx.Node = node.args[0]  # type: ignore[assignment]
         value = self.values[given]
         pin = self.axis.activations.get(info(node).name)
-        if pin is not None:
+        if pin is not None and node not in self.own:
             placement = pin.placement
         else:
             placement = R if value.pending is not None else next(iter(value.versions), R)
         new = self.local.emit(node.target, (self._get(given, placement, node), *node.args[1:]), {}, node)
-        self._lies(new, placement)
+        self._lies(node, new, placement)
         self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
 
     def _start_of_backward(self, node: fx.Node) -> None:
@@ -210,10 +217,16 @@ class Division:
     def _compute(self, node: fx.Node) -> None:
         described = self.chooser.describe(node, self.axis.blocks)
         state = self.axis.states.get(info(node).name)
-        strategy = None if state is None else self.chooser.fixed(described, state)
+        strategy = self.own.strategy(node, described.call)
+        if strategy is None and state is not None:
+            strategy = self.chooser.fixed(described, state)
         if strategy is None:
             strategy = self.chooser.choose(node, described)
-        if find_rule(node.target) is None and not all(self.values[value].is_whole for value in described.inputs):
+        if (
+            node not in self.own
+            and find_rule(node.target) is None
+            and not all(self.values[value].is_whole for value in described.inputs)
+        ):
             self._warn(node)
         self._apply(node, described, strategy)
 
@@ -329,10 +342,10 @@ class Division:
         if strategy.results:
             items = tuple(self._result(made[each.step], each.item, node) for each in strategy.results)
             for item, placement in zip(items, strategy.outputs, strict=True):
-                self._lies(item, placement)
+                self._lies(node, item, placement)
             result = items if several else items[0]
         else:
-            self._lies(result, *strategy.outputs)
+            self._lies(node, result, *strategy.outputs)
         weight = self.values[inputs[0]].weight if len(inputs) == 1 and is_view(node) else 1
         self.values[node] = Value(info(node).spec, {placements: result}, weight=weight)
 
@@ -349,9 +362,9 @@ class Division:
         varies_as_inputs(made)
         return made
 
-    def _lies(self, made: fx.Node, *placements: Placement) -> None:
-        """Note whether a new node with these placements varies between the ranks of the group."""
-        if any(placement != R for placement in placements):
+    def _lies(self, node: fx.Node, made: fx.Node, *placements: Placement) -> None:
+        """Note whether a new node with these placements varies between the ranks of the group. node: the old one."""
+        if node in self.own or any(placement != R for placement in placements):
             varies(made, self.axis.group)
         else:
             agrees(made, self.axis.group)

@@ -6,7 +6,7 @@ writes only that part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ class _Write:
 class WrittenInputs:
     """The writes of one division. All values are computed before the first write, which may change their inputs.
 
+    own: the old nodes of which each rank has a value of its own part of the batch.
     get: called as get(node, placement, consumer); gives the new node of an old node's value.
     settle: called as settle(value, node, placement); decides the placement of a parameter.
     """
@@ -48,6 +49,7 @@ class WrittenInputs:
         axis: Axis,
         local: LocalGraph,
         values: Mapping[fx.Node, Value],
+        own: Container[fx.Node],
         get: Callable[[fx.Node, Placement, fx.Node], fx.Node],
         settle: Callable[[Value, fx.Node, Placement], None],
     ) -> None:
@@ -55,6 +57,7 @@ class WrittenInputs:
         self.axis = axis
         self.local = local
         self.values = values
+        self.own = own
         self._get = get
         self._settle = settle
         self._writes: list[_Write] = []
@@ -71,7 +74,7 @@ class WrittenInputs:
         """Add all prepared writes to the new graph."""
         for write in self._writes:
             made = self.local.emit(_COPY, (write.target, *write.rest), write.node.kwargs, write.node)
-            if write.placement == R:
+            if write.placement == R and write.node.args[0] not in self.own:
                 agrees(made, self.axis.group)
             else:
                 varies(made, self.axis.group)

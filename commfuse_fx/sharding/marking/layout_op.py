@@ -76,12 +76,12 @@ def mark_of(node: fx.Node) -> NodeMark:
 def strip_marks(graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> dict[fx.Node, fx.Node]:
     """Remove marks from a graph. Their users get the tensor that was marked. nodes: the marks; None for all.
 
-    Returns the replacement of each removed node, for code that holds nodes of the graph, such as `erase_marks`.
+    Returns the replacement of each removed node, for code that holds nodes of the graph, such as `erase_nodes`.
     """
     instead: dict[fx.Node, fx.Node] = {}
     for node in [node for node in graph.nodes if is_mark(node)] if nodes is None else list(nodes):
         marked = node.args[0]
-        assert is_mark(node) and isinstance(marked, fx.Node)
+        assert isinstance(marked, fx.Node)
         node.replace_all_uses_with(marked)
         graph.erase_node(node)
         instead = {old: marked if new is node else new for old, new in instead.items()} | {node: marked}
@@ -90,6 +90,11 @@ def strip_marks(graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> dict
 
 def erase_marks(program: Program, nodes: Iterable[fx.Node] | None = None) -> None:
     """Remove marks from a program, also from its loss, gradients and outputs. nodes: the marks; None for all."""
+    erase_nodes(program, [node for node in program.graph.nodes if is_mark(node)] if nodes is None else nodes)
+
+
+def erase_nodes(program: Program, nodes: Iterable[fx.Node]) -> None:
+    """Remove nodes that do nothing from a program: whoever uses one gets its first argument."""
     instead = strip_marks(program.graph, nodes)
     program.loss = instead.get(program.loss, program.loss)
     program.grads = {name: instead.get(grad, grad) for name, grad in program.grads.items()}

@@ -28,6 +28,7 @@ class ModuleMark:
     parameters: strategies of parameters, by their name in the module.
     gradient: whether the gradients of inputs and results get the same layouts.
     place: the source line of the call, `file:line`.
+    cross_batch: whether a rank computes the module with its own part of the batch.
     """
 
     inputs: tuple[tuple[int | str, TensorStrategy], ...]
@@ -35,10 +36,15 @@ class ModuleMark:
     parameters: tuple[tuple[str, TensorStrategy], ...]
     gradient: bool
     place: str
+    cross_batch: bool = False
 
     @property
     def on_activations(self) -> bool:
         return bool(self.inputs or any(self.outputs))
+
+    @property
+    def has_layouts(self) -> bool:
+        return self.on_activations or bool(self.parameters)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def _module(marked: MarkedModule) -> dict[str, Any]:
         "own": [[name, encode(strategy)] for name, strategy in mark.parameters],
         "gradient": mark.gradient,
         "place": mark.place,
+        **({"cross_batch": True} if mark.cross_batch else {}),
     }
 
 
@@ -70,6 +71,7 @@ class _Reader(Fields):
             tuple((key, self.strategy(value, place)) for key, value in self.pairs(record, "own", (str,), place)),
             self.get(record, "gradient", bool, place),
             self.get(record, "place", str, place),
+            self.get(record, "cross_batch", bool, place) if "cross_batch" in record else False,
         )
         return MarkedModule(
             self.get(record, "path", str, place),

@@ -33,6 +33,7 @@ class Layouts:
     keywords: strategies of inputs that forward takes by name.
     gradient: whether the gradients of inputs and results get the same layouts; with False the compiler chooses
         theirs.
+    cross_batch: whether a rank computes the module with its own part of the batch, as in `cf.shard`.
 
     A plan may give a list of these for one pattern. Their marks on an input are then applied one after another.
     """
@@ -42,6 +43,7 @@ class Layouts:
     parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     keywords: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     gradient: bool = True
+    cross_batch: bool = False
 
 
 Plan = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.errors import ConfigTypeError
+from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.sharding.marking.check_shape import check_shape
 from commfuse_fx.sharding.marking.marks import ModuleMark, ParameterMark, add_mark, add_module_mark
 from commfuse_fx.sharding.marking.paths import find_modules, find_parameters, nothing_matches
@@ -19,7 +19,7 @@ from commfuse_fx.sharding.marking.plans import Layouts
 from commfuse_fx.sharding.marking.strategy import TensorStrategy, on_axis, parse_tensor, parse_tensors
 from commfuse_fx.sharding.marking.torch_plans import expand_style, is_style
 from commfuse_fx.sharding.marking.traced_marks import MarkedFunction, marked_tensor, name_of, tracing_marks
-from commfuse_fx.support.checks import show
+from commfuse_fx.support.checks import check_bool, show
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.support.user_lines import user_line
 
@@ -32,6 +32,7 @@ def shard(
     out_strategy: Any = None,
     plan: Any = None,
     axis: str | None = None,
+    cross_batch: bool = False,
     **parameters: Any,
 ) -> Any:
     """Give a module, parameter, function or tensor a layout; `parallel_mode="semi_auto"` completes the rest.
@@ -73,6 +74,12 @@ def shard(
         cf.shard(model, cf.plans.tensor_parallel(model, axis="tp"))
         cf.shard(model, {"**.up": ColwiseParallel(), "**.down": RowwiseParallel()}, axis="tp")
 
+    A module or a function that combines samples of the batch, such as BatchNorm or a loss, as each rank would compute
+    it in data parallel, with its own part of the batch instead of the global one:
+
+        cf.shard(model, "**.bn*", cross_batch=True)
+        loss_fn = cf.shard(F.cross_entropy, cross_batch=True)
+
     Outside of a compiled step marked modules, functions and tensors behave as if they were not marked. A mark on a
     parameter itself is an attribute of it, which `copy.deepcopy(model)` drops: mark the copy again.
 
@@ -88,11 +95,13 @@ def shard(
     """
     # Places stand in graphs and dumps, which are the same wherever the project lies: no folders.
     place = os.path.basename(user_line(sys._getframe(1))) or "an interactive line"
-    given = _Arguments(args, in_strategy, out_strategy, plan, axis, parameters, place)
+    check_bool(cross_batch, f"{place}: cross_batch")
+    given = _Arguments(args, in_strategy, out_strategy, plan, axis, cross_batch, parameters, place)
     if isinstance(target, nn.Module):
         return _shard_modules(target, given)
     given.refuse_for_others(target)
     if isinstance(target, torch.Tensor):
+        given.refuse_cross_batch("a tensor")
         strategy = parse_tensor(given.only_strategy("a tensor"), f"{place}: the strategy of a tensor")
         if isinstance(target, nn.Parameter) and not tracing_marks():
             check_shape(strategy, target.shape, f"{place}: the strategy of a parameter")
@@ -101,7 +110,7 @@ def shard(
         return marked_tensor(target, strategy, place)
     if callable(target):
         inputs, outputs = given.in_and_out(f"{place}: ", name_of(target))
-        return MarkedFunction(target, inputs, outputs, place)
+        return MarkedFunction(target, inputs, outputs, place, cross_batch)
     hint = "; give the model first: cf.shard(model, pattern, ...)" if isinstance(target, str) else ""
     raise ConfigTypeError(f"{place}: target is {show(target)}, which is no module, parameter, function or tensor{hint}")
 
@@ -115,6 +124,7 @@ class _Arguments:
     out_strategy: Any
     plan: Any
     axis: str | None
+    cross_batch: bool
     parameters: Mapping[str, Any]
     place: str
 
@@ -125,6 +135,14 @@ class _Arguments:
                 raise ConfigTypeError(
                     f"{self.place}: {name} is {show(value)}, but target is {show(target)}; give a module"
                 )
+
+    def refuse_cross_batch(self, target: str) -> None:
+        """Raises ConfigValueError if cross_batch is given for what computes nothing."""
+        if self.cross_batch:
+            raise ConfigValueError(
+                f"{self.place}: cross_batch=True for {target}, which computes nothing: give the module or function "
+                "that combines samples of the batch, such as BatchNorm or the loss"
+            )
 
     def only_strategy(self, subject: str) -> Any:
         """The one strategy of a tensor, given by position or as in_strategy."""
@@ -153,8 +171,10 @@ class _Arguments:
                 )
             named[name] = value
         inputs, outputs = (parse_tensors(value, f"{prefix}{name} of {subject}") for name, value in named.items())
-        if not (any(inputs) or any(outputs) or self.parameters):
-            raise ConfigTypeError(f"{prefix}{subject} is given no strategy; give in_strategy=, out_strategy= or both")
+        if not (any(inputs) or any(outputs) or self.parameters or self.cross_batch):
+            raise ConfigTypeError(
+                f"{prefix}{subject} is given no strategy; give in_strategy=, out_strategy= or both, or cross_batch=True"
+            )
         return inputs, outputs
 
 
@@ -163,6 +183,11 @@ def _shard_modules(model: nn.Module, given: _Arguments) -> nn.Module:
     if args and plan is None and (isinstance(args[0], (Mapping, Layouts)) or is_style(args[0])):
         plan, args = args[0], args[1:]
     if plan is not None:
+        if given.cross_batch:
+            raise ConfigTypeError(
+                f"{given.place}: a plan is given together with cross_batch; write it in the plan, as in "
+                "{'**.bn': cf.plans.Layouts(cross_batch=True)}"
+            )
         if args or given.parameters or given.in_strategy is not None or given.out_strategy is not None:
             raise ConfigTypeError(f"{given.place}: a plan is given together with strategies; give them in the plan")
         _apply_plan(model, plan, given.axis, given.place)
@@ -190,7 +215,7 @@ def _mark_module(module: nn.Module, path: str, given: _Arguments, prefix: str) -
         (position, strategy) for position, strategy in enumerate(inputs) if strategy is not None
     )
     named = tuple((name, parse_tensor(value, f"{prefix}{name}")) for name, value in given.parameters.items())
-    add_module_mark(module, path, ModuleMark(numbered, outputs, named, True, given.place))
+    add_module_mark(module, path, ModuleMark(numbered, outputs, named, True, given.place, given.cross_batch))
 
 
 def _mark_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter], given: _Arguments) -> None:
@@ -200,6 +225,7 @@ def _mark_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter], g
             f"{given.place}: {name} is given for parameter {next(iter(parameters))}; a pattern that names parameters "
             "takes one strategy"
         )
+    given.refuse_cross_batch(f"parameter {next(iter(parameters))}")
     value = given.only_strategy("a pattern that names parameters")
     strategy = parse_tensor(value, f"{given.place}: the strategy of parameters")
     for name in parameters:
@@ -229,7 +255,7 @@ def _apply_plan(model: nn.Module, plan: Any, axis: str | None, place: str) -> No
                     f"{place}: plan[{pattern!r}] is {show(entry)}, but the pattern names parameters; give a strategy"
                 )
             strategy = on_axis(parse_tensor(entry, f"{place}: plan[{pattern!r}]"), axis)
-            _mark_parameters(model, parameters, _Arguments((strategy,), None, None, None, None, {}, place))
+            _mark_parameters(model, parameters, _Arguments((strategy,), None, None, None, None, False, {}, place))
 
 
 def _layouts_of(entry: Any, module: nn.Module, path: str, pattern: str, place: str) -> list[Layouts]:
@@ -267,4 +293,5 @@ def _mark_of(layouts: Layouts, path: str, axis: str | None, place: str) -> Modul
     inputs.extend((name, one(value, name)) for name, value in layouts.keywords.items())
     outputs = tuple(several(layouts.out_strategy, "out_strategy"))
     named = tuple((name, one(value, name)) for name, value in layouts.parameters.items())
-    return ModuleMark(tuple(inputs), outputs, named, layouts.gradient, place)
+    on_parts = check_bool(layouts.cross_batch, f"{prefix}cross_batch of {path}")
+    return ModuleMark(tuple(inputs), outputs, named, layouts.gradient, place, on_parts)

@@ -20,36 +20,70 @@ from commfuse_fx.sharding.marking.check_shape import check_shape
 from commfuse_fx.sharding.marking.layout_op import NodeMark, mark_tensor
 from commfuse_fx.sharding.marking.logical import kind_of_function, kind_of_module
 from commfuse_fx.sharding.marking.marks import ModuleMark, marks_of
+from commfuse_fx.sharding.marking.part_ops import PartCall
 from commfuse_fx.sharding.marking.strategy import TensorStrategy
+from commfuse_fx.sharding.marking.traced_parts import BatchParts, EnteredCall, PartHooks
 from commfuse_fx.support.checks import show
 
-_calls: ContextVar[Iterator[int] | None] = ContextVar("commfuse_marked_calls", default=None)
-"""The numbers of marked calls while a step is traced with its marks; None otherwise."""
+
+@dataclass(frozen=True)
+class _Tracing:
+    """A step that is traced with its marks. numbers: of marked calls. batch: what `cross_batch` divides."""
+
+    numbers: Iterator[int]
+    batch: BatchParts
+
+
+_tracing: ContextVar[_Tracing | None] = ContextVar("commfuse_traced_marks", default=None)
+"""The step that is being traced with its marks; None otherwise."""
 
 
 def tracing_marks() -> bool:
     """Whether a step is being traced in which marks become nodes."""
-    return _calls.get() is not None
+    return _tracing.get() is not None
 
 
 @contextmanager
-def marks_traced(model: nn.Module) -> Iterator[None]:
+def marks_traced(model: nn.Module, batch: BatchParts | None = None) -> Iterator[None]:
     """Inside the `with` block, marks of modules, functions and tensors become nodes of the traced graph."""
-    numbers = count()
-    token = _calls.set(numbers)
+    token = _tracing.set(_Tracing(count(), batch or BatchParts()))
+    try:
+        with module_marks_traced(model):
+            yield
+    finally:
+        _tracing.reset(token)
+
+
+@contextmanager
+def module_marks_traced(model: object, name: str = "") -> Iterator[None]:
+    """Inside the `with` block, marks of these modules become nodes too. model: a module, or no module; then nothing
+    happens. name: what its path begins with."""
+    tracing = _tracing.get()
     handles: list[Any] = []
     try:
-        for path, module in model.named_modules():
-            for index, mark in enumerate(marks_of(module)):
-                if mark.on_activations:
-                    hooks = _ModuleHooks(module, path, index, mark, numbers)
-                    handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-                    handles.append(module.register_forward_hook(hooks.after))
+        if tracing is not None and isinstance(model, nn.Module):
+            for path, module in model.named_modules(prefix=name):
+                handles.extend(_hooks(path, module, tracing))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        _calls.reset(token)
+
+
+def _hooks(path: str, module: nn.Module, tracing: _Tracing) -> Iterator[Any]:
+    """Register the hooks of one module. Layouts are those of the whole batch, outside of what its parts compute."""
+    marks = marks_of(module)
+    places = [mark.place for mark in marks if mark.cross_batch]
+    parts = PartHooks(path, places[0], tracing.batch, tracing.numbers) if places else None
+    if parts is not None:
+        yield module.register_forward_hook(parts.after)
+    for index, mark in enumerate(marks):
+        if mark.on_activations:
+            hooks = _ModuleHooks(module, path, index, mark, tracing.numbers)
+            yield module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            yield module.register_forward_hook(hooks.after)
+    if parts is not None:
+        yield module.register_forward_pre_hook(parts.before, with_kwargs=True)
 
 
 @dataclass(frozen=True)
@@ -59,17 +93,19 @@ class MarkedFunction:
     inputs: one strategy per tensor argument, in the order of the arguments. Tensors in lists count too.
     outputs: one strategy per tensor of the result; the last ones may be left out.
     place: the source line of the mark.
+    cross_batch: whether a rank computes it with its own part of the batch.
     """
 
     function: Callable[..., Any]
     inputs: tuple[TensorStrategy | None, ...]
     outputs: tuple[TensorStrategy | None, ...]
     place: str
+    cross_batch: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. While it is traced, raises ConfigValueError if tensors and strategies differ in number."""
-        numbers = _calls.get()
-        if numbers is None:
+        tracing = _tracing.get()
+        if tracing is None:
             return self.function(*args, **kwargs)
         flat, structure = pytree.tree_flatten((args, kwargs))
         tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
@@ -80,21 +116,25 @@ class MarkedFunction:
                 f"{len(tensors)} tensors; give one per tensor, None for one to be left unmarked"
             )
         kind = kind_of_function(self.function, tuple(flat[i].ndim for i in tensors))
-        call = _TracedCall(next(numbers), kind, name, 0, self.place)
+        call = _TracedCall(next(tracing.numbers), kind, name, 0, self.place)
         for position, (i, strategy) in enumerate(zip(tensors, self.inputs, strict=False)):
             if strategy is not None:
                 flat[i] = call.mark(flat[i], strategy, f"in{position}")
         args, kwargs = pytree.tree_unflatten(flat, structure)
-        return call.mark_results(self.function(*args, **kwargs), self.outputs)
+        if not self.cross_batch or not tracing.batch.can_enter:
+            return call.mark_results(self.function(*args, **kwargs), self.outputs)
+        entered = EnteredCall(tracing.batch, PartCall(call.number, name, self.place))
+        args, kwargs = entered.enter((args, kwargs))
+        return call.mark_results(entered.leave(self.function(*args, **kwargs)), self.outputs)
 
 
 def marked_tensor(x: torch.Tensor, strategy: TensorStrategy, place: str) -> torch.Tensor:
     """The tensor, which is marked while a step is traced. Raises ConfigValueError if the strategy does not fit it."""
-    numbers = _calls.get()
-    if numbers is None:
+    tracing = _tracing.get()
+    if tracing is None:
         return x
     check_shape(strategy, x.shape, f"{place}: the strategy of a tensor")
-    return _TracedCall(next(numbers), "tensor", "a tensor", 0, place).mark(x, strategy, "in0")
+    return _TracedCall(next(tracing.numbers), "tensor", "a tensor", 0, place).mark(x, strategy, "in0")
 
 
 def name_of(function: Callable[..., Any]) -> str:

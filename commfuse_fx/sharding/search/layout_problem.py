@@ -24,10 +24,11 @@ from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
-from commfuse_fx.sharding.dividing.axis import Axis
+from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
@@ -68,6 +69,7 @@ class LayoutProblem:
         self._at: dict[fx.Node, tuple[int, int | None]] = {}  # node -> variable, and which result of it
         self._reads: dict[tuple[int, int], LayoutRead] = {}
         self._known = KnownLayouts() if known is None else known
+        self._own = [OwnParts(program, axis.group, axis.ways) for axis in axes]
         self._chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, axes[0].ways)
         self._described: dict[int, tuple[fx.Node, Described]] = {}  # variable -> the op
         self._zeros: dict[int, Table] = {}  # by how many
@@ -170,8 +172,8 @@ class LayoutProblem:
     def _mark(self, node: fx.Node) -> None:
         spec = _spec(node)
         choices: list[list[Placement]] = []
-        for axis in self.grid.axes:
-            pin = axis.activations.get(info(node).name)
+        for axis, own in zip(self.grid.axes, self._own, strict=True):
+            pin = Pin(R, "cross_batch") if node in own else axis.activations.get(info(node).name)
             parts = (S(dim, blocks) for dim in range(len(spec.shape)) for blocks in self.blocks)
             free: list[Placement] = [R, *(each for each in parts if divides(spec.shape, each, axis.ways))]
             free += [P] if spec.dtype.is_floating_point else []
@@ -192,13 +194,18 @@ class LayoutProblem:
 
     def _op(self, node: fx.Node) -> None:
         described = self._chooser.describe(node, self.blocks)
-        key: Any = (self.grid.key(), described.call, info(node).phase)
+        calls = [replace(described.call, ways=axis.ways) for axis in self.grid.axes]
+        own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
+        key: Any = (self.grid.key(), described.call, info(node).phase, own)
         try:
             known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash
             key, known = None, None
         if known is None:
-            by_axis = [distinct(strategies_of(replace(described.call, ways=axis.ways))) for axis in self.grid.axes]
+            by_axis = [
+                distinct(strategies_of(call)) if settled is None else [settled]
+                for call, settled in zip(calls, own, strict=True)
+            ]
             together = [each for each in product(*by_axis) if self.grid.all_fit(described.call, each)]
             states = self._known.states([joined(each) for each in together])
             known = states, np.array([self.grid.seconds_of(node, described.call, each) for each in together])
@@ -206,7 +213,8 @@ class LayoutProblem:
                 self._known.calls[key] = known
         number = self._variable(node, *known)
         self._described[number] = node, described
-        self.named[info(node).name] = number
+        if not any(own):
+            self.named[info(node).name] = number
         self._reading(number, info(node).phase, described.inputs)
 
     # Who reads what
