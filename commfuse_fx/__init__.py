@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from commfuse_fx.frontends.step import CompiledStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
+    from commfuse_fx.inspect.diff.strategy_diff import StrategyDiff
     from commfuse_fx.inspect.dumps.load import load
     from commfuse_fx.inspect.explain_graphs import GraphsExplanation
     from commfuse_fx.inspect.explanation import CollectiveReport, Explanation, ParameterLayout
@@ -116,6 +117,7 @@ __all__ = [
     "Snapshot",
     "Span",
     "StepProfile",
+    "StrategyDiff",
     "Timeline",
     "TrialLimits",
     "VerificationError",
@@ -159,6 +161,7 @@ _HOMES = {
     "commfuse_fx.frontends.step": ("CompiledStep",),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),
+    "commfuse_fx.inspect.diff.strategy_diff": ("StrategyDiff",),
     "commfuse_fx.inspect.dumps.load": ("load",),
     "commfuse_fx.inspect.explain_graphs": ("GraphsExplanation",),
     "commfuse_fx.inspect.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         parallel_optimizer_config: Any
         search_mode: Any
         strategy_ckpt_load_file: Any
+        strategy_ckpt_load_strict: Any
         strategy_ckpt_save_file: Any
         full_batch: Any
         parameter_broadcast: Any
@@ -141,6 +142,7 @@ def compile(
     parallel_optimizer_config: Any = Default(None),
     search_mode: Any = Default("dynamic_programming"),
     strategy_ckpt_load_file: Any = Default(None),
+    strategy_ckpt_load_strict: Any = Default(False),
     strategy_ckpt_save_file: Any = Default(None),
     full_batch: Any = Default(False),
     parameter_broadcast: Any = Default(False),
@@ -202,6 +204,7 @@ def compile(
     strategy_ckpt_save_file: where "auto" writes the strategies that it has found for the training step, as JSON.
     strategy_ckpt_load_file: a file of strategies, which "auto" takes in place of a search. Entries that the model no
         longer has are left out, and `explain()` lists them.
+    strategy_ckpt_load_strict: whether such entries are an error instead, and so are parameters without an entry.
     full_batch: whether every rank is handed the global batch and takes its rows of it.
     parameter_broadcast: whether rank 0's parameters are sent to all ranks before the first step. A module sends them,
         and buffers, when it is compiled, unless this is False.

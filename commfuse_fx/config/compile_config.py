@@ -29,7 +29,7 @@ from commfuse_fx.support.checks import show
 __all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig", "TrialLimits"]
 
 # Options of which only the default is available, and what the default does.
-_OF_SEARCH = ("search_mode", "strategy_ckpt_load_file", "strategy_ckpt_save_file")
+_OF_SEARCH = ("search_mode", "strategy_ckpt_load_file", "strategy_ckpt_load_strict", "strategy_ckpt_save_file")
 """Options that only parallel_mode="auto" has."""
 
 _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
@@ -65,6 +65,8 @@ class CompileConfig:
     """As it was given; it has an effect with enable_parallel_optimizer only."""
     search_mode: str
     strategy_ckpt_load_file: str | os.PathLike[str] | None
+    strategy_ckpt_load_strict: bool
+    """Whether a file that does not fit the step in all entries is refused."""
     strategy_ckpt_save_file: str | os.PathLike[str] | None
     full_batch: bool
     parameter_broadcast: bool
@@ -265,6 +267,11 @@ def _check_available(settings: Mapping[str, Any]) -> None:
                 f"{name}={show(settings[name])} with parallel_mode={settings['parallel_mode']!r}, which searches no "
                 f"strategies: pass parallel_mode='auto', or leave {name} out"
             )
+    if settings["strategy_ckpt_load_strict"] and settings["strategy_ckpt_load_file"] is None:
+        raise ConfigValueError(
+            "strategy_ckpt_load_strict=True without strategy_ckpt_load_file, so that nothing is loaded: give the file, "
+            "or leave strategy_ckpt_load_strict out"
+        )
     if settings["search_mode"] == "sharding_propagation":
         raise NotAvailableError(
             "search_mode='sharding_propagation' is not available yet; use parallel_mode='semi_auto', which completes "

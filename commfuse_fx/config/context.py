@@ -27,6 +27,7 @@ CONTEXT_NAMES = (
     "gradient_fp32_sync",
     "search_mode",
     "strategy_ckpt_load_file",
+    "strategy_ckpt_load_strict",
     "strategy_ckpt_save_file",
     "full_batch",
     "pipeline_stages",

@@ -24,6 +24,7 @@ _OF_THE_SESSION = (
     "device_num",
     "global_rank",
     "strategy_ckpt_load_file",
+    "strategy_ckpt_load_strict",
     "strategy_ckpt_save_file",
     "replan",
 )

@@ -36,11 +36,11 @@ def parameter_groups(params: Mapping[str, Parameter]) -> list[ParameterGroup]:
     """All parameters, by the order of the first one of each group."""
     kinds: dict[str, set[tuple[object, str]]] = {}  # of a pattern's parameters: shape and layout
     for name, param in params.items():
-        for pattern in _patterns(name):
+        for pattern in name_patterns(name):
             kinds.setdefault(pattern, set()).add(((param.whole or param.spec).shape, _layout(param)))
     found: dict[tuple[str, str], list[str]] = {}
     for name, param in params.items():
-        patterns = _patterns(name)
+        patterns = name_patterns(name)
         alike = next((pattern for pattern in patterns if len(kinds[pattern]) == 1), patterns[-1])
         found.setdefault((alike, _layout(param)), []).append(name)
     return [
@@ -49,7 +49,7 @@ def parameter_groups(params: Mapping[str, Parameter]) -> list[ParameterGroup]:
     ]
 
 
-def _patterns(name: str) -> tuple[str, str]:
+def name_patterns(name: str) -> tuple[str, str]:
     """The name with `*` in place of all numbers, and of the first one, which is that of a block."""
     number = r"(?<![^.])\d+(?![^.])"
     return re.sub(number, "*", name), re.sub(number, "*", name, count=1)

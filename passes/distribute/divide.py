@@ -26,7 +26,7 @@ from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
 from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
-from commfuse_fx.sharding.dividing.strategies import Strategies
+from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED, Strategies, refuse_differences
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
@@ -135,7 +135,13 @@ class Divide(PricedPass):
             if axis.states:
                 pins = {name: pin.placement for name, pin in axis.parameters.items()}
                 decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
-            Division(program, axis, specs).run()
+            division = Division(program, axis, specs)
+            division.run()
+            if given is not None:
+                for node in division.not_taken:
+                    program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
+        if given is not None and program.config.strategy_ckpt_load_strict:
+            refuse_differences(program)
         if program.config.parallel_mode == "auto":
             mesh = program.mesh
             sizes = dict(zip(mesh.names, mesh.shape, strict=True))

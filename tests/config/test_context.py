@@ -54,6 +54,7 @@ DEFAULTS = {
     "gradient_fp32_sync": True,
     "search_mode": "dynamic_programming",
     "strategy_ckpt_load_file": None,
+    "strategy_ckpt_load_strict": False,
     "strategy_ckpt_save_file": None,
     "full_batch": False,
     "pipeline_stages": 1,

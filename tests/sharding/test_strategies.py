@@ -97,8 +97,32 @@ def test_a_parameter_that_no_longer_divides_is_whole(saved: str, tmp_path: Path)
     file = tmp_path / "strategies.json"
     file.write_text(saved)
     found = lowered(layers(width=WIDE + 1), strategy_ckpt_load_file=file)
-    assert "does not divide by 8" in not_applied(found)["0.weight"]
+    assert "does not divide so by 8" in not_applied(found)["0.weight"]
     assert not found.program.params["0.weight"].layout
+
+
+def test_a_strategy_that_an_op_does_not_have_is_listed(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(saved.replace("dp: S(0), R, S(1) -> S(1)", "dp: S(1), R, S(1) -> S(0)", 1))
+    told = not_applied(lowered(layers(), strategy_ckpt_load_file=file))
+    assert told == {"0/addmm.0": "on dp: the op cannot have this strategy"}
+
+
+def test_a_file_that_does_not_fit_is_refused_where_that_is_asked_for(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(saved)
+    strict = {"strategy_ckpt_load_file": file, "strategy_ckpt_load_strict": True}
+    assert lowered(layers(), **strict).text() == lowered(layers(), strategy_ckpt_load_file=file).text()
+    with pytest.raises(ConfigValueError) as raised:
+        lowered(layers(more=1), **strict)
+    assert "3.weight: on dp: the file has no such parameter; whole" in str(raised.value)
+    with pytest.raises(ConfigValueError, match="2.weight: S.1. on dp: .* does not divide so by 8.* and 8 more. Search"):
+        lowered(layers(width=WIDE + 1), **strict)
+
+
+def test_strict_needs_a_file() -> None:
+    with pytest.raises(ConfigValueError, match="strategy_ckpt_load_strict=True without strategy_ckpt_load_file"):
+        lowered(layers(), strategy_ckpt_load_strict=True)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -114,6 +138,8 @@ Change = Callable[[dict[str, Any]], object]
         (lambda data: data["parameters"].update({"0.bias": "tp: R"}), ConfigValueError, "parameters['0.bias']"),
         (lambda data: data["parameters"].update({"0.bias": "dp: Q"}), ConfigTypeError, "parameters['0.bias'] is 'Q'"),
         (lambda data: data["parameters"].update({"0.bias": 3}), ConfigTypeError, "give a str"),
+        (lambda data: data["parameters"].update({"0.bias": "dp: P"}), ConfigValueError, "0.bias'] is P, a partial sum"),
+        (lambda data: data["parameters"].update({"0.bias": "dp: R; dp: R"}), ConfigValueError, "has axis dp twice"),
         (lambda data: data["mesh"].update({"dp": 4}), ConfigValueError, "the mesh dp=4, but the step has dp=8"),
         (lambda data: data["blocks"].update({"tp": [1]}), ConfigValueError, "blocks has axis 'tp'"),
         (lambda data: data["blocks"].update({"dp": []}), ConfigValueError, "give a list of numbers"),

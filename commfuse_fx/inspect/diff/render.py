@@ -28,11 +28,11 @@ def to_json(diff: Differences) -> str:
 
 
 def markdown(diff: Differences) -> str:
-    parts = [f"### commfuse diff: {headline(diff)}", _fenced([f"- {plain(diff.before)}", f"+ {plain(diff.after)}"])]
+    parts = [f"### commfuse diff: {headline(diff)}", fenced([f"- {plain(diff.before)}", f"+ {plain(diff.after)}"])]
     for title, found in sections(diff):
         lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in found]
         shown = shortened(lines, _MOST_LINES, "... and {} more lines")
-        parts.append(f"<details><summary>{title}</summary>\n\n{_fenced(shown)}\n\n</details>")
+        parts.append(f"<details><summary>{title}</summary>\n\n{fenced(shown)}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
 
@@ -73,7 +73,7 @@ def plain(value: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in value)
 
 
-def _fenced(lines: list[str]) -> str:
+def fenced(lines: list[str]) -> str:
     content = "\n".join(lines)
     ticks = "```"
     while ticks in content:

@@ -59,6 +59,8 @@ class Division:
         self.constants = MadeOfConstants(program)
         self.own = OwnParts(program, axis.group, axis.ways)
         self.written = WrittenInputs(program, axis, self.local, self.values, self.own, self._get, self._settle)
+        self.not_taken: list[fx.Node] = []
+        """Nodes whose fixed strategy their op does not have, or their inputs cannot have."""
         self._warned: dict[tuple[Any, str], None] = {}
 
     def run(self) -> None:
@@ -220,6 +222,8 @@ class Division:
         strategy = self.own.strategy(node, described.call)
         if strategy is None and state is not None:
             strategy = self.chooser.fixed(described, state)
+            if strategy is None:
+                self.not_taken.append(node)
         if strategy is None:
             strategy = self.chooser.choose(node, described)
         if (

@@ -22,6 +22,9 @@ from commfuse_fx.support.strict_json import check_object
 NOT_APPLIED = "strategy file, not applied"
 """Topic of notes that say where a strategy file and a step differ."""
 
+_SHOWN = 5
+"""Entries that an error lists."""
+
 _KEYS = ("mesh", "blocks", "parameters", "ops")
 _LEVEL = "parallel_optimizer"
 
@@ -76,6 +79,8 @@ class Strategies(Document, kind="strategies"):
         for name, text in check_object(body["parameters"], f"{where}: parameters").items():
             place = f"{where}: parameters[{show(name)}]"
             for axis, rest in _by_axis(text, blocks, place):
+                if rest == "P":
+                    raise ConfigValueError(f'{place} is P, a partial sum; give "R" or "S(dim)" for a parameter')
                 parameters[axis][name] = _placement(rest, place)
         for name, text in check_object(body["ops"], f"{where}: ops").items():
             place = f"{where}: ops[{show(name)}]"
@@ -110,7 +115,9 @@ class Strategies(Document, kind="strategies"):
             if param is None:
                 program.note(NOT_APPLIED, name, f"{placement} on {group}: the model has no such parameter")
             elif not divides(param.spec.shape, placement, axis.ways):
-                program.note(NOT_APPLIED, name, f"{placement} on {group}: {param.spec} does not divide by {axis.ways}")
+                program.note(
+                    NOT_APPLIED, name, f"{placement} on {group}: {param.spec} does not divide so by {axis.ways}"
+                )
             else:
                 pins[name] = Pin(placement, "strategy file")
         names = {info(node).name: None for node in program.graph.nodes}
@@ -125,17 +132,32 @@ class Strategies(Document, kind="strategies"):
         return replace(axis, parameters={**pins, **axis.parameters}, states=states, blocks=decided.blocks)
 
 
+def refuse_differences(program: Program) -> None:
+    """Raise ConfigValueError if the step has notes of entries that were not applied."""
+    found = [f"{note.subject}: {note.reason}" for note in program.notes if note.topic == NOT_APPLIED]
+    if found:
+        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise ConfigValueError(
+            f"strategy_ckpt_load_file does not fit the step: {'; '.join(found[:_SHOWN])}{more}. Search again with "
+            "strategy_ckpt_save_file, or leave strategy_ckpt_load_strict out, which takes what fits"
+        )
+
+
 def _of_state(state: State) -> str:
     inputs, outputs = (", ".join(map(str, each)) for each in (state.inputs, state.outputs))
     return f"{inputs} -> {outputs}" if inputs else f"-> {outputs}"
 
 
 def _by_axis(text: object, axes: Mapping[str, object], where: str) -> list[tuple[str, str]]:
-    found = []
+    found: list[tuple[str, str]] = []
     for part in check_text(text, where).split("; "):
         axis, mark, rest = part.partition(": ")
         if not mark or axis not in axes:
-            raise ConfigValueError(f'{where} has {show(part)}; give "<axis>: <placements>" of {", ".join(axes)}')
+            raise ConfigValueError(
+                f'{where} has {show(part)}; give "<axis>: <placements>" of {", ".join(axes) or "an axis in blocks"}'
+            )
+        if any(axis == known for known, _ in found):
+            raise ConfigValueError(f"{where} has axis {axis} twice; keep one of them")
         found.append((axis, rest))
     return found
 
