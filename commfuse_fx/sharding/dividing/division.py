@@ -10,7 +10,6 @@ The result does not depend on the rank. Only the sizes of parts depend on the nu
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.errors import CaptureError, CommFuseError, ConfigValueError
+from commfuse_fx.errors import CommFuseError, ConfigValueError
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
@@ -32,13 +31,13 @@ from commfuse_fx.sharding.dividing.local_graph import LocalGraph
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.made_of_constants import MadeOfConstants
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
+from commfuse_fx.sharding.dividing.undivided import OpsWithoutRule, cannot_divide
 from commfuse_fx.sharding.dividing.variation import agrees, varies, varies_as_inputs
 from commfuse_fx.sharding.dividing.written_inputs import WrittenInputs, writes_input
 from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.call import AllReduce, Number, Rank, Ref, Result, Step, Strategy
 from commfuse_fx.sharding.rules.rule_registry import find_rule
 
-log = logging.getLogger("commfuse_fx.sharding")
 aten = torch.ops.aten
 
 DIVIDED_WEIGHT = 1 << 20
@@ -61,7 +60,7 @@ class Division:
         self.written = WrittenInputs(program, axis, self.local, self.values, self.own, self._get, self._settle)
         self.not_taken: list[fx.Node] = []
         """Nodes whose fixed strategy their op does not have, or their inputs cannot have."""
-        self._warned: dict[tuple[Any, str], None] = {}
+        self._without_rule = OpsWithoutRule(program, axis.group)
 
     def run(self) -> None:
         for node in self.local.add_inputs():
@@ -75,17 +74,8 @@ class Division:
                 except CommFuseError:
                     raise
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    raise self._cannot_divide(node, error) from error
+                    raise cannot_divide(node, self.axis.group, error) from error
         self._finish()
-
-    def _cannot_divide(self, node: fx.Node, error: Exception) -> CaptureError:
-        """An error with module and source line, for an error of torch that has neither."""
-        first = next(iter(str(error).splitlines()), "")
-        return CaptureError(
-            f"cannot divide {_where(node)} over {self.axis.group}: {node.target} does not run on the ranks' parts. "
-            'Compute it another way, or use parallel_mode="data_parallel". '
-            f"[{type(error).__name__}: {first}]"
-        )
 
     # Inputs
 
@@ -231,22 +221,8 @@ class Division:
             and find_rule(node.target) is None
             and not all(self.values[value].is_whole for value in described.inputs)
         ):
-            self._warn(node)
+            self._without_rule.warn(node)
         self._apply(node, described, strategy)
-
-    def _warn(self, node: fx.Node) -> None:
-        details = info(node)
-        key = (node.target, details.module)
-        if key in self._warned:
-            return
-        self._warned[key] = None
-        text = (
-            f"{node.target} has no sharding rule: its inputs are gathered over {self.axis.group}, and every rank "
-            "computes the whole (cf.register_rule adds one)"
-        )
-        where = _where(node)
-        self.program.note("replicated", where, text)
-        log.warning("%s: %s", where, text)
 
     # Writing the new graph
 
@@ -401,9 +377,3 @@ class Division:
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)
-
-
-def _where(node: fx.Node) -> str:
-    """Module and source line."""
-    details = info(node)
-    return f"{details.module or 'the step'}{f' at {details.source}' if details.source else ''}"
