@@ -55,6 +55,8 @@ class ModuleSession(Session):
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
         self.divides = self.agreement is not None and planner.config.parallel_optimizer is not None
         """Whether ranks keep rows of parameters alone, so that forwards communicate."""
+        self.knows_rows = False
+        """Whether a forward has found out which parameters are divided. There may be none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
@@ -133,6 +135,7 @@ class ModuleSession(Session):
             plan = self._compiled(call)
             executor = self._executor_of(plan)
             gathers = self.divides and executor.forward_sends
+            self.knows_rows = True
             if not gathers:
                 outputs, saved = executor.forward(dict(call.leaves))
         if gathers:

@@ -121,7 +121,7 @@ class UpdateSession(Session):
         params = self.planner.watch.params.items()
         learning = {name: param for name, param in params if id(param) in held and param.grad is not None}
         rows = self._owner.parts.rows
-        if rows is None and learning and self._owner.divides:
+        if learning and self._owner.divides and not self._owner.knows_rows:
             raise CommFuseError(
                 "ShardedOptimizer.step() ahead of the first forward of a module that divides its parameters: gradients "
                 "come from backwards of the module"

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all": ROWS,
     "that divide": {"level": 3, "parallel_optimizer_threshold": 0},
     "from 2.4 KiB on": {"level": 3, "parallel_optimizer_threshold": 2, "pad": True},
+    "none, as all are small": {"level": 3, "parallel_optimizer_threshold": 1000},
 }
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
@@ -89,7 +90,7 @@ def trains_alike(cases: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
 
 CASES = {
     1: [("adamw", "all")],
-    2: [("adamw", "all"), ("adam", "that divide"), ("sgd", "from 2.4 KiB on")],
+    2: [("adamw", "all"), ("adam", "that divide"), ("sgd", "from 2.4 KiB on"), ("adamw", "none, as all are small")],
     3: [("adamw", "from 2.4 KiB on"), ("sgd", "all"), ("adam", "all")],
 }
 
