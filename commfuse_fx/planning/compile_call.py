@@ -215,5 +215,7 @@ def plan_step(
             raise error.on_levels(tried, are_tried=True) from None
         needed = _needed_on_levels(situation, before, found.searched[0].but(searched=False), context)
         raise error.on_levels(needed, are_tried=False) from None
+    if rounds is not None:
+        rounds.report(planned[0])
     forget_erased(planned[0].graph)
     return planned

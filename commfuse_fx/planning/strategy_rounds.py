@@ -12,6 +12,7 @@ from math import inf
 
 from commfuse_fx.config.parallel_optimizer import GRADIENTS, STATES
 from commfuse_fx.cost.model import CostModel
+from commfuse_fx.cost.numbers import in_ms
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation, Variant
 from commfuse_fx.planning.attempts import Attempt
@@ -66,6 +67,13 @@ class StrategyRounds:
             if found and left > 0:
                 return self._built(found[:left])
         return []
+
+    def report(self, chosen: Program) -> None:
+        """Note in the chosen plan what its simulation says of the prices of its search."""
+        played = play(chosen, self._costs)
+        exposed = str(exposure_of(chosen, played)) or "nothing"
+        text = f"{in_ms(played.ended - played.began)} simulated, with {exposed} exposed"
+        chosen.note("search", "the whole step", text)
 
     def needed_by_level(self) -> dict[int, int]:
         """Bytes of the plan that needs least on each level of the parallel optimizer, where none fits; 0: off."""

@@ -114,7 +114,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert starred == [lines[2]] and lines[2].startswith("*  search") and " dp=8 " in lines[2]
     assert sum(line.startswith("   data parallel ") for line in lines) == 1
     at = lines.index("parameters of the chosen plan")
-    assert lines[at - 1].startswith("search: dp: ")
+    assert lines[at - 2].startswith("search: dp: ") and lines[at - 1].startswith("search: the whole step: ")
     assert [tuple(line.split("  ")[1:]) for line in lines[at + 1 :]] == [
         ("*.0.weight (2)", "S(0) on dp"),
         ("*.0.bias (2)", "", "S(0) on dp"),

@@ -25,6 +25,7 @@ from commfuse_fx.passes.distribute.divide import small_axes
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
+from commfuse_fx.sharding.search.exposure import GRADIENT
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
@@ -215,7 +216,7 @@ def test_searches_share_what_does_not_depend_on_overlap(monkeypatch: pytest.Monk
     cluster, known = resolve_cluster("h100-node"), KnownLayouts()
 
     def problem(exposed: float, *shared: KnownLayouts) -> LayoutProblem:
-        prices = PlacementCosts(cluster, (0, 1), exposed)
+        prices = PlacementCosts(cluster, (0, 1), {GRADIENT: exposed})
         return LayoutProblem(program, [axis], [prices], cluster.device, *shared)
 
     problem(1.0, known)

@@ -41,10 +41,17 @@ class AxisGrid:
         self.device = device
         self.whole: Placements = (R,) * len(axes)
         self._prices = prices
+        self._kinds: dict[str, AxisGrid] = {}
 
     def key(self, fused: bool = False) -> tuple[object, ...]:
         """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
         return tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
+
+    def of(self, kind: str) -> AxisGrid:
+        """The same with the prices of collectives of this kind."""
+        if kind not in self._kinds:
+            self._kinds[kind] = AxisGrid(self.axes, [each.of(kind) for each in self._prices], self.device)
+        return self._kinds[kind]
 
     def fits(self, spec: TensorSpec, placements: Placements) -> bool:
         """Whether a tensor can lie so on all axes together."""

@@ -31,6 +31,10 @@ class Exposure:
         found = [percent for axis, each, percent in self.parts if each == kind and axis in names]
         return max(found) / 100 if found else 1.0
 
+    def on(self, group: str) -> dict[str, float]:
+        """The part that counts of each kind of collectives on these axes, where anything is known."""
+        return {kind: self.of(group, kind) for _, kind, _ in self.parts}
+
     def __str__(self) -> str:
         """As in "31% of gradients on dp, 100% of forward on dp"; "" where nothing is known."""
         return ", ".join(f"{percent}% of {kind} on {axis}" for axis, kind, percent in self.parts)

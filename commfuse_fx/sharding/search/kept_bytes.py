@@ -21,14 +21,21 @@ def copies(program: Program, name: str) -> int:
 
     What the parallel optimizer divides anyway does not count.
     """
-    asked = program.config.parallel_optimizer
-    level = 0 if asked is None or not program.params[name].parallel_optimizer else asked.level
+    level = level_of(program, name)
     found = int(level < PARAMETERS)
     if name in program.grads:
         found += int(level < GRADIENTS)
     if level < STATES:
         found += _states(program, name)
     return found
+
+
+def level_of(program: Program, name: str) -> int:
+    """The level on which the parallel optimizer divides a parameter, as far as its size and its marks say; 0: not."""
+    asked, param = program.config.parallel_optimizer, program.params[name]
+    if asked is None or not param.parallel_optimizer or param.spec.nbytes < 1024 * asked.parallel_optimizer_threshold:
+        return 0
+    return asked.level
 
 
 def moved_by_update(program: Program, name: str) -> int:

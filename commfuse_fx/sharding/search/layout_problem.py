@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.roofline import is_free
 from commfuse_fx.ir.dependence import written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
@@ -34,7 +35,8 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements, distinct, joined, on_axis
-from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, moved_by_update
+from commfuse_fx.sharding.search.exposure import PARAMETER
+from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, level_of, moved_by_update
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
@@ -131,14 +133,26 @@ class LayoutProblem:
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
-            nbytes = moved_by_update(self.program, source.name) * _spec(node).nbytes
-            seconds = nbytes / self.grid.device.memory_bandwidth
-            costs = np.array([seconds / self.grid.parts(each) for each in found])
+            costs = np.array([self._update_seconds(source.name, _spec(node), each) for each in found])
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number
             self._stays(number, 0, copies(self.program, source.name) * _spec(node).nbytes)
         else:
             self._variable(node, [self._given(self.grid.whole)])
+
+    def _update_seconds(self, name: str, spec: TensorSpec, placements: Placements) -> float:
+        """What the update of a parameter takes that lies so, with what the parallel optimizer sends where it divides it
+        further: the gradient is reduced to rows alone, and rows are gathered after the update, or for each use."""
+        grid, level = self.grid, level_of(self.program, name)
+        rows = tuple(S(0) if each == R else each for each in placements)
+        is_shared = level > 0 and rows != placements and grid.fits(spec, rows)
+        nbytes = moved_by_update(self.program, name) * spec.nbytes / grid.parts(rows if is_shared else placements)
+        seconds = nbytes / grid.device.memory_bandwidth
+        if not is_shared or not nbytes:
+            return seconds
+        gathers = 2 if level == PARAMETERS else 1
+        sent = gathers * grid.of(PARAMETER).change(spec, rows, placements, True)
+        return seconds + sent - grid.change(spec, rows, placements, True)
 
     def _of_parameter(self, axis: Axis, node: fx.Node, name: str) -> list[Placement]:
         pin = axis.parameters.get(name)

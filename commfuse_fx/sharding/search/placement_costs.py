@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from math import inf
+from types import MappingProxyType
 
 from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
 from commfuse_fx.ir.placement import Partial, Placement, Replicate, Shard
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.divided_value import can_exchange
+from commfuse_fx.sharding.search.exposure import GRADIENT
 
 
 class PlacementCosts:
     """Prices of changes of layout on one group of ranks.
 
     ranks: of one group; all of them lie alike in the cluster, or this is the one over the slowest links.
-    exposed: the part of the time of a fused collective that counts, as compute may hide the rest.
+    exposed: the part of the time of a collective that counts, as compute may hide the rest, by its kind in `Exposure`;
+        all where nothing is said. Those of gradients are fused, unless `of` makes prices of another kind.
     """
 
-    def __init__(self, cluster: ClusterSpec, ranks: tuple[int, ...], exposed: float = 1.0) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, ranks: tuple[int, ...], exposed: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         self._exposed = exposed
+        self._part = 1.0
+        self._fused_part = exposed.get(GRADIENT, 1.0)
         self._cluster = cluster
         self._ranks = ranks
         self._ways = len(ranks)
@@ -26,7 +35,13 @@ class PlacementCosts:
 
     def key(self, fused: bool) -> tuple[object, ...]:
         """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
-        return self._ranks, self._exposed if fused else 1.0
+        return self._ranks, self._fused_part if fused else self._part
+
+    def of(self, kind: str) -> PlacementCosts:
+        """The prices of collectives of this kind."""
+        found = copy(self)
+        found._part = found._fused_part = self._exposed.get(kind, 1.0)
+        return found
 
     def change(self, nbytes: float, have: Placement, wanted: Placement, fused: bool = False) -> float:
         """Seconds of bringing a tensor of so many bytes from one placement to another; infinity if it is impossible.
@@ -60,7 +75,9 @@ class PlacementCosts:
         known = self._known.get((kind, nbytes))
         if known is None:
             known = self._known[kind, nbytes] = collective_cost(kind, nbytes, self._ranks, self._cluster)
-        return known.transfer * self._exposed if fused else known.seconds + self._cluster.device.collective_overhead
+        if fused:
+            return known.transfer * self._fused_part
+        return known.seconds * self._part + self._cluster.device.collective_overhead
 
 
 def _is_rearranged(placement: Shard) -> bool:

@@ -91,6 +91,8 @@ class KnownLayouts:
 def price_read(read: LayoutRead, have: Needs, grid: AxisGrid, known: KnownLayouts) -> PricedRead:
     """What is paid for a value. have: its placement in each state of its variable, from `known`."""
     fused = all(reader.fused for reader in read.readers)
+    if not fused:
+        grid = grid.of("forward" if any(reader.phase == "forward" for reader in read.readers) else "backward")
     readers = tuple((id(reader.wanted), reader.phase) for reader in read.readers)
     key = (grid.key(fused), read.spec, id(have), fused, readers)
     found = known.reads.get(key)

@@ -9,7 +9,7 @@ from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
-from commfuse_fx.sharding.search.exposure import GRADIENT, Exposure
+from commfuse_fx.sharding.search.exposure import Exposure
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
@@ -35,10 +35,7 @@ def searched(
     known: what other searches of the same compile have found out.
     """
     exposure = Exposure.parse(exposed)
-    prices = [
-        PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposure.of(axis.group, GRADIENT))
-        for axis in axes
-    ]
+    prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposure.on(axis.group)) for axis in axes]
     problem = LayoutProblem(program, axes, prices, costs.cluster.device, known)
     found = cheapest_choice(problem.graph)
     if saving:

@@ -1,0 +1,115 @@
+"""Searches and simulations in turns: what a plan exposes of its communication is what the next search counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.cost.model import cost_model
+from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.placement import P, R, S
+from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.passes.distribute.divide import Divide
+from commfuse_fx.planning.attempts import Attempt
+from commfuse_fx.sharding.search.exposure import GRADIENT, PARAMETER, Exposure, exposure_of
+from commfuse_fx.sharding.search.layout_problem import LayoutProblem
+from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.simulate.rounds import play
+from tests.sharding.test_search import caught, mlp
+
+
+def planned(rows: int, width: int, layers: int = 2, **options: Any) -> tuple[list[Attempt], Any]:
+    """All plans of a step, and the one that is taken."""
+    model, made = mlp(width, layers), []
+    options = {"parallel_mode": "auto", "device_num": 8, "mesh": (8,), "cluster": "h100-node", **options}
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW(model.parameters()), **options)
+    step.planner.on_plan = made.append
+    x = torch.empty(rows, width)
+    return made, step.lower(x, x)
+
+
+def divide_of(made: Attempt) -> Divide:
+    return next(each for each in made.pipeline.passes if isinstance(each, Divide))
+
+
+def test_a_search_counts_what_a_simulated_plan_has_exposed() -> None:
+    made, found = planned(256, 512)
+    costs = cost_model(resolve_cluster("h100-node"))
+    first, plain, *others = made
+    assert (divide_of(first).searched, divide_of(first).exposed, divide_of(plain).searched) == (True, "", False)
+    assert others and all(divide_of(each).exposed for each in others)
+    simulated = {str(exposure_of(each.program, play(each.program, costs))) for each in made}
+    assert {divide_of(each).exposed for each in others} <= simulated
+    seconds = [each.seconds for each in made]
+    assert found.simulate().step_seconds == pytest.approx(min(seconds), abs=1e-9) and min(seconds) <= plain.seconds
+    notes = {note.subject: note.reason for note in found.program.notes if note.topic == "search"}
+    assert f"{min(seconds) * 1e3:.3f} ms simulated, with" in notes["the whole step"]
+    assert "ms by the prices of the search" in notes["dp"]
+
+
+@pytest.mark.parametrize(("rows", "width"), [(8, 1024), (4096, 64)])
+def test_rounds_end_where_a_graph_comes_again(rows: int, width: int) -> None:
+    made, found = planned(rows, width)
+    texts = {divide_of(each): text_of(each) for each in made}
+    assert len(set(texts.values())) == len(texts) <= 6
+    assert planned(rows, width)[1].fingerprint == found.fingerprint
+
+
+def text_of(made: Attempt) -> str:
+    assert made.program is not None and made.program.strategies is not None
+    return str(made.program.strategies.to_json())
+
+
+def test_what_is_exposed_is_that_of_the_simulation() -> None:
+    _, found = planned(4096, 64)
+    simulation = found.simulate()
+    kinds = {info(node).name: info(node).collective.role for node in found.program.collectives()}
+    exposure = exposure_of(found.program, play(found.program, cost_model(resolve_cluster("h100-node"))))
+    gradients = [each for each in simulation.collectives if "gradient" in kinds[each.name]]
+    waited, on_wire = (sum(getattr(each, name) for each in gradients) for name in ("exposed", "seconds"))
+    assert gradients and exposure.of("dp", GRADIENT) == round(waited / on_wire, 2)
+    assert Exposure.parse(str(exposure)) == exposure and exposure.of("tp", GRADIENT) == 1.0
+    assert Exposure.parse("").parts == () and str(Exposure()) == ""
+    with pytest.raises(ConfigValueError, match="write parts such as"):
+        Exposure.parse("31% gradients")
+
+
+def test_each_kind_of_collectives_has_its_price() -> None:
+    cluster = resolve_cluster("h100-node")
+    exposed = {GRADIENT: 0.25, "forward": 0.5, PARAMETER: 0.0}
+    whole, prices = PlacementCosts(cluster, (0, 1)), PlacementCosts(cluster, (0, 1), exposed)
+    nbytes, overhead = 1 << 24, cluster.device.collective_overhead
+    assert prices.change(nbytes, P, R, fused=True) == pytest.approx(whole.change(nbytes, P, R, fused=True) / 4)
+    assert prices.change(nbytes, P, R) == whole.change(nbytes, P, R) == prices.of("backward").change(nbytes, P, R)
+    half = prices.of("forward").change(nbytes, P, R) - overhead
+    assert half == pytest.approx((whole.change(nbytes, P, R) - overhead) / 2)
+    assert prices.of(PARAMETER).change(nbytes, S(0), R, fused=True) == 0.0
+
+
+def test_a_level_has_its_gathers_in_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole parameter: a level-3 step gathers it twice, and updates rows alone."""
+    x = torch.empty(4, 512)
+    program, axis = caught(nn.Sequential(nn.Linear(512, 512, bias=False)), x, x, monkeypatch)
+    cluster = resolve_cluster("h100-node")
+
+    def seconds(level: int) -> tuple[float, float]:
+        """Of the parameter when it is whole, and when its rows are divided."""
+        program.config = program.config.with_level(level)
+        problem = LayoutProblem(program, [axis], [PlacementCosts(cluster, (0, 1))], cluster.device)
+        number = problem.parameters["0.weight"]
+        costs = dict(
+            zip((each.outputs[0][0] for each in problem.states[number]), problem.graph.unary[number], strict=True)
+        )
+        return costs[R], costs[S(0)]
+
+    gather = PlacementCosts(cluster, (0, 1)).change(512 * 512 * 4, S(0), R, fused=True)
+    off, divided = seconds(0)
+    assert divided == pytest.approx(off / 2)
+    for level, gathers in ((1, 1), (2, 1), (3, 2)):
+        assert seconds(level) == (pytest.approx(divided + (gathers - 1) * gather), divided)
