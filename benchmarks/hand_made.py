@@ -57,10 +57,12 @@ def model_of(name: str, layers: int) -> Any:
     return model
 
 
-def hand_made(model: Any, devices: int) -> Iterator[tuple[str, tuple[int, int], cf.plans.Plan]]:
+def hand_made(
+    model: Any, devices: int, tensor: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, int], cf.plans.Plan]]:
     """Name, mesh and plan of what a user would mark."""
     yield "data", (devices, 1), cf.plans.data_parallel(model)
-    for ways in TENSOR:
+    for ways in tensor:
         for extra in ({}, {"vocabulary": True}, {"vocabulary": True, "sequence": True}):
             name = "+".join((f"tensor {ways}", *extra))
             yield name, (devices // ways, ways), cf.plans.tensor_parallel(model, axis="tp", **extra)
@@ -75,8 +77,11 @@ def predicted(step: cf.Step, devices: int, rows: int, length: int) -> float:
     return 1e3 * seconds
 
 
-def measure(name: str, layers: int, devices: int, rows: int, length: int) -> list[dict[str, Any]]:
-    """Rows of one model on so many devices. rows: of the batch, for each device."""
+def measure(
+    name: str, layers: int, devices: int, rows: int, length: int, tensor: tuple[int, ...] = TENSOR
+) -> list[dict[str, Any]]:
+    """The searched strategies first, then plans made by hand. rows: of the batch, for each device. tensor: sizes of the
+    tensor-parallel axis."""
     model = model_of(name, layers)
     optimizer = torch.optim.AdamW(model.parameters())
     options: dict[str, Any] = {
@@ -89,7 +94,7 @@ def measure(name: str, layers: int, devices: int, rows: int, length: int) -> lis
     which = {"model": name, "layers": layers, "devices": devices, "rows": rows, "length": length}
     step = cf.compile(model, parallel_mode="auto", **options)
     found.append(which | {"plan": "searched", "milliseconds": predicted(step, devices, total, length)})
-    for plan, mesh, marks in hand_made(model, devices):
+    for plan, mesh, marks in hand_made(model, devices, tensor):
         again = model_of(name, layers)
         cf.shard(again, marks)
         adamw = torch.optim.AdamW(again.parameters())
