@@ -45,26 +45,26 @@ def cheapest_choice(graph: FactorGraph, largest: int = LARGEST, seconds: float =
 
     Raises NoChoiceError if every choice is forbidden, and what `by_integer_program` raises.
     """
-    elimination = Elimination(graph)
+    elimination = Elimination(graph.in_pairs())
     elimination.drop_dominated()
     try:
         elimination.fold_all(largest)
     except TooWideError:
         return _by_program(graph, seconds)
-    states = elimination.states()
+    states = elimination.states()[: len(graph.unary)]
     cost = graph.cost(states)
     return Choice(states, cost, cost, "elimination", elimination.largest)
 
 
 def _by_program(graph: FactorGraph, seconds: float) -> Choice:
-    elimination = Elimination(graph)
+    elimination = Elimination(graph.in_pairs())
     elimination.drop_dominated()
     elimination.fold_few()
     elimination.drop_dominated()
     elimination.fold_few()
     found = by_integer_program(elimination.unary, elimination.tables, seconds)
     left = {number: int(elimination.kept[number][state]) for number, state in found.states.items()}
-    states = elimination.states(left)
+    states = elimination.states(left)[: len(graph.unary)]
     cost = graph.cost(states)
     # What folding has taken off is the difference between the two costs of one choice.
     return Choice(states, cost, cost - (found.cost - found.bound), "integer program", elimination.largest)

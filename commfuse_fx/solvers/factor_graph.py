@@ -1,12 +1,14 @@
 """A graph of variables with costs, of which each one takes one of a few states.
 
 Numbers only. Each variable has a cost per state, and each pair of neighbours a cost per pair of states. Infinity
-forbids a state or a pair. The cheapest choice has the least sum of all. `solvers.eliminate` finds it.
+forbids a state or a pair. Some costs a variable pays once if any of several others needs what it pays for. The cheapest
+choice has the least sum of all. `solvers.cheapest_choice` finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -15,17 +17,33 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Once:
+    """Who pays a cost once, and for whom.
+
+    payer: a variable. needs: other variables, each with a byte per state, 1 where that state needs what is paid for.
+    """
+
+    payer: int
+    needs: tuple[tuple[int, bytes], ...]
+
+    def is_needed(self, states: Sequence[int]) -> bool:
+        return any(needed[states[number]] for number, needed in self.needs)
+
+
 class FactorGraph:
     """Variables are numbered in the order in which they are added.
 
     unary: the costs of the states of each variable, an array of [states].
     pairs: the costs of the states of two variables, an array of [states of the first, states of the second], by their
         numbers, the lower one first.
+    once: what a variable pays in each of its states if any of others needs it.
     """
 
     def __init__(self) -> None:
         self.unary: list[Table] = []
         self.pairs: dict[tuple[int, int], Table] = {}
+        self.once: dict[Once, Table] = {}
 
     def variable(self, costs: Sequence[float] | Table) -> int:
         """Add a variable with these costs, one per state. Returns its number."""
@@ -51,10 +69,54 @@ class FactorGraph:
         known = self.pairs.get((first, second))
         self.pairs[first, second] = table if known is None else known + table
 
+    def pay_once(self, payer: int, costs: Sequence[float] | Table, needs: Mapping[int, NDArray[np.bool_]]) -> None:
+        """Add costs of the states of a variable, which count if a state of any other one needs what they are paid for.
+
+        needs: by variable, whether each of its states does.
+        """
+        table = np.asarray(costs, dtype=np.float64)
+        wanted = (len(self.unary[payer]),)
+        if table.shape != wanted or not (table >= 0).all() or np.isinf(table).any():
+            raise ValueError(f"what variable {payer} pays once needs {wanted[0]} numbers from 0 on")
+        for number, needed in needs.items():
+            if needed.shape != self.unary[number].shape:
+                raise ValueError(f"variable {number} has {len(self.unary[number])} states, but {len(needed)} needs")
+        if payer in needs:
+            self.unary[payer] = self.unary[payer] + table * needs[payer]
+            table = table * ~needs[payer]
+        others = sorted(number for number in needs if number != payer)
+        key = Once(payer, tuple((number, needs[number].astype(np.bool_).tobytes()) for number in others))
+        known = self.once.get(key)
+        self.once[key] = table if known is None else known + table
+
     def cost(self, states: Sequence[int]) -> float:
         """The cost of a choice of one state per variable."""
         found = sum(float(table[state]) for table, state in zip(self.unary, states, strict=True))
-        return found + sum(float(table[states[one], states[other]]) for (one, other), table in self.pairs.items())
+        found += sum(float(table[states[one], states[other]]) for (one, other), table in self.pairs.items())
+        return found + sum(float(table[states[key.payer]]) for key, table in self.once.items() if key.is_needed(states))
+
+    def in_pairs(self) -> FactorGraph:
+        """The graph with pairs alone. More variables follow its own: of what is paid once, whether it is made.
+
+        What many variables need has a variable for each of them, which says whether one so far has needed it. So those
+        that are far apart have nothing to do with each other.
+        """
+        graph = FactorGraph()
+        graph.unary, graph.pairs = list(self.unary), dict(self.pairs)
+        tables: dict[bytes, Table] = {}
+        for key, costs in self.once.items():
+            before: int | None = None
+            for number, needed in key.needs:
+                if needed not in tables:
+                    tables[needed] = np.array([[inf if each else 0.0, 0.0] for each in needed])
+                made = graph.variable(_EITHER)
+                graph.pair(number, made, tables[needed])
+                if before is not None:
+                    graph.pair(before, made, _STAYS)
+                before = made
+            if before is not None:
+                graph.pair(key.payer, before, np.stack([np.zeros(len(costs)), costs], axis=1))
+        return graph
 
     def plus(self, other: FactorGraph, factor: float) -> FactorGraph:
         """The graph with so many times the costs of another one of the same variables. Equal tables stay one object."""
@@ -73,6 +135,10 @@ class FactorGraph:
             for pair, table in self.pairs.items()
         }
         both.pairs |= {pair: factor * table for pair, table in other.pairs.items() if pair not in self.pairs}
+        both.once = {
+            key: total(table, other.once[key]) if key in other.once else table for key, table in self.once.items()
+        }
+        both.once |= {key: factor * table for key, table in other.once.items() if key not in self.once}
         return both
 
     def tied(self, classes: Sequence[int]) -> FactorGraph:
@@ -89,7 +155,20 @@ class FactorGraph:
             joined.variable(table)
         for (one, other), table in self.pairs.items():
             joined.pair(classes[one], classes[other], table)
+        for key, costs in self.once.items():
+            needs: dict[int, NDArray[np.bool_]] = {}
+            for number, needed in key.needs:
+                given = np.frombuffer(needed, dtype=np.bool_)
+                needs[classes[number]] = needs.get(classes[number], np.zeros_like(given)) | given
+            joined.pay_once(classes[key.payer], costs, needs)
         return joined
+
+
+_EITHER = np.zeros(2)
+"""Something is made, or not."""
+
+_STAYS = np.array([[0.0, 0.0], [inf, 0.0]])
+"""What has been made for one variable is there for the next."""
 
 
 def _all(tables: Iterable[Table | None]) -> list[Table]:

@@ -67,7 +67,7 @@ def within_budget(
 
 def _most(costs: FactorGraph) -> float:
     """More than any choice that is not forbidden costs."""
-    tables = (table[np.isfinite(table)] for table in (*costs.unary, *costs.pairs.values()))
+    tables = (table[np.isfinite(table)] for table in (*costs.unary, *costs.pairs.values(), *costs.once.values()))
     return sum(float(table.max(initial=0.0)) for table in tables) + EQUAL
 
 

@@ -2,7 +2,7 @@
 
 A variable is an op with its strategies, or a parameter with its layouts. Between the op that computes a value and the
 ops that read it stands the price of the change of layout. A value that several ops read in the same other layout
-changes once: each such change is a chain of variables of its own, which says whether any of them needs it.
+changes once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
@@ -272,17 +273,13 @@ class LayoutProblem:
         for reader, table in zip(read.readers, priced.own, strict=True):
             self.graph.pair(read.variable, reader.variable, table)
         for change in priced.shared:
-            before: int | None = None
-            for number, needs in change.readers:
-                done = self._variable(None, [self._given(), self._given()])
-                self.graph.pair(read.readers[number].variable, done, needs)
-                if before is not None:
-                    self.graph.pair(before, done, _ONCE)
-                before = done
-            assert before is not None
-            self.graph.pair(read.variable, before, change.paid)
+            needs: dict[int, NDArray[np.bool_]] = {}
+            for number, needed in change.readers:
+                variable = read.readers[number].variable
+                needs[variable] = needed | needs[variable] if variable in needs else needed
+            self.graph.pay_once(read.variable, change.paid, needs)
             if change.stays is not None:
-                self.memory.pair(read.variable, before, change.stays)
+                self.memory.pay_once(read.variable, change.stays, needs)
 
     # Memory
 
@@ -306,10 +303,6 @@ class LayoutProblem:
         """So many bytes of a result of a variable stay; a rank has its part of them."""
         parts = np.array([float(self.grid.parts(state.outputs[item])) for state in self.states[number]])
         self.memory.unary[number] = self.memory.unary[number] + nbytes / parts
-
-
-_ONCE = np.array([[0.0, 0.0], [inf, 0.0]])
-"""A change that has been made for one reader is there for the next."""
 
 
 def _spec(node: fx.Node) -> TensorSpec:

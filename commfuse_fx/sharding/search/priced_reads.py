@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P
@@ -42,12 +43,12 @@ class LayoutRead:
 class SharedChange:
     """A change of layout that several readers may need, and that is paid for once.
 
-    readers: their numbers among those of the value, each with the costs of [its states, whether it has been made].
-    paid: the costs of [states of the value, whether it has been made]. stays: the bytes of a copy that the backward
-        still needs; None: there is none.
+    readers: their numbers among those of the value, each with whether each of its states needs it.
+    paid: what it costs in each state of the value. stays: the bytes of a copy that the backward still needs; None:
+        there is none.
     """
 
-    readers: Sequence[tuple[int, Table]]
+    readers: Sequence[tuple[int, NDArray[np.bool_]]]
     paid: Table
     stays: Table | None
 
@@ -121,16 +122,13 @@ def _priced(read: LayoutRead, have: Needs, grid: AxisGrid, fused: bool) -> Price
 
 
 def _shared(read: LayoutRead, wanted: Placements, costs: Table, grid: AxisGrid) -> SharedChange:
-    readers: list[tuple[int, Table]] = []
+    readers: list[tuple[int, NDArray[np.bool_]]] = []
     phases: dict[str, None] = {}
     for number, reader in enumerate(read.readers):
         needs = np.array([wanted in each for each in reader.wanted])
         if needs.any():
-            readers.append((number, np.where(needs[:, None] & np.array([[True, False]]), inf, 0.0)))
+            readers.append((number, needs))
             phases[reader.phase] = None
     paid = np.where(np.isinf(costs), 0.0, costs)
-    nothing = np.zeros(len(costs))
-    stays = None
-    if "forward" in phases and "backward" in phases:
-        stays = np.stack([nothing, read.spec.nbytes / grid.parts(wanted) * (paid > 0)], axis=1)
-    return SharedChange(readers, np.stack([nothing, paid], axis=1), stays)
+    is_kept = "forward" in phases and "backward" in phases
+    return SharedChange(readers, paid, read.spec.nbytes / grid.parts(wanted) * (paid > 0) if is_kept else None)
