@@ -1,18 +1,35 @@
-"""The cheapest choice in a graph of variables with costs: by elimination where tables stay small, else by HiGHS."""
+"""The cheapest choice in a graph of variables with costs: by elimination where tables stay small.
+
+Elsewhere costs are levelled out, which gives a bound below all choices, and a choice is improved until it is close to
+that. States that the bound excludes go, and elimination may then be possible after all. Nothing looks at a clock.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from commfuse_fx.solvers.eliminate import Elimination, TooWideError
+import numpy as np
+
+from commfuse_fx.errors import CommFuseError
+from commfuse_fx.solvers.certificate import Certificate
+from commfuse_fx.solvers.cost_tables import CostTables
+from commfuse_fx.solvers.eliminate import WIDE, Elimination, TooWideError
 from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.integer_program import by_integer_program
+from commfuse_fx.solvers.fewer_states import with_states
+from commfuse_fx.solvers.improve_choice import Parts, improve
+from commfuse_fx.solvers.level_costs import Levelled
 
-LARGEST = 1 << 22
-"""Entries of a table that elimination still makes: 32 MiB."""
+LARGEST = 1 << 20
+"""Entries of a table that elimination still makes: 8 MiB."""
 
-EXACT = 1e-9
-"""How far the cost may be from the bound, as a part of it, and counts as equal."""
+CLOSE = 0.01
+"""A gap that is small enough, as a part of the cost."""
+
+WALKS = 4
+"""Walks over all variables between two looks at the bound."""
+
+LOOKS = 5
+"""How often more walks may follow."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +39,17 @@ class Choice:
     states: one per variable.
     cost: their cost.
     bound: no choice costs less.
-    solver: what has found it: "elimination" or "integer program".
+    solver: what has found it: "elimination", which is exact, or "moves", with a bound.
     largest: entries of the largest table on the way.
+    certificate: how the bound can be worked out from the graph; None where elimination has found the choice.
     """
 
     states: tuple[int, ...]
     cost: float
     bound: float
     solver: str
-    largest: int
+    largest: int = 0
+    certificate: Certificate | None = None
 
     @property
     def gap(self) -> float:
@@ -38,33 +57,55 @@ class Choice:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
 
-def cheapest_choice(graph: FactorGraph, largest: int = LARGEST, seconds: float = 60.0) -> Choice:
+def cheapest_choice(graph: FactorGraph, parts: Parts = (), largest: int = LARGEST) -> Choice:
     """The cheapest choice; of equal ones, always the same.
 
-    largest: entries of a table that elimination may make. seconds: the time that the integer program may take.
+    parts: of what parts the states of each variable are made, for moves that change one part. largest: entries of a
+    table that elimination may make.
 
-    Raises NoChoiceError if every choice is forbidden, and what `by_integer_program` raises.
+    Raises NoChoiceError if every choice is forbidden, and CommFuseError if none that is allowed was found.
     """
-    elimination = Elimination(graph.in_pairs())
-    elimination.drop_dominated()
+    several = max((len(each) for each in parts), default=1) > 1
+    found = None
+    if not (several and len(CostTables(graph).unary) > len(graph.unary)):
+        found = _exact(graph, min(largest, WIDE) if several else largest)
+    return found or _by_moves(graph, parts, largest)
+
+
+def _exact(graph: FactorGraph, largest: int) -> Choice | None:
+    """The cheapest choice, unless a table would be too large."""
+    elimination = Elimination(graph)
     try:
+        elimination.drop_dominated()
         elimination.fold_all(largest)
     except TooWideError:
-        return _by_program(graph, seconds)
-    states = elimination.states()[: len(graph.unary)]
+        return None
+    states = elimination.states()
     cost = graph.cost(states)
     return Choice(states, cost, cost, "elimination", elimination.largest)
 
 
-def _by_program(graph: FactorGraph, seconds: float) -> Choice:
-    elimination = Elimination(graph.in_pairs())
-    elimination.drop_dominated()
-    elimination.fold_few()
-    elimination.drop_dominated()
-    elimination.fold_few()
-    found = by_integer_program(elimination.unary, elimination.tables, seconds)
-    left = {number: int(elimination.kept[number][state]) for number, state in found.states.items()}
-    states = elimination.states(left)[: len(graph.unary)]
+def _by_moves(graph: FactorGraph, parts: Parts, largest: int) -> Choice:
+    levelled = Levelled(graph)
+    states = improve(graph, min(levelled.guesses, key=graph.cost), levelled.above(), parts)
     cost = graph.cost(states)
-    # What folding has taken off is the difference between the two costs of one choice.
-    return Choice(states, cost, cost - (found.cost - found.bound), "integer program", elimination.largest)
+    for _ in range(LOOKS):
+        if cost - levelled.bound() <= CLOSE * cost:
+            break
+        levelled.walk(WALKS)
+    if cost == np.inf:
+        raise CommFuseError("the search for strategies has found none that is allowed: give fewer marks")
+    certificate = levelled.certificate()
+    bound = min(cost, certificate.bound(graph))
+    left = [
+        np.union1d(np.flatnonzero(above <= cost - bound), own)
+        for above, own in zip(levelled.above(), states, strict=True)
+    ]
+    rest = with_states(graph, left)
+    if len(CostTables(rest).unary) == len(graph.unary):
+        found = _exact(rest, largest)
+        if found is not None:
+            exact = tuple(int(each[own]) for each, own in zip(left, found.states, strict=True))
+            if graph.cost(exact) <= cost:
+                return replace(found, states=exact, cost=graph.cost(exact), bound=graph.cost(exact))
+    return Choice(states, cost, bound, "moves", certificate=certificate)

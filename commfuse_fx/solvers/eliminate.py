@@ -13,18 +13,15 @@ elimination applied to protein side-chains and related spin glasses" (Biophysica
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commfuse_fx.solvers.cost_tables import CostTables, Scope
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
-
-Scope = tuple[int, ...]
-"""The variables of a table, lowest first."""
 
 WIDE = 1 << 12
 """Entries of a table before which it is worth to look for dominated states again."""
@@ -67,11 +64,15 @@ class Elimination:
     unary, tables: the costs of the variables that are left. around: the tables of each of them.
     kept: the states of each variable that are left, as the graph numbers them.
     largest: entries of the largest table so far.
+    fallback: states of the graph's variables, which some of them get where tables would become too large.
     """
 
-    def __init__(self, graph: FactorGraph) -> None:
-        self.unary: dict[int, Table] = dict(enumerate(graph.unary))
-        self.kept = [np.arange(len(table)) for table in graph.unary]
+    def __init__(self, graph: FactorGraph, fallback: Sequence[int] = ()) -> None:
+        given = CostTables(graph, fallback)
+        self._count = len(graph.unary)
+        self._fallback = given.states
+        self.unary: dict[int, Table] = dict(enumerate(given.unary))
+        self.kept = [np.arange(len(table)) for table in given.unary]
         self.tables: dict[Scope, Table] = {}
         self.around: dict[int, dict[Scope, None]] = {number: {} for number in self.unary}
         self.largest = 0
@@ -81,30 +82,21 @@ class Elimination:
         self._same: dict[tuple[object, ...], Table] = {}
         self._ones: dict[int, Table] = {}  # what `_one` has made, by its id
         self._near: dict[int, Scope] = {}  # the neighbours of variables, as far as somebody has asked
-        given = {id(table): table for table in (*graph.unary, *graph.pairs.values())}
-        ones = {key: self._one(table) for key, table in given.items()}
+        ones = {id(table): self._one(table) for table in (*given.unary, *given.together.values())}
         for number, table in self.unary.items():
             self.unary[number] = ones[id(table)]
-        for scope, table in graph.pairs.items():
+        for scope, table in given.together.items():
             self._add(scope, ones[id(table)])
         for number in [number for number, table in self.unary.items() if len(table) == 1]:
             self._settle(number)
 
     # Folding
 
-    def fold_few(self) -> None:
-        """Fold all variables with up to two neighbours."""
-        pending = dict.fromkeys(self.unary)
-        while pending:
-            number = next(iter(pending))
-            del pending[number]
-            if number in self.unary and len(self._neighbours(number)) < 3:
-                pending.update(dict.fromkeys(self.fold(number)))
-
     def fold_all(self, largest: int) -> None:
         """Fold all variables, those first whose neighbours have the fewest choices.
 
-        Raises TooWideError before it makes a table of more than `largest` entries.
+        Before it makes a table of more than `largest` entries it leaves the neighbour with the most choices its state
+        of the fallback alone. Without a fallback it raises TooWideError.
         """
         sizes = {number: self._size(number) for number in self.unary}
         heap = [(size, number) for number, size in sizes.items()]
@@ -119,13 +111,17 @@ class Elimination:
                 if changed := self.drop_dominated():
                     looked_at = inf
                     for other in [*changed, number]:
-                        for near in (other, *self._neighbours(other)) if other in self.unary else ():
-                            sizes[near] = self._size(near)
-                            heapq.heappush(heap, (sizes[near], near))
+                        for each in (other, *self._neighbours(other)) if other in self.unary else ():
+                            sizes[each] = self._size(each)
+                            heapq.heappush(heap, (sizes[each], each))
                     continue
             if size > largest:
-                raise TooWideError(size)
-            for other in self.fold(number):
+                if not self._fallback:
+                    raise TooWideError(size)
+                near = self._fix(number)
+            else:
+                near = self.fold(number)
+            for other in near:
                 new = self._size(other)
                 if new != sizes[other]:
                     sizes[other] = new
@@ -147,6 +143,15 @@ class Elimination:
         else:
             self._add(scope, table)
         return scope
+
+    def _fix(self, number: int) -> Scope:
+        """Leave a neighbour its state of the fallback alone. Returns the variables that have seen more of it."""
+        most = max(self._neighbours(number), key=lambda other: (len(self.unary[other]), -other))
+        near = self._neighbours(most)
+        at = int(np.searchsorted(self.kept[most], self._fallback[most]))
+        self._keep(most, [min(at, len(self.kept[most]) - 1)])
+        self._settle(most)
+        return near
 
     def _settle(self, number: int) -> None:
         """Take a variable with a single state out of the tables that it is in."""
@@ -175,15 +180,15 @@ class Elimination:
             self._known[key] = found
         return found
 
-    def states(self, left: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
-        """The best state of each variable, as the graph numbers them. left: those of variables that are not folded."""
-        found = dict(left)
+    def states(self) -> tuple[int, ...]:
+        """The best state of each variable, as the graph numbers them."""
+        found: dict[int, int] = {}
         for each in reversed(self._folded):
             places = (
                 int(np.searchsorted(kept, found[other])) for other, kept in zip(each.scope, each.near, strict=True)
             )
             found[each.variable] = int(each.kept[each.best[tuple(places)]])
-        return tuple(found[number] for number in range(len(found)))
+        return tuple(found[number] for number in range(self._count))
 
     # Dominated states
 
@@ -246,7 +251,7 @@ class Elimination:
         for scope in self.around[number]:
             self.tables[scope] = self._one(self.tables[scope].take(left, axis=scope.index(number)))
 
-    # Tables
+    # CostTables
 
     def _add(self, scope: Scope, table: Table) -> None:
         """Add a table to the costs of these variables."""

@@ -7,7 +7,7 @@ choice has the least sum of all. `solvers.cheapest_choice` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
+
+Pair = tuple[int, int]
+"""Two variables, the lower number first."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Once:
 
     payer: int
     needs: tuple[tuple[int, bytes], ...]
+
+    def items(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """The variables that may need it, each with whether each of its states does."""
+        for number, needed in self.needs:
+            yield number, np.frombuffer(needed, dtype=np.bool_)
 
     def is_needed(self, states: Sequence[int]) -> bool:
         return any(needed[states[number]] for number, needed in self.needs)
@@ -42,7 +50,7 @@ class FactorGraph:
 
     def __init__(self) -> None:
         self.unary: list[Table] = []
-        self.pairs: dict[tuple[int, int], Table] = {}
+        self.pairs: dict[Pair, Table] = {}
         self.once: dict[Once, Table] = {}
 
     def variable(self, costs: Sequence[float] | Table) -> int:
@@ -95,28 +103,10 @@ class FactorGraph:
         found += sum(float(table[states[one], states[other]]) for (one, other), table in self.pairs.items())
         return found + sum(float(table[states[key.payer]]) for key, table in self.once.items() if key.is_needed(states))
 
-    def in_pairs(self) -> FactorGraph:
-        """The graph with pairs alone. More variables follow its own: of what is paid once, whether it is made.
-
-        What many variables need has a variable for each of them, which says whether one so far has needed it. So those
-        that are far apart have nothing to do with each other.
-        """
-        graph = FactorGraph()
-        graph.unary, graph.pairs = list(self.unary), dict(self.pairs)
-        tables: dict[bytes, Table] = {}
-        for key, costs in self.once.items():
-            before: int | None = None
-            for number, needed in key.needs:
-                if needed not in tables:
-                    tables[needed] = np.array([[inf if each else 0.0, 0.0] for each in needed])
-                made = graph.variable(_EITHER)
-                graph.pair(number, made, tables[needed])
-                if before is not None:
-                    graph.pair(before, made, _STAYS)
-                before = made
-            if before is not None:
-                graph.pair(key.payer, before, np.stack([np.zeros(len(costs)), costs], axis=1))
-        return graph
+    def most(self) -> float:
+        """More than any choice costs that is not forbidden."""
+        tables = (table[np.isfinite(table)] for table in (*self.unary, *self.pairs.values(), *self.once.values()))
+        return sum(float(table.max(initial=0.0)) for table in tables) + 1e-9
 
     def plus(self, other: FactorGraph, factor: float) -> FactorGraph:
         """The graph with so many times the costs of another one of the same variables. Equal tables stay one object."""
@@ -157,18 +147,10 @@ class FactorGraph:
             joined.pair(classes[one], classes[other], table)
         for key, costs in self.once.items():
             needs: dict[int, NDArray[np.bool_]] = {}
-            for number, needed in key.needs:
-                given = np.frombuffer(needed, dtype=np.bool_)
+            for number, given in key.items():
                 needs[classes[number]] = needs.get(classes[number], np.zeros_like(given)) | given
             joined.pay_once(classes[key.payer], costs, needs)
         return joined
-
-
-_EITHER = np.zeros(2)
-"""Something is made, or not."""
-
-_STAYS = np.array([[0.0, 0.0], [inf, 0.0]])
-"""What has been made for one variable is there for the next."""
 
 
 def _all(tables: Iterable[Table | None]) -> list[Table]:

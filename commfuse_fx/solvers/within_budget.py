@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
 from commfuse_fx.solvers.factor_graph import FactorGraph
 
@@ -43,7 +41,7 @@ def within_budget(
     if not most:
         return cheapest
     above, above_amount = cheapest, most
-    price = HIGH * _most(costs) / most
+    price = HIGH * costs.most() / most
     below, bound = _at(costs, amounts, price, solve)
     below_amount = amounts.cost(below.states)
     budget = budget_of(below_amount, most)
@@ -63,12 +61,6 @@ def within_budget(
     else:
         below = above
     return replace(below, bound=min(below.cost, max(bounds)))
-
-
-def _most(costs: FactorGraph) -> float:
-    """More than any choice that is not forbidden costs."""
-    tables = (table[np.isfinite(table)] for table in (*costs.unary, *costs.pairs.values(), *costs.once.values()))
-    return sum(float(table.max(initial=0.0)) for table in tables) + EQUAL
 
 
 def _at(

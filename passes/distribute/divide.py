@@ -158,8 +158,8 @@ class Divide(PricedPass):
             search = import_module("commfuse_fx.sharding.search.searched")
         except ImportError as error:
             raise CommFuseError(
-                "parallel_mode='auto' needs NumPy and SciPy: install them, as by pip install 'commfuse-fx[auto]', or "
-                "pass parallel_mode='semi_auto', which completes what cf.shard marks"
+                "parallel_mode='auto' needs NumPy: install it, as by pip install 'commfuse-fx[auto]', or pass "
+                "parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
         known = context.known(search.KnownLayouts)
         found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.saving, known)

@@ -29,6 +29,7 @@ from commfuse_fx.sharding.search.exposure import GRADIENT
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
+from commfuse_fx.solvers import cost_tables
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
@@ -160,7 +161,9 @@ def test_brute_force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = LayoutProblem(program, [axis], [PlacementCosts(cluster, (0, 1))], cluster.device)
     graph = problem.graph
     assert 4 < len(graph.unary) < 30
-    best = branch_and_bound(graph.unary, graph.pairs)
+    monkeypatch.setattr(cost_tables, "FEW", 0)
+    pairs = cost_tables.CostTables(graph)
+    best = branch_and_bound(pairs.unary, pairs.together)
     assert cheapest_choice(graph).cost == pytest.approx(best)
 
 

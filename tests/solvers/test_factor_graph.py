@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.solvers import eliminate
+from commfuse_fx.solvers import cost_tables, eliminate
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError, TooWideError
 from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.integer_program import by_integer_program
+from tests.solvers.integer_program import by_integer_program
 
 
 def brute_force(graph: FactorGraph) -> float:
@@ -33,15 +33,23 @@ def graphs(draw: st.DrawFn) -> FactorGraph:
     for first, second in draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=14)):
         shape = (len(graph.unary[first]), len(graph.unary[second]))
         graph.pair(first, second, [[draw(COSTS) for _ in range(shape[1])] for _ in range(shape[0])])
+    for _ in range(draw(st.integers(0, 2))):
+        payer = draw(st.integers(0, count - 1))
+        readers = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4, unique=True))
+        costs = [draw(st.floats(0, 10)) for _ in graph.unary[payer]]
+        needs = {number: np.array([draw(st.booleans()) for _ in graph.unary[number]]) for number in readers}
+        graph.pay_once(payer, costs, needs)
     return graph
 
 
 @pytest.mark.parametrize("wide", [4, eliminate.WIDE], ids=["looks again", "looks once"])
+@pytest.mark.parametrize("few", [4, cost_tables.FEW], ids=["chains", "tables"])
 @given(graph=graphs())
-@settings(max_examples=200, deadline=None)
-def test_brute_force(graph: FactorGraph, wide: int) -> None:
+@settings(max_examples=150, deadline=None)
+def test_brute_force(graph: FactorGraph, wide: int, few: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eliminate, "WIDE", wide)
+        patch.setattr(cost_tables, "FEW", few)
         equals_brute_force(graph)
 
 
@@ -59,11 +67,14 @@ def equals_brute_force(graph: FactorGraph) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_integer_program(graph: FactorGraph) -> None:
     best = brute_force(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_tables, "FEW", 0)
+        pairs = cost_tables.CostTables(graph)
     if best == inf:
         with pytest.raises(NoChoiceError):
-            by_integer_program(dict(enumerate(graph.unary)), graph.pairs, 10.0)
+            by_integer_program(dict(enumerate(pairs.unary)), pairs.together)
         return
-    found = by_integer_program(dict(enumerate(graph.unary)), graph.pairs, 10.0)
+    found = by_integer_program(dict(enumerate(pairs.unary)), pairs.together)
     assert found.cost == pytest.approx(best) and found.bound == pytest.approx(best)
     assert graph.cost([found.states[number] for number in range(len(graph.unary))]) == pytest.approx(best)
 
@@ -103,9 +114,11 @@ def test_tables_that_would_be_too_large() -> None:
     assert found.cost == pytest.approx(brute_force(graph)) and found.largest == 4**5
     with pytest.raises(TooWideError, match="a table of 1024 entries"):
         Elimination(graph).fold_all(1000)
-    by_program = cheapest_choice(graph, largest=1000)
-    assert (found.solver, by_program.solver) == ("elimination", "integer program")
-    assert by_program.cost == pytest.approx(found.cost) and by_program.gap == pytest.approx(0.0)
+    without_some = cheapest_choice(graph, largest=1000)  # those that the bound excludes
+    assert without_some.solver == "elimination" and without_some.cost == pytest.approx(found.cost)
+    by_moves = cheapest_choice(graph, largest=100)
+    assert (found.solver, by_moves.solver) == ("elimination", "moves")
+    assert by_moves.bound <= found.cost <= by_moves.cost
 
 
 def test_a_dominated_state_goes_whatever_its_neighbours_are() -> None:

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
-from commfuse_fx.sharding.dividing.decisions import Decisions
+from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
@@ -102,6 +101,19 @@ class LayoutProblem:
             states = {name: on_axis(chosen[number], at) for name, number in self.named.items()}
             found[axis.group] = Decisions(parameters, states, self.blocks)
         return found
+
+    @property
+    def parts(self) -> list[NDArray[np.intp]]:
+        """Of each variable, what each state is on each axis: numbers, as [axes, states]."""
+        known: dict[int, NDArray[np.intp]] = {}
+        for states in self.states:
+            if id(states) not in known:
+                numbers: list[dict[State, int]] = [{} for _ in self.grid.axes]
+                rows = [
+                    [own.setdefault(on_axis(each, at), len(own)) for each in states] for at, own in enumerate(numbers)
+                ]
+                known[id(states)] = np.array(rows)
+        return [known[id(states)] for states in self.states]
 
     # Variables
 

@@ -131,4 +131,5 @@ def _shared(read: LayoutRead, wanted: Placements, costs: Table, grid: AxisGrid) 
             phases[reader.phase] = None
     paid = np.where(np.isinf(costs), 0.0, costs)
     is_kept = "forward" in phases and "backward" in phases
-    return SharedChange(readers, paid, read.spec.nbytes / grid.parts(wanted) * (paid > 0) if is_kept else None)
+    stays = np.where(paid > 0, read.spec.nbytes / grid.parts(wanted), 0.0) if is_kept else None
+    return SharedChange(readers, paid, stays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
@@ -37,9 +38,12 @@ def searched(
     exposure = Exposure.parse(exposed)
     prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposure.on(axis.group)) for axis in axes]
     problem = LayoutProblem(program, axes, prices, costs.cluster.device, known)
-    found = cheapest_choice(problem.graph)
+    solve = partial(cheapest_choice, parts=problem.parts)
+    found = solve(problem.graph)
     if saving:
-        found = within_budget(problem.graph, problem.memory, lambda least, most: max(least, most - saving), found)
+        found = within_budget(
+            problem.graph, problem.memory, lambda least, most: max(least, most - saving), found, solve
+        )
     counted = f", where {exposed} counts" if exposed else ""
     kept = f" and {problem.memory.cost(found.states) / 2**20:.1f} MiB taken" if saving else ""
     program.note(

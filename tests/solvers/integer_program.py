@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
 
-from commfuse_fx.errors import CommFuseError
-from commfuse_fx.solvers.eliminate import NoChoiceError, Scope
+from commfuse_fx.solvers.cost_tables import Scope
+from commfuse_fx.solvers.eliminate import NoChoiceError
 from commfuse_fx.solvers.factor_graph import Table
 
 
@@ -32,23 +34,12 @@ class ProgramResult:
     bound: float
 
 
-def by_integer_program(
-    unary: Mapping[int, Table], pairs: Mapping[Scope, Table], seconds: float, gap: float = 0.0
-) -> ProgramResult:
+def by_integer_program(unary: Mapping[int, Table], pairs: Mapping[Scope, Table]) -> ProgramResult:
     """The cheapest states of these variables.
 
     unary: costs by variable. pairs: costs of the states of two variables.
-    seconds: the time that HiGHS may take. gap: how far the cost may be from the bound, as a part of it.
-
-    Raises NoChoiceError if every choice is forbidden, and CommFuseError if none was found in time, or SciPy is missing.
+    Raises NoChoiceError if every choice is forbidden.
     """
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_array
-    except ImportError as error:
-        raise CommFuseError(
-            "the search for strategies needs SciPy for this model: install it, as by pip install commfuse-fx[auto]"
-        ) from error
     first: dict[int, int] = {}
     costs: list[float] = []
     for number, table in unary.items():
@@ -84,12 +75,10 @@ def by_integer_program(
         integrality=np.arange(len(costs)) < whole,
         bounds=Bounds(0.0, upper),
         constraints=LinearConstraint(matrix.tocsr(), right, right),
-        options={"time_limit": seconds, "mip_rel_gap": gap},
+        options={"mip_rel_gap": 0.0},
     )
     if result.status == 2:
         raise NoChoiceError("every choice is forbidden")
-    if result.x is None:
-        raise CommFuseError(f"the search for strategies has found none in {seconds:g} s: give it more time")
     states = {
         number: int(np.argmax(result.x[first[number] : first[number] + len(table)])) for number, table in unary.items()
     }

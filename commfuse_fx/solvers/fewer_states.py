@@ -1,0 +1,40 @@
+"""A graph of variables with costs, with some of its states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commfuse_fx.solvers.factor_graph import FactorGraph, Once, Table
+
+
+def with_states(graph: FactorGraph, left: Sequence[NDArray[np.intp]]) -> FactorGraph:
+    """The graph in which each variable has these states left. Equal tables stay one object."""
+    keys = [each.tobytes() for each in left]
+    known: dict[tuple[object, ...], Table] = {}
+    known_needs: dict[tuple[bytes, bytes], bytes] = {}
+
+    def take(table: Table, *numbers: int) -> Table:
+        key = (id(table), *(keys[number] for number in numbers))
+        if key not in known:
+            known[key] = table[np.ix_(*(left[number] for number in numbers))]
+        return known[key]
+
+    def rest_of(number: int, needed: bytes) -> bytes:
+        key = needed, keys[number]
+        if key not in known_needs:
+            known_needs[key] = bytes(needed[state] for state in left[number])
+        return known_needs[key]
+
+    found = FactorGraph()
+    found.unary = [take(table, number) for number, table in enumerate(graph.unary)]
+    found.pairs = {pair: take(table, *pair) for pair, table in graph.pairs.items()}
+    for key, costs in graph.once.items():
+        needs = tuple((number, rest) for number, needed in key.needs if any(rest := rest_of(number, needed)))
+        costs = take(costs, key.payer)
+        if needs and costs.any():
+            one = Once(key.payer, needs)
+            found.once[one] = found.once[one] + costs if one in found.once else costs
+    return found

@@ -1,0 +1,71 @@
+"""A good choice in a graph whose tables are too large for elimination: the best among many at a time, again and again.
+
+Each move leaves every variable some states, the present one among them, and takes the cheapest choice of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError
+from commfuse_fx.solvers.factor_graph import FactorGraph, Table
+from commfuse_fx.solvers.fewer_states import with_states
+
+Parts = Sequence[NDArray[np.intp]]
+"""Of what parts the states of each variable are made, as on several mesh axes: [parts, states] of numbers."""
+
+LARGEST = 1 << 16
+"""Entries of a table in a move; where one would be larger, a variable keeps its present state."""
+
+NEAREST = 4
+"""States of a variable in a move to those that cost the least above the bound."""
+
+WORTH = 1e-3
+"""A part of the cost; moves that save less are among the last."""
+
+MOST = 12
+"""Moves, at most."""
+
+
+def improve(graph: FactorGraph, states: Sequence[int], above: Sequence[Table], parts: Parts) -> tuple[int, ...]:
+    """A choice that costs no more than this one.
+
+    above: what states cost at the least above the bound. parts: a move leaves the states that differ in one part.
+    """
+    best = tuple(states)
+    nearest = [np.argsort(each, kind="stable")[:NEAREST] for each in above]
+    count = max((len(each) for each in parts), default=0)
+    in_vain = 0
+    for number in range(MOST):
+        part = number % (count + 1)
+        if part < count:
+            left = [_alike_but(part, each, own) for each, own in zip(parts, best, strict=True)]
+        else:
+            left = [np.union1d(each, own) for each, own in zip(nearest, best, strict=True)]
+        before = graph.cost(best)
+        best = _move(graph, best, left)
+        in_vain = in_vain + 1 if graph.cost(best) >= before * (1 - WORTH) else 0
+        if in_vain > count // 2:
+            break
+    return best
+
+
+def _alike_but(part: int, parts: NDArray[np.intp], state: int) -> NDArray[np.intp]:
+    """The states that are as this one but for a part."""
+    others = np.delete(parts, part, axis=0)
+    return np.flatnonzero((others == others[:, [state]]).all(axis=0))
+
+
+def _move(graph: FactorGraph, states: tuple[int, ...], left: Sequence[NDArray[np.intp]]) -> tuple[int, ...]:
+    """The cheapest choice of these states that was found, or the present one."""
+    now = [int(np.searchsorted(each, own)) for each, own in zip(left, states, strict=True)]
+    elimination = Elimination(with_states(graph, left), now)
+    try:
+        elimination.fold_all(LARGEST)
+    except NoChoiceError:
+        return states
+    found = tuple(int(each[own]) for each, own in zip(left, elimination.states(), strict=True))
+    return found if graph.cost(found) < graph.cost(states) else states

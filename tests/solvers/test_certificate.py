@@ -1,0 +1,134 @@
+"""Choices that are not found by elimination, and the bounds that they come with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_fx.errors import CommFuseError
+from commfuse_fx.solvers.alike import alike
+from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError
+from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.level_costs import Levelled
+from tests.solvers.test_factor_graph import brute_force, chain, complete, graphs
+
+NEVER = 0
+"""Elimination makes no table of several variables at all."""
+
+
+def by_moves(graph: FactorGraph) -> Choice | None:
+    """The choice without elimination; None if no choice is allowed, or none was found that is."""
+    try:
+        return cheapest_choice(graph, largest=NEVER)
+    except (NoChoiceError, CommFuseError):
+        return None
+
+
+@given(graph=graphs())
+@settings(max_examples=200, deadline=None)
+def test_the_bound_is_below_all_choices(graph: FactorGraph) -> None:
+    found, best = by_moves(graph), brute_force(graph)
+    if found is None:
+        return
+    assert found.cost == pytest.approx(graph.cost(found.states)) and best < inf
+    assert found.bound <= best * (1 + 1e-9) + 1e-9 and best <= found.cost * (1 + 1e-9)
+    if found.certificate is not None:
+        assert min(found.cost, found.certificate.bound(graph)) == pytest.approx(found.bound)
+
+
+@given(graph=graphs())
+@settings(max_examples=100, deadline=None)
+def test_what_states_cost_at_the_least(graph: FactorGraph) -> None:
+    levelled = Levelled(graph)
+    bound, above = levelled.bound(), levelled.above()
+    for number, table in enumerate(graph.unary):
+        for state in range(len(table)):
+            only = FactorGraph()
+            only.pairs, only.once = graph.pairs, graph.once
+            only.unary = [*graph.unary]
+            only.unary[number] = np.where(np.arange(len(table)) == state, table, inf)
+            assert bound + above[number][state] <= brute_force(only) + 1e-6
+
+
+def test_more_walks_come_closer() -> None:
+    graph = chain(12)
+    best = cheapest_choice(graph).cost
+    levelled = Levelled(graph)
+    bounds = [levelled.bound()]
+    for _ in range(3):
+        levelled.walk(10)
+        bounds.append(levelled.bound())
+    assert bounds == sorted(bounds) and best * 0.9 < bounds[-1] <= best * (1 + 1e-9)
+
+
+def test_walks_over_alike_variables_cost_as_one_block() -> None:
+    counts = [len(set(alike(chain(blocks)).classes)) for blocks in (20, 40)]
+    assert counts[0] == counts[1] < 40
+
+
+def test_alike_variables_have_equally_many_pairs_of_each_kind() -> None:
+    graph = chain(9)
+    found = alike(graph)
+    seen: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    for number, own in enumerate(found.classes):
+        kinds = ((kind, pair.index(number)) for pair, kind in found.kinds.items() if number in pair)
+        seen.setdefault(own, set()).add(tuple(sorted(kinds)))
+    assert all(len(each) == 1 for each in seen.values()) and len(seen) < len(graph.unary)
+
+
+@st.composite
+def sharing(draw: st.DrawFn) -> FactorGraph:
+    """A variable that pays for others."""
+    graph = FactorGraph()
+    payer = graph.variable([0.0, draw(st.floats(0, 2))])
+    readers = [graph.variable([draw(st.floats(0, 3)), draw(st.floats(0, 3))]) for _ in range(draw(st.integers(2, 5)))]
+    for state in range(2):
+        needs = {number: np.array([state == 0, state == 1]) for number in readers}
+        graph.pay_once(payer, [draw(st.floats(0, 3)) for _ in range(2)], needs)
+    return graph
+
+
+@given(graph=sharing())
+@settings(max_examples=100, deadline=None)
+def test_costs_that_are_paid_once_are_divided(graph: FactorGraph) -> None:
+    levelled = Levelled(graph)
+    levelled.walk(20)
+    best = brute_force(graph)
+    assert best * 0.7 - 1e-9 <= levelled.certificate().bound(graph) <= best + 1e-9
+
+
+def test_a_certificate_that_divides_more_than_there_is() -> None:
+    graph = FactorGraph()
+    payer, *readers = (graph.variable([0.0, 1.0]) for _ in range(3))
+    graph.pay_once(payer, [2.0, 3.0], {number: np.array([True, False]) for number in readers})
+    levelled = Levelled(graph)
+    certificate = levelled.certificate()
+    assert certificate.bound(graph) == pytest.approx(2.0) == pytest.approx(brute_force(graph))
+    twice = replace(certificate, shares={key: 2 * share + 1 for key, share in certificate.shares.items()})
+    with pytest.raises(ValueError, match="more is divided than variable 0 pays"):
+        twice.bound(graph)
+    less = replace(certificate, shares={key: share - 9 for key, share in certificate.shares.items()})
+    with pytest.raises(ValueError, match="negative share"):
+        less.bound(graph)
+
+
+def test_moves_along_parts() -> None:
+    """States of two parts, of which a move changes one."""
+    graph = complete(7, 9)
+    parts = [np.array([[state // 3, state % 3] for state in range(9)]).T] * 7
+    found = cheapest_choice(graph, parts, largest=NEVER)
+    assert found.solver == "moves" and found.bound <= cheapest_choice(graph).cost <= found.cost
+
+
+def test_where_tables_are_too_large_a_variable_keeps_its_state() -> None:
+    graph = complete(7, 4)
+    start = (0,) * 7
+    elimination = Elimination(graph, start)
+    elimination.fold_all(100)
+    assert graph.cost(elimination.states()) <= graph.cost(start) and elimination.largest <= 100
