@@ -7,15 +7,19 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_search, compile_options
 from commfuse_fx.commands.console import say
+from commfuse_fx.commands.output_files import check_report, write_result
 from commfuse_fx.commands.plan_cases import Cases, PlannedCase
 from commfuse_fx.commands.targets import load_target
 from commfuse_fx.commands.what_if import cases
 from commfuse_fx.cost.numbers import in_bytes
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.compiled_graph import CompiledGraph
+from commfuse_fx.inspect.report.page import report
 
 DONE, NOTHING_FITS, INTERRUPTED = 0, 1, 130
 
@@ -33,6 +37,7 @@ for other numbers of devices: a rank keeps its rows of the batch, so the global 
 _EPILOG = f"""\
 examples:
   commfuse auto train.py:make --devices 64 --cluster h100-ib-8
+  commfuse auto train.py:make --devices 64 --cluster h100-ib-8 --report plan.html
   commfuse auto train.py:make --devices 64,128 --cluster h100-ib-16
   commfuse auto train.py:make --devices 8 --cluster gloo-1gbit --bandwidth x2,x10 --memory 4GiB
 
@@ -50,6 +55,13 @@ def register(command: argparse.ArgumentParser) -> None:
     group.add_argument("--devices", metavar="N", help="sizes of the virtual world (default: the mesh, or 2)", **several)
     group.add_argument("--bandwidth", metavar="xF", help="multiply the bandwidths of all levels, as in x2", **several)
     group.add_argument("--memory", metavar="BYTES", help="most that a rank may need, as in 40GiB", **several)
+    command.add_argument(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        help="write the page of `commfuse report` about the first case's plan",
+    )
+    command.add_argument("--force", action="store_true", help="replace FILE even if it is no report")
     add_search(command.add_argument_group("what a target is compiled for"))
     add_common(command)
     command.set_defaults(run=_run, parallel_mode="auto", memory_limit=None)
@@ -62,10 +74,15 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigValueError("--memory needs a schedule: leave --schedule none out")
     if options.mesh is not None and any(case.devices != default for case in asked):
         raise ConfigValueError(f"--mesh {options.mesh} has {default} devices: leave --devices out, or --mesh")
+    if options.report is not None:
+        check_report(options.report, "--report", options.force)
     planner = Cases(load_target(options.target), options)
     found: list[PlannedCase] = []
     for case in asked:
         found.append(planner.plan(case))
+        if options.report is not None and len(found) == 1:
+            assert planner.chosen is not None, "a first case that fits nowhere is an error"
+            write_result(options.report, report(CompiledGraph(planner.chosen, 0, (), dict)), "--report")
         if not options.json:
             sys.stdout.write(_text(found))
             sys.stdout.flush()

@@ -8,6 +8,9 @@ from pathlib import Path
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.support.writing import write_whole
 
+_HEAD_BYTES, _TITLE = 4096, b"<title>Compiled training step</title>"
+"""What a report is known by."""
+
 
 def problem_with(path: Path, option: str) -> str:
     """Why the file given with `option` cannot be written; "" when it can."""
@@ -26,6 +29,21 @@ def check_writable(path: Path, option: str) -> None:
     problem = problem_with(path, option)
     if problem:
         raise ConfigValueError(problem)
+
+
+def check_report(path: Path, option: str, force: bool) -> None:
+    """Before a report is made. Raises ConfigValueError, also for a file that is no report, unless `force`."""
+    check_writable(path, option)
+    if path.exists() and not force and not _is_report(path):
+        raise ConfigValueError(f"{option} {path} exists and is no report of commfuse: give another name, or --force")
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return head.startswith(b"<!DOCTYPE html>") and _TITLE in head
 
 
 def write_result(path: Path, text: str, option: str) -> None:

@@ -59,6 +59,8 @@ class Cases:
         self._target = target
         self._options = options
         self._known: _Traced | None = None
+        self.chosen: Program | None = None
+        """The final program of the last case; None where nothing fits."""
 
     def plan(self, case: Case) -> PlannedCase:
         """Plan one case. Raises what compiling raises, but for memory that is too little in a what-if."""
@@ -73,6 +75,7 @@ class Cases:
             self._known = None  # before there are two large graphs
             known = self._known = self._trace(step, made)
             chosen = known.compiled.program
+        self.chosen = chosen
         notes = () if chosen is None else tuple((note.topic, note.subject) for note in chosen.notes)
         if not any(map(is_data_parallel, made)) and STOPPED not in notes:
             only_batch = _captured(known, step, config)

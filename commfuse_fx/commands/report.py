@@ -7,8 +7,7 @@ from pathlib import Path
 
 from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
-from commfuse_fx.commands.output_files import check_writable, write_result
-from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.commands.output_files import check_report, write_result
 from commfuse_fx.inspect.report.page import report
 
 _DESCRIPTION = f"""\
@@ -27,9 +26,6 @@ examples:
 {EXIT_CODES}
 """
 
-_HEAD_BYTES, _TITLE = 4096, b"<title>Compiled training step</title>"
-"""What a report is known by."""
-
 
 def register(command: argparse.ArgumentParser) -> None:
     """Tell the parser of this command what it takes."""
@@ -46,18 +42,8 @@ def register(command: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     path = options.out
-    check_writable(path, "--out")
-    if path.exists() and not options.force and not _is_report(path):
-        raise ConfigValueError(f"--out {path} exists and is no report of commfuse: give another name, or --force")
+    check_report(path, "--out", options.force)
     lowered = compiled_or_saved(options)
     write_result(path, report(lowered, prices(options)), "--out")
     print(path)
     return 0
-
-
-def _is_report(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return head.startswith(b"<!DOCTYPE html>") and _TITLE in head

@@ -119,6 +119,20 @@ class Note:
     reason: str
 
 
+@dataclass(frozen=True)
+class ModuleResult:
+    """What a module computes in the forward of a divided graph, and how it lies.
+
+    module: its path. value: dtype and shape of the whole tensor. nbytes: its bytes.
+    layout: pairs of an axis group and a placement, as in "dp: S(0); tp: R".
+    """
+
+    module: str
+    value: str
+    nbytes: int
+    layout: str
+
+
 Layouts = Mapping[str, tuple[tuple[str, Placement], ...]]
 """Name of a parameter -> (group of mesh axes, placement) pairs, as in `Parameter.layout`."""
 
@@ -192,6 +206,7 @@ class Program:
     updates: list[Update] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     redistributions: list[Redistribution] = field(default_factory=list)
+    module_results: list[ModuleResult] = field(default_factory=list)
     batch_axes: str = ""
     batch_inputs: tuple[str, ...] = ()
     marks: Any = None
@@ -228,6 +243,7 @@ class Program:
             updates=[replace(update, segments=list(update.segments)) for update in self.updates],
             notes=list(self.notes),
             redistributions=list(self.redistributions),
+            module_results=list(self.module_results),
         )
 
     def replace_graph(self, graph: fx.Graph, inputs: Mapping[fx.Node, fx.Node]) -> None:

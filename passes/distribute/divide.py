@@ -24,6 +24,7 @@ from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.division import Division
 from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
+from commfuse_fx.sharding.dividing.module_results import ModuleResults
 from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
 from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
 from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED, Strategies, refuse_differences
@@ -126,6 +127,7 @@ class Divide(PricedPass):
             info(node).varies = ""
         specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved)
+        results = ModuleResults(program)
         decided: dict[str, Decisions] = {}
         for axis in axes:
             if given is not None and axis.group in given.axes:
@@ -137,6 +139,7 @@ class Divide(PricedPass):
                 decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
             division = Division(program, axis, specs)
             division.run()
+            results.add(division)
             if given is not None:
                 for node in division.not_taken:
                     program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
@@ -146,6 +149,7 @@ class Divide(PricedPass):
             mesh = program.mesh
             sizes = dict(zip(mesh.names, mesh.shape, strict=True))
             program.strategies = Strategies(mesh=sizes, axes=decided, level=self.level)
+        results.finish(program)
         sum_parts(program)
         erase_marks(program)
         erase_parts(program)

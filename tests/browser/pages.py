@@ -36,6 +36,17 @@ def alone() -> cf.Lowered:
     return train(nn.Linear(8, 8), 8, device_num=1)
 
 
+def divided() -> cf.Lowered:
+    """Eight layers on a mesh of two axes, four of which are divided, with a buffer of each rank's own."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(8))
+    model = nn.Sequential(*layers)
+    for number in range(4):
+        cf.shard(model[number], "0", weight=("tp", None))
+        cf.shard(model[number], "2", weight=(None, "tp"))
+    return train(model, 16, mesh=(2, 2), device_num=4, parallel_mode="semi_auto")
+
+
 class Hostile(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +95,7 @@ def large(layers: int = 625, per_layer: int = 8) -> dict[str, Any]:
         cluster="cluster made-up 0",
         prediction=Prediction(0.06, 0.05, 0.01, 0.05, "compute", 0.2, 2**30),
         totals=(Total("all_reduce", "backward", layers, 256 * layers),),
+        layouts=None,
         nodes=tuple(nodes),
         collectives=tuple(collectives),
         lanes=(Lane("compute", tuple(compute)), Lane("group dp", tuple(sent))),

@@ -25,6 +25,7 @@ def exposed() -> cf.Lowered:
 MAKERS: dict[str, Callable[[], str]] = {
     "exposed": lambda: report(exposed()),
     "measured": lambda: report(exposed(), None, pages.recorded(exposed())),
+    "divided": lambda: report(pages.divided()),
     "hostile": lambda: report(pages.hostile()),
     "alone": lambda: report(pages.alone()),
     "large": lambda: page(pages.large()),
@@ -326,3 +327,23 @@ def test_dark_and_print_have_their_own_colours(open_page: Open) -> None:
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert seen["light"][0] != seen["dark"][0] and seen["light"][1] != seen["dark"][1]
     assert seen["print"] == ["rgb(255, 255, 255)", seen["light"][1]]
+
+
+def test_layouts_are_a_picture(open_page: Open) -> None:
+    chrome = open_page("divided")
+    rows = chrome.find_elements(By.CSS_SELECTOR, "#layout-image g.layout")
+    texts = [[each.text for each in row.find_elements(By.TAG_NAME, "text")] for row in rows]
+    assert ["0-3.0.weight", "f32[64,16]", "R", "S(0)", "4 × 2.00 KiB of 4.00 KiB"] in texts
+    assert ["→ 0-3.0", "f32[8,64]", "S(0)", "S(1)", "4 × 512 B of 2.00 KiB"] in texts
+    (marked,) = (row for row, text in zip(rows, texts, strict=True) if text[0] == "0-3.2.weight")
+    title = marked.find_element(By.TAG_NAME, "title").get_attribute("textContent")
+    assert title.splitlines()[1:] == [
+        "R on dp: whole",
+        "S(1) on tp: dimension 1 in 2 parts",
+        "4.00 KiB whole, 2.00 KiB on a rank; 4 of these",
+    ]
+    legend = chrome.find_element(By.ID, "layout-legend").text
+    assert "S(1): along dimension 1" in legend and "P: " not in legend
+    colours = {each.value_of_css_property("fill") for each in chrome.find_elements(By.CSS_SELECTOR, "rect.cell")}
+    assert len(colours) == 3
+    assert not open_page("exposed").find_elements(By.ID, "layouts")

@@ -147,6 +147,19 @@ def test_strategies_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(case)["plan"] == "strategy file"
 
 
+def test_a_report_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--mesh", "8", "--cluster", "h100-node", "--report", "plan.html")
+    code, _, err = run(capsys, *arguments, "--bandwidth", "x2", factory="wide")
+    page = Path("plan.html").read_text()
+    assert (code, err) == (0, "") and '"name":"0-1.0.weight","kind":"parameter","count":2' in page
+    fingerprint = lowered("wide", mesh=(8,), device_num=8, cluster="h100-node").fingerprint
+    assert f'"fingerprint":"{fingerprint}"' in page
+    assert run(capsys, *arguments, factory="wide")[0] == 0
+    Path("plan.html").write_text("something else")
+    code, _, err = run(capsys, *arguments, factory="wide")
+    assert code == 2 and "--report plan.html exists and is no report of commfuse" in err
+
+
 def test_what_ifs_do_not_trace_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
     trace = plan_cases.Cases._trace

@@ -13,6 +13,7 @@ from commfuse_fx.inspect.explanation import Explanation
 from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total, collective_rows, totals
 from commfuse_fx.inspect.report.fusion import Fusion, fusion
 from commfuse_fx.inspect.report.lanes import Lane, measured_lanes, predicted_lanes, seconds
+from commfuse_fx.inspect.report.layouts import LayoutPicture, layout_picture
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.naming import op_name
 from commfuse_fx.ir.program import Program
@@ -81,6 +82,7 @@ class ReportData:
     cluster: str
     prediction: Prediction
     totals: tuple[Total, ...]
+    layouts: LayoutPicture | None
     nodes: tuple[NodeRow, ...]
     collectives: tuple[CollectiveRow, ...]
     lanes: tuple[Lane, ...]
@@ -113,6 +115,7 @@ def report_data(graph: CompiledGraph, cluster: Any, measured: Timeline | None) -
             simulation.peak_memory,
         ),
         totals=totals(rows),
+        layouts=layout_picture(program),
         nodes=_nodes(program, explanation, graph.text(), position),
         collectives=rows,
         lanes=predicted_lanes(simulation, position),

@@ -16,6 +16,7 @@ from commfuse_fx.machine.timeline import Timeline
 SCRIPTS = (
     "base.js",
     "head.js",
+    "layouts.js",
     "timeline.js",
     "timeline_draw.js",
     "timeline_input.js",

@@ -22,7 +22,7 @@ from commfuse_fx.ir.json.write import SCHEMA
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import PHASES, CollectiveInfo, NodeInfo, Part, Stretch, info, set_info
 from commfuse_fx.ir.naming import Names
-from commfuse_fx.ir.program import Note, Program, Redistribution, Source, Update
+from commfuse_fx.ir.program import ModuleResult, Note, Program, Redistribution, Source, Update
 from commfuse_fx.support.json_fields import DUMP, LARGEST
 from commfuse_fx.support.strict_json import parse_object
 
@@ -105,11 +105,17 @@ class _Reader(ArgumentReader):
             redistributions=[
                 Redistribution(*fields) for fields in self.rows(body, "redistributions", (str, str, str, str, int, str))
             ],
+            module_results=self.module_results(body),
             batch_axes=self.axes(self.get(body, "batch_axes", str, "program"), "program.batch_axes"),
             batch_inputs=tuple(self.items(body, "batch_inputs", str, "program", [])),
             by_autograd=self.get(body, "by_autograd", str, "program", ""),
             torch_version=self.get(header, "torch", str, "header"),
         )
+
+    def module_results(self, body: dict[str, Any]) -> list[ModuleResult]:
+        if "module_results" not in body:
+            return []
+        return [ModuleResult(*fields) for fields in self.rows(body, "module_results", (str, str, int, str))]
 
     def place_of(self, i: int, record: dict[str, Any]) -> str:
         name = record.get("name")

@@ -7,6 +7,7 @@ the same over runs and ranks.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import PurePath
 from typing import Any
 
@@ -132,6 +133,7 @@ def _program(program: Program) -> dict[str, Any]:
     names = [info(node).name for node in program.graph.nodes if node.op != "output"]
     numbers, taken = program.names.state()
     own, reserved = dict.fromkeys(names), dict.fromkeys(taken)
+    results = program.module_results
     return {
         "mesh": _mesh(program.mesh),
         "config": config_to_dict(program.config),
@@ -151,6 +153,7 @@ def _program(program: Program) -> dict[str, Any]:
         "redistributions": [
             [each.name, each.group, each.have, each.wanted, each.nbytes, each.cause] for each in program.redistributions
         ],
+        **({"module_results": [list(astuple(each)) for each in results]} if results else {}),
         "names": {
             "numbers": dict(sorted(numbers.items())),
             "taken": sorted(name for name in taken if name not in own),
