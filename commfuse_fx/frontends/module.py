@@ -111,12 +111,8 @@ class CompiledModule(nn.Module, Joinable):
         uneven = self._session.uneven
         if uneven is None:
             return False
-        if self._session.divides and self._join_config.enable:
-            raise NotAvailableError(
-                'join() with parallel_optimizer_config={"level": 3} is not available yet: a rank without batches would '
-                "have to gather what the others use. Give all ranks as many batches (drop_last), or compile the module "
-                "without enable_parallel_optimizer"
-            )
+        if self._join_config.enable:
+            self._refuse_join()
         if not self._join_config.enable:
             uneven.leave()
             return False
@@ -130,6 +126,14 @@ class CompiledModule(nn.Module, Joinable):
             note_known(error)
             raise
         return uneven.owes
+
+    def _refuse_join(self) -> None:
+        if self._session.divides:
+            raise NotAvailableError(
+                'join() with parallel_optimizer_config={"level": 3} is not available yet: a rank without batches would '
+                "have to gather what the others use. Give all ranks as many batches (drop_last), or compile the module "
+                "without enable_parallel_optimizer"
+            )
 
     def _end_iteration(self) -> None:
         if self._session.uneven is not None:
@@ -184,6 +188,8 @@ class CompiledModule(nn.Module, Joinable):
         divide_by_initial_world_size: whether means divide by all ranks, rather than by those that still have batches.
         throw_on_early_termination: whether all ranks raise once one has no more batches.
         """
+        if enable:
+            self._refuse_join()
         return ModuleJoin(self, self._session, enable, throw_on_early_termination, divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
