@@ -64,8 +64,8 @@ def capture_joint(model: nn.Module, *arguments: Any) -> tuple[Program, Outputs]:
     """In place of `commfuse_fx.planning.compile_call.capture_joint`, with its arguments."""
     if not _is_shared(model):
         return trace_joint(model, *arguments)
-    structure, leaves, mesh, config, _ = arguments
-    key = (*_key(model, structure, leaves, mesh), config.broadcast_buffers, "joint")
+    structure, leaves, mesh, config, _, training = arguments
+    key = (*_key(model, structure, leaves, mesh), config.broadcast_buffers, training, "joint")
     if key not in _captured:
         _captured[key] = trace_joint(model, *arguments)
     program, outputs = _captured[key]

@@ -56,10 +56,12 @@ def capture_joint(
     mesh: Mesh,
     config: CompileConfig,
     reads: Reads | None = None,
+    training: bool = True,
 ) -> tuple[Program, Outputs]:
     """Trace one call of the model, and the backward from its outputs. Says of the outputs what the caller is given.
 
     leaves, structure: the call's tensors with their paths, and how they nest.
+    training: whether there is a backward; else the call runs with gradients disabled.
     reads: takes notes of the Python values that the trace reads.
 
     Raises CaptureError when the call cannot be one graph; errors of the model itself pass unchanged.
@@ -73,7 +75,7 @@ def capture_joint(
         found.append(([path for path, _ in outputs], nest, computed_from([tensor for _, tensor in outputs])))
         return [tensor for _, tensor in outputs]
 
-    traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, True, reads=reads, seeded=True)
+    traced = trace_step(model, outputs_of, [tensor for _, tensor in leaves], mesh, training, reads=reads, seeded=True)
     [(paths, nest, depending)] = found
     has_backward = any(seed is not None for seed in traced.seeds)
     program = describe(traced, model, leaves, mesh, config, has_backward, None)

@@ -26,6 +26,7 @@ from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -43,7 +44,7 @@ class CompiledModule(nn.Module, Joinable):
 
     `out = model(*inputs)` runs the compiled forward, and the backward that the caller starts runs the compiled one:
     afterwards `.grad` of every parameter holds the mean over the ranks. With gradients disabled the model runs as it
-    is.
+    is; where ranks hold rows of its parameters, a compiled forward gathers each for its use.
 
     module: the model that was compiled. Attributes, methods and `state_dict()` are the model's own.
     require_backward_grad_sync: whether backwards of the forwards that follow reduce gradients.
@@ -86,6 +87,10 @@ class CompiledModule(nn.Module, Joinable):
         if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
             if not self._ran:
                 refuse_parts_of_flat_parameters(self.module)
+            if self._session.gathers_for_evaluation(args, kwargs):
+                with outside_inference_mode():
+                    forward = self._session.forward(args, kwargs, False)
+                return unflatten(forward.described.nest, iter(forward.outputs))
             return self.module(*args, **kwargs)
         refuse_other_tracers()
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:

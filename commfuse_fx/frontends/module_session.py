@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
-from commfuse_fx.errors import PlanMismatchError
+from commfuse_fx.errors import CaptureError, PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.kept_forward import (
     Forward,
@@ -32,10 +32,14 @@ from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
+from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.ranks.ballots import Ballot
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
+from commfuse_fx.support.logs import logger
+
+_RUNTIME = logger("runtime")
 
 
 class ModuleSession(Session):
@@ -57,6 +61,7 @@ class ModuleSession(Session):
         """Whether ranks keep rows of parameters alone, so that forwards communicate."""
         self.knows_rows = False
         """Whether a forward has found out which parameters are divided. There may be none."""
+        self._evaluates_whole = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleSession, (self.planner, self.rank)
@@ -94,6 +99,30 @@ class ModuleSession(Session):
             if syncs or self.divides:
                 self.tell(error)
             raise
+
+    def gathers_for_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an evaluation runs as a compiled forward that gathers each parameter for its use.
+
+        It does while parameters are divided. A model that cannot be traced is evaluated as it is, which makes them
+        whole. Raises what the model does.
+        """
+        shards = self.runners.executors.shards
+        if not self.divides or shards is None or not shards.is_divided or self._evaluates_whole:
+            return False
+        try:
+            with outside_inference_mode():
+                self.compile(args, kwargs)
+        except CaptureError as error:
+            self._evaluates_whole = True
+            _RUNTIME.warning(
+                "evaluations of %s make all parameters whole, as they cannot be one graph: %s",
+                type(self.planner.model).__qualname__,
+                error,
+            )
+        except Exception as error:
+            self.tell(error)
+            raise
+        return not self._evaluates_whole
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks, which will wait for this one in their backward, that its forward has failed."""

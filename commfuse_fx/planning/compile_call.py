@@ -58,7 +58,8 @@ def compile_call(request: CompileRequest, reads: Reads | None = None) -> Compile
         outputs: Outputs | None = None
         with torch_is_quiet(not are_full()):
             if request.form == "module":
-                program, outputs = capture_joint(request.model, call.structure, call.leaves, mesh, config, reads)
+                joint = (request.model, call.structure, call.leaves, mesh, config, reads, request.training)
+                program, outputs = capture_joint(*joint)
             elif request.form == "update":
                 program = capture_update(request.model, call.leaves, mesh, config, request.optimizer)
             else:

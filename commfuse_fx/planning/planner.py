@@ -236,7 +236,7 @@ class Planner:
         self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
     ) -> Compiled:
         training = self.watch.trains
-        if not training:
+        if not training and self.form == "step":
             self._findings.report_evaluation(self.model, is_first=not self._has_compiled)
         self._has_compiled = True
         keep_captured = keep_captured or self.keeps_captured or (not training and self._divides_evaluations)

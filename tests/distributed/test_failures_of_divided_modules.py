@@ -15,6 +15,7 @@ import commfuse_fx as cf
 from commfuse_fx.runtime.execute import messages
 from tests.distributed.harness import Ranks
 from tests.distributed.test_divided_module import batch, divided, loss_of, sharded
+from tests.distributed.test_sharded_optimizer import Odd
 
 pytestmark = pytest.mark.dist
 
@@ -53,6 +54,19 @@ def fails_in_forward(net: Any, model: Any, optimizer: Any) -> None:
     model(x[:, : 12 - dist.get_rank()])
 
 
+def fails_in_an_evaluation(net: Any, model: Any, optimizer: Any) -> None:
+    loss_of(model, 0)
+    with torch.no_grad():
+        model(batch(0)[0][:, : 12 - dist.get_rank()])
+
+
+def evaluates_alone(net: Any, model: Any, optimizer: Any) -> None:
+    loss = loss_of(model, 0)
+    with torch.no_grad():
+        loss_of(model, 0) if dist.get_rank() else model.clip_grad_norm_(1.0)
+    del loss
+
+
 def uses_others(net: Any, model: Any, optimizer: Any) -> None:
     loss_of(model, 0, dist.get_rank() == 1)
 
@@ -89,6 +103,8 @@ HOWS: tuple[Callable[[Any, Any, Any], None], ...] = (
     reads_between,
     reads_too_late,
     fails_in_forward,
+    fails_in_an_evaluation,
+    evaluates_alone,
     uses_others,
     goes_another_way,
     clips_alone,
@@ -126,11 +142,13 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks) -> None:
         assert "which ranks have divided and gather together" in found["uses_others"]
         assert "called different methods of a step" in found["goes_another_way"]
         assert "rank 0: a forward" in found["goes_another_way"]
+        assert "rank 1: a forward" in found["evaluates_alone"] and "rank 0: clip_grad_norm_" in found["evaluates_alone"]
         assert 'join() with parallel_optimizer_config={"level": 3} is not available yet' in found["joins"]
         assert "ahead of the first forward" in found["steps_ahead_of_a_forward"]
         assert "holds gradients of this rank alone" in found["steps_alone"]
-    assert "PeerFailedError" in one["fails_in_forward"] and "rank 1: RuntimeError" in one["fails_in_forward"]
-    assert other["fails_in_forward"].startswith("RuntimeError")
+    for how in ("fails_in_forward", "fails_in_an_evaluation"):
+        assert "PeerFailedError" in one[how] and "rank 1: RuntimeError" in one[how]
+        assert other[how].startswith("RuntimeError")
 
 
 def comes_alone() -> str:
@@ -180,3 +198,26 @@ def test_a_rank_that_dies_in_a_forward_leaves_nobody_waiting(ranks: Ranks) -> No
     one, other = ranks.run(is_killed_in_a_forward, world_timeout=20.0)
     assert other.died == -signal.SIGKILL
     assert "failed" in one.value
+
+
+class Branches(Odd):
+    """Its Python code looks at values where it does not train."""
+
+    def forward(self, x: torch.Tensor, spares: bool = False) -> torch.Tensor:
+        found = super().forward(x, spares)
+        return found if self.training or found.norm() < 1e9 else found * 2
+
+
+def evaluates_as_it_is() -> tuple[float, bool]:
+    """How an evaluation that cannot be one graph differs from one of whole parameters, and whether it makes them so."""
+    net, model = divided(net=Branches())
+    loss_of(model, 0)
+    model.eval()
+    with torch.no_grad():
+        one = loss_of(model, 1)
+        is_whole = not model._session.runners.executors.shards.is_divided
+        return float((one - loss_of(net, 1)).abs()), is_whole
+
+
+def test_a_model_that_cannot_be_traced_without_gradients_is_evaluated_as_it_is(ranks: Ranks) -> None:
+    assert ranks.values(evaluates_as_it_is) == [(0.0, True)] * 2
