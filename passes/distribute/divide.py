@@ -125,15 +125,20 @@ class Divide(PricedPass):
         check_part_calls(program)
         for node in program.graph.nodes:
             info(node).varies = ""
+        ops = {info(node).name: None for node in program.graph.nodes}
         specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved)
+        is_searched = self.searched and given is None and bool(axes)
+        is_joint = program.config.search_mode == "recursive_programming"
+        if is_searched and is_joint:
+            axes = self._searched(program, axes, context)
         results = ModuleResults(program)
         decided: dict[str, Decisions] = {}
         for axis in axes:
             if given is not None and axis.group in given.axes:
-                axis = given.on(axis, program)
-            elif self.searched and given is None:
-                axis = self._searched(program, axis, context)
+                axis = given.on(axis, program, ops)
+            elif is_searched and not is_joint:
+                (axis,) = self._searched(program, [axis], context)
             if axis.states:
                 pins = {name: pin.placement for name, pin in axis.parameters.items()}
                 decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
@@ -156,8 +161,8 @@ class Divide(PricedPass):
         program.set_output()
         return bool(axes)
 
-    def _searched(self, program: Program, axis: Axis, context: PassContext) -> Axis:
-        """The axis with what a search finds. Only a search needs NumPy, which may not be installed."""
+    def _searched(self, program: Program, axes: Sequence[Axis], context: PassContext) -> list[Axis]:
+        """The axes with what a search finds. Only a search needs NumPy, which may not be installed."""
         try:
             search = import_module("commfuse_fx.sharding.search.searched")
         except ImportError as error:
@@ -166,8 +171,8 @@ class Divide(PricedPass):
                 "parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
         known = context.known(search.KnownLayouts)
-        found: list[Axis] = search.searched(program, [axis], context.costs, self.exposed, self.saving, known)
-        return found[0]
+        found: list[Axis] = search.searched(program, axes, context.costs, self.exposed, self.saving, known)
+        return found
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:
         """Axes on which everything is marked alike count as one."""

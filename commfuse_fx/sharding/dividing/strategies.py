@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,8 +106,11 @@ class Strategies(Document, kind="strategies"):
                 "this mesh, or compile with the other one"
             )
 
-    def on(self, axis: Axis, program: Program) -> Axis:
-        """The axis with what is decided on it of this program, which notes what has no entry here or does not fit."""
+    def on(self, axis: Axis, program: Program, ops: Container[str] = ()) -> Axis:
+        """The axis with what is decided on it of this program, which notes what has no entry here or does not fit.
+
+        ops: the names of ops that the step has had, some of which dividing over other axes may have replaced.
+        """
         decided, group = self.axes[axis.group], axis.group
         pins: dict[str, Pin] = {}
         for name, placement in decided.parameters.items():
@@ -121,10 +124,10 @@ class Strategies(Document, kind="strategies"):
             else:
                 pins[name] = Pin(placement, "strategy file")
         names = {info(node).name: None for node in program.graph.nodes}
-        states = {name: state for name, state in decided.states.items() if name in names}
+        states = {name: state for name, state in decided.states.items() if name in names or name in ops}
         if program.training:
             for name in decided.states:
-                if name not in names:
+                if name not in states:
                     program.note(NOT_APPLIED, name, f"on {group}: the step has no such op")
             for name in program.params:
                 if name not in decided.parameters:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf, prod
 from typing import Any
 
@@ -11,15 +13,19 @@ from torch import fx
 
 from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free
 from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import Placement, R, Shard, divides, local_shape
+from commfuse_fx.ir.placement import R, Shard, divides, local_shape
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Strategy
+from commfuse_fx.sharding.search.layout_moves import Placements, cheapest_way
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 
-Placements = tuple[Placement, ...]
-"""How a tensor lies: a placement for each axis, in their order."""
+PriceOf = Callable[[str], PlacementCosts]
+"""The prices of a group of axes, written as in "dp,tp"."""
+
+Changes = dict[Hashable, float]
+"""Seconds of changes of layout."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +40,45 @@ class AxisGrid:
     """The axes of a search. Placements are one per axis, in their order.
 
     prices: of changes of layout, for each axis. device: what a rank computes with.
+    price_of: the prices of several axes together. None: each change is on one axis.
+    work: how many times the time of compute counts.
+    changes: what changes of layout take, as far as other grids have found it out.
     """
 
-    def __init__(self, axes: Sequence[Axis], prices: Sequence[PlacementCosts], device: Device) -> None:
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        prices: Sequence[PlacementCosts],
+        device: Device,
+        price_of: PriceOf | None = None,
+        work: float = 1.0,
+        changes: Changes | None = None,
+    ) -> None:
         self.axes = axes
         self.device = device
+        self.work = work
         self.whole: Placements = (R,) * len(axes)
         self._prices = prices
         self._kinds: dict[str, AxisGrid] = {}
+        self._together: dict[tuple[int, ...], PlacementCosts] = {(at,): each for at, each in enumerate(prices)}
+        if price_of is not None:
+            for number in range(2, len(axes) + 1):
+                for places in combinations(range(len(axes)), number):
+                    self._together[places] = price_of(",".join(axes[at].group for at in places))
+        self._changes: Changes = {} if changes is None else changes
 
     def key(self, fused: bool = False) -> tuple[object, ...]:
         """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
-        return tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
+        ways = tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
+        return (self.work, *ways)
 
     def of(self, kind: str) -> AxisGrid:
         """The same with the prices of collectives of this kind."""
         if kind not in self._kinds:
-            self._kinds[kind] = AxisGrid(self.axes, [each.of(kind) for each in self._prices], self.device)
+            grid = copy(self)
+            grid._prices = [each.of(kind) for each in self._prices]
+            grid._together = {places: each.of(kind) for places, each in self._together.items()}
+            self._kinds[kind] = grid
         return self._kinds[kind]
 
     def fits(self, spec: TensorSpec, placements: Placements) -> bool:
@@ -90,7 +118,7 @@ class AxisGrid:
         seconds = max(device.op_overhead, nbytes * share / device.memory_bandwidth)
         if flops:
             seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
-        return seconds + sent
+        return seconds * self.work + sent
 
     def bytes_of(self, node: fx.Node, call: OpCall, state: LaidOut, counts: Sequence[bool] = ()) -> float:
         """Bytes of the parts of tensors that an op works on, on a rank. call: that of the node, on whole tensors.
@@ -112,24 +140,21 @@ class AxisGrid:
         )
 
     def change(self, spec: TensorSpec, have: Placements, wanted: Placements, fused: bool) -> float:
-        """Seconds of a change, one axis after the other: in the order that takes less time."""
+        """Seconds of a change, by the cheapest sequence of moves; infinity if it is impossible."""
         if have == wanted:
             return 0.0
         if not self.fits(spec, wanted):
             return inf
-        orders = (range(len(have)), range(len(have) - 1, -1, -1)) if len(have) > 1 else (range(1),)
-        best = inf
-        for order in orders:
-            now, seconds = list(have), 0.0
-            for at in order:
-                if now[at] == wanted[at]:
-                    continue
-                others = tuple(R if place == at else each for place, each in enumerate(now))
-                nbytes = spec.nbytes / self.parts(others)
-                seconds += self._prices[at].change(nbytes, now[at], wanted[at], fused)
-                now[at] = wanted[at]
-            best = min(best, seconds)
-        return best
+        if len(have) == 1:
+            return self._prices[0].change(spec.nbytes, have[0], wanted[0], fused)
+        key = (self.key(fused), spec, have, wanted, fused)
+        if key not in self._changes:
+
+            def nbytes_of(placements: Placements) -> float:
+                return spec.nbytes / self.parts(placements) if self.fits(spec, placements) else inf
+
+            self._changes[key] = cheapest_way(have, wanted, self._together, nbytes_of, fused)
+        return self._changes[key]
 
 
 def joined(strategies: Sequence[Strategy]) -> LaidOut:

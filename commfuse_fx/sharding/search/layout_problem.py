@@ -33,10 +33,12 @@ from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
+from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
-from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements, distinct, joined, on_axis
+from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, PriceOf, distinct, joined, on_axis
 from commfuse_fx.sharding.search.exposure import PARAMETER
 from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, level_of, moved_by_update
+from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
@@ -49,8 +51,11 @@ class LayoutProblem:
     a rank: what stays, which is parameters with their gradients and states and what the forward leaves for the
     backward, and of what else an op works on all that exceeds what the largest op needs at the least.
 
+    axes: states that one of them has are fixed, and so are its pins.
     prices: of changes of layout, for each axis.
     known: what other problems of the same compile have found out.
+    price_of: the prices of several axes together.
+    work: how many times the time of compute counts, that of the update as well.
     """
 
     def __init__(
@@ -60,9 +65,12 @@ class LayoutProblem:
         prices: Sequence[PlacementCosts],
         device: Device,
         known: KnownLayouts | None = None,
+        price_of: PriceOf | None = None,
+        work: float = 1.0,
     ) -> None:
         self.program = program
-        self.grid = AxisGrid(axes, prices, device)
+        self._known = KnownLayouts() if known is None else known
+        self.grid = AxisGrid(axes, prices, device, price_of, work, self._known.changes)
         self.graph = FactorGraph()
         self.memory = FactorGraph()
         self.states: list[list[LaidOut]] = []
@@ -70,7 +78,6 @@ class LayoutProblem:
         self.parameters: dict[str, int] = {}
         self._at: dict[fx.Node, tuple[int, int | None]] = {}  # node -> variable, and which result of it
         self._reads: dict[tuple[int, int], LayoutRead] = {}
-        self._known = KnownLayouts() if known is None else known
         self._own = [OwnParts(program, axis.group, axis.ways) for axis in axes]
         self._chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, axes[0].ways)
         self._described: dict[int, tuple[fx.Node, Described]] = {}  # variable -> the op
@@ -160,7 +167,7 @@ class LayoutProblem:
         rows = tuple(S(0) if each == R else each for each in placements)
         is_shared = level > 0 and rows != placements and grid.fits(spec, rows)
         nbytes = moved_by_update(self.program, name) * spec.nbytes / grid.parts(rows if is_shared else placements)
-        seconds = nbytes / grid.device.memory_bandwidth
+        seconds = grid.work * nbytes / grid.device.memory_bandwidth
         if not is_shared or not nbytes:
             return seconds
         gathers = 2 if level == PARAMETERS else 1
@@ -204,6 +211,8 @@ class LayoutProblem:
             parts = (S(dim, blocks) for dim in range(len(spec.shape)) for blocks in self.blocks)
             free: list[Placement] = [R, *(each for each in parts if divides(spec.shape, each, axis.ways))]
             free += [P] if spec.dtype.is_floating_point else []
+            fixed = axis.states.get(info(node).name)
+            free = free if fixed is None else [*fixed.outputs]
             choices.append(free if pin is None else [pin.placement])
         states = [LaidOut((each,), (each,)) for each in product(*choices) if self.grid.fits(spec, each)]
         number = self._variable(node, states)
@@ -223,15 +232,16 @@ class LayoutProblem:
         described = self._chooser.describe(node, self.blocks)
         calls = [replace(described.call, ways=axis.ways) for axis in self.grid.axes]
         own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
-        key: Any = (self.grid.key(), described.call, info(node).phase, own)
+        fixed = tuple(axis.states.get(info(node).name) for axis in self.grid.axes)
+        key: Any = (self.grid.key(), described.call, info(node).phase, own, fixed)
         try:
             known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash
             key, known = None, None
         if known is None:
             by_axis = [
-                distinct(strategies_of(call)) if settled is None else [settled]
-                for call, settled in zip(calls, own, strict=True)
+                _strategies(call, state) if settled is None else [settled]
+                for call, settled, state in zip(calls, own, fixed, strict=True)
             ]
             together = [each for each in product(*by_axis) if self.grid.all_fit(described.call, each)]
             states = self._known.states([joined(each) for each in together])
@@ -315,6 +325,12 @@ class LayoutProblem:
         """So many bytes of a result of a variable stay; a rank has its part of them."""
         parts = np.array([float(self.grid.parts(state.outputs[item])) for state in self.states[number]])
         self.memory.unary[number] = self.memory.unary[number] + nbytes / parts
+
+
+def _strategies(call: OpCall, fixed: State | None) -> list[Strategy]:
+    """The strategies of a call on one axis. fixed: the only one, if the call has it; None: there is a choice."""
+    found = distinct(strategies_of(call))
+    return [each for each in found if State(each.outputs, each.inputs) == fixed] or found
 
 
 def _spec(node: fx.Node) -> TensorSpec:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P
-from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, Placements
+from commfuse_fx.sharding.search.axis_grid import AxisGrid, Changes, LaidOut
+from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.solvers.factor_graph import Table
 
 Needs = tuple[tuple[Placements, ...], ...]
@@ -65,11 +66,13 @@ class KnownLayouts:
     """What searches of one compile find out again and again. Equal lists and tuples that it has made are one object.
 
     calls: the states of a call and their costs. reads: what is paid for a value that is read in a certain way.
+    changes: what changes of layout take.
     """
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, tuple[list[LaidOut], Table]] = {}
         self.reads: dict[Hashable, PricedRead] = {}
+        self.changes: Changes = {}
         self._states: dict[tuple[LaidOut, ...], list[LaidOut]] = {}
         self._columns: dict[tuple[int, str, tuple[int, ...]], Needs] = {}
         self._same: dict[Any, Any] = {}

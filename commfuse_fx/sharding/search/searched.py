@@ -1,21 +1,15 @@
-"""Search the strategies of a step on some groups of mesh axes."""
+"""Search the strategies of a step on its mesh axes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
-from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
-from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
-from commfuse_fx.sharding.search.exposure import Exposure
-from commfuse_fx.sharding.search.layout_problem import LayoutProblem
-from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.sharding.dividing.axis import Axis
+from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
+from commfuse_fx.sharding.search.axis_search import AxisSearch
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
-from commfuse_fx.solvers.within_budget import within_budget
 
 SEARCH = "search"
 """Topic of notes that say what a search has found."""
@@ -35,39 +29,15 @@ def searched(
     writes it. saving: bytes that a rank is to hold less than with the fastest choice.
     known: what other searches of the same compile have found out.
     """
-    exposure = Exposure.parse(exposed)
-    prices = [PlacementCosts(costs.cluster, _slowest(program, axis, costs), exposure.on(axis.group)) for axis in axes]
-    problem = LayoutProblem(program, axes, prices, costs.cluster.device, known)
-    solve = partial(cheapest_choice, parts=problem.parts)
-    found = solve(problem.graph)
-    if saving:
-        found = within_budget(
-            problem.graph, problem.memory, lambda least, most: max(least, most - saving), found, solve
-        )
+    search = AxisSearch(program, costs, exposed, known)
+    budget = None if not saving else lambda least, most: max(least, most - saving)
+    found = search.cheapest(axes, budget) if len(axes) == 1 else axis_by_axis(search, axes, budget)
     counted = f", where {exposed} counts" if exposed else ""
-    kept = f" and {problem.memory.cost(found.states) / 2**20:.1f} MiB taken" if saving else ""
+    kept = f" and {found.nbytes / 2**20:.1f} MiB taken" if saving else ""
+    gap = "nothing proven" if found.gap is None else f"proven gap {found.gap:.2%}"
     program.note(
         SEARCH,
         ", ".join(axis.group for axis in axes),
-        f"{found.cost * 1e3:.3f} ms by the prices of the search{counted}{kept}; {found.solver}, "
-        f"proven gap {found.gap:.2%}",
+        f"{found.cost * 1e3:.3f} ms by the prices of the search{counted}{kept}; {found.solver}, {gap}",
     )
-    decided = problem.decisions(found.states)
-    return [
-        replace(
-            axis,
-            parameters={
-                name: axis.parameters.get(name) or Pin(each, SEARCHED)
-                for name, each in decided[axis.group].parameters.items()
-            },
-            states=decided[axis.group].states,
-            blocks=decided[axis.group].blocks,
-        )
-        for axis in axes
-    ]
-
-
-def _slowest(program: Program, axis: Axis, costs: CostModel) -> tuple[int, ...]:
-    """The ranks of a group along this axis, one over the slowest links."""
-    groups = costs.cluster.distinct(program.mesh.groups(axis.group))
-    return max(groups, key=lambda ranks: collective_cost("all_reduce", 1 << 20, ranks, costs.cluster).seconds)
+    return list(found.axes)
