@@ -111,6 +111,14 @@ class Memory:
         live = list(accumulate(self._change[:-1], initial=self._always))[1:]
         return [live[self._position[node]] for node in self.program.graph.nodes]
 
+    def at_peak(self) -> tuple[fx.Node, dict[fx.Node, int]]:
+        """The node that runs when most is allocated, and the bytes of what is there then, by its maker: what is there
+        all the time is not among them."""
+        live = list(accumulate(self._change[:-1]))
+        moment = max(range(len(live)), key=live.__getitem__)
+        found = {root: each.nbytes for root, each in self._lifetimes.items() if each.first <= moment <= each.last}
+        return self._order[moment], found
+
     def kept_by_forward(self) -> int:
         """Bytes that the forward leaves for the backward; 0 where there is no backward."""
         phases = [info(node).phase for node in self._order]

@@ -115,11 +115,8 @@ class StrategyRounds:
                 saving[each] = self._made[each].needed - limit
         for _ in range(SAVINGS):
             yield [each.but(saving=count) for each, count in saving.items()]
-            saving = {
-                each: self._more(each, count, limit)
-                for each, count in saving.items()
-                if not self._fits(each.but(saving=count))
-            }
+            more = {each: self._more(each, count, limit) for each, count in saving.items()}
+            saving = {each: count for each, count in more.items() if count}
         if saving and not any(each.program is not None for each in self._made.values()):
             last = [*saving][-1]
             yield [last.but(saving=self._made[last].needed)]
@@ -129,11 +126,10 @@ class StrategyRounds:
 
     def _more(self, variant: Variant, saving: int, limit: int) -> int:
         """What to save where a search that saves so much by its own count still takes too much: as much more as the
-        plan has come short of."""
-        made = self._made.get(variant.but(saving=saving))
-        needed = self._made[variant].needed
-        if made is None or made.needed >= needed:
-            return needed
+        plan has come short of. 0: it fits, or its plan takes more than without saving."""
+        made, needed = self._made.get(variant.but(saving=saving)), self._made[variant].needed
+        if made is None or made.program is not None or made.needed >= needed:
+            return 0
         return max(saving + made.needed - limit, saving * (needed - limit) // (needed - made.needed))
 
     # Overlap

@@ -65,7 +65,7 @@ def peaks() -> dict[int, int]:
 
 def test_small_memory_finds_sharded_state_before_anything_slower(peaks: dict[int, int]) -> None:
     assert level(lowered(None)) == 0 and level(lowered(2 * peaks[0])) == 0
-    limit = int(0.85 * peaks[0])
+    limit = int(0.8 * peaks[0])
     found, off = lowered(limit), lowered(limit, enable_parallel_optimizer=False)
     assert peaks[1] < limit and peak_memory(found.program) <= limit
     assert level(found) > 0 and not divided(found) and level(off) == 0 and divided(off)

@@ -5,25 +5,20 @@ And which of them an update reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch import fx
-
 from commfuse_fx.config.parallel_optimizer import GRADIENTS, PARAMETERS, STATES
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.kernels.update_rules import RULES
 
 
-def copies(program: Program, name: str) -> int:
-    """How many tensors of the size of a parameter stay, and are divided as it is: itself, its gradient and its states.
+def copies(program: Program, name: str, has_gradient: bool = True) -> int:
+    """How many tensors of the size of a parameter stay, and are divided as it is: itself, its states, and its gradient
+    where that is there.
 
     What the parallel optimizer divides anyway does not count.
     """
     level = level_of(program, name)
     found = int(level < PARAMETERS)
-    if name in program.grads:
+    if has_gradient and name in program.grads:
         found += int(level < GRADIENTS)
     if level < STATES:
         found += _states(program, name)
@@ -58,16 +53,3 @@ def _states(program: Program, name: str) -> int:
         return 0
     states = RULES[optimizer.rule].states
     return sum(len(states(dict(group.flags))) for group in optimizer.groups if name in group.params)
-
-
-def kept_for_backward(program: Program) -> Iterator[fx.Node]:
-    """What the forward computes and the backward reads: the nodes whose memory it is, in graph order."""
-    roots = Roots(program.graph, program.aliases())
-    found: dict[fx.Node, None] = {}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and info(node).phase == "backward":
-            found |= dict.fromkeys(roots[value] for value in node.all_input_nodes)
-    for node in program.graph.nodes:
-        is_computed = node.op == "call_function" and info(node).phase == "forward"
-        if node in found and is_computed and isinstance(info(node).spec, TensorSpec):
-            yield node

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
-from commfuse_fx.cost.roofline import is_free
-from commfuse_fx.ir.dependence import written_nodes
+from commfuse_fx.cost.memory import Memory
+from commfuse_fx.ir.dependence import Roots, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
-from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
+from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
@@ -37,7 +37,7 @@ from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, PriceOf, distinct, joined, on_axis
 from commfuse_fx.sharding.search.exposure import PARAMETER
-from commfuse_fx.sharding.search.kept_bytes import copies, kept_for_backward, level_of, moved_by_update
+from commfuse_fx.sharding.search.kept_bytes import copies, level_of, moved_by_update
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
@@ -48,8 +48,8 @@ aten = torch.ops.aten
 
 class LayoutProblem:
     """The choices of a step on some axes. `graph` has their costs, in seconds, and `memory` the bytes that they take on
-    a rank: what stays, which is parameters with their gradients and states and what the forward leaves for the
-    backward, and of what else an op works on all that exceeds what the largest op needs at the least.
+    a rank at the moment when the step would have most of them if nothing were divided: parameters with their states and
+    the gradients that are there by then, values that live at that moment, and copies of them in other layouts.
 
     axes: states that one of them has are fixed, and so are its pins.
     prices: of changes of layout, for each axis.
@@ -80,7 +80,6 @@ class LayoutProblem:
         self._reads: dict[tuple[int, int], LayoutRead] = {}
         self._own = [OwnParts(program, axis.group, axis.ways) for axis in axes]
         self._chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, axes[0].ways)
-        self._described: dict[int, tuple[fx.Node, Described]] = {}  # variable -> the op
         self._zeros: dict[int, Table] = {}  # by how many
         self.blocks = self._blocks()
         for node in program.graph.nodes:
@@ -93,11 +92,7 @@ class LayoutProblem:
         self._results()
         for read in self._reads.values():
             self._price(read)
-        kept = [node for node in kept_for_backward(program) if node in self._at]
-        for node in kept:
-            number, item = self._at[node]
-            self._stays(number, item or 0, _spec(node).nbytes)
-        self._work_in_small_parts(dict.fromkeys(self._at[node] for node in kept))
+        self._count_memory()
 
     def decisions(self, choice: Sequence[int]) -> dict[str, Decisions]:
         """What a choice of states means, by the group of an axis."""
@@ -156,7 +151,6 @@ class LayoutProblem:
             costs = np.array([self._update_seconds(source.name, _spec(node), each) for each in found])
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number
-            self._stays(number, 0, copies(self.program, source.name) * _spec(node).nbytes)
         else:
             self._variable(node, [self._given(self.grid.whole)])
 
@@ -249,7 +243,6 @@ class LayoutProblem:
             if key is not None:
                 self._known.calls[key] = known
         number = self._variable(node, *known)
-        self._described[number] = node, described
         if not any(own):
             self.named[info(node).name] = number
         self._reading(number, info(node).phase, described.inputs)
@@ -305,21 +298,36 @@ class LayoutProblem:
 
     # Memory
 
-    def _work_in_small_parts(self, kept: dict[tuple[int, int | None], None]) -> None:
-        """What ops work on besides values that are kept."""
-        tables: dict[int, Table] = {}
-        known: dict[Any, Table] = {}
-        for number, (node, described) in self._described.items():
-            states = self.states[number]
-            counts = tuple(self._at[value] not in kept for value in described.inputs)
-            key = (id(states), described.call.inputs, described.call.outputs, counts, is_free(node))
-            if key not in known:
-                nbytes = [self.grid.bytes_of(node, described.call, state, counts) for state in states]
-                known[key] = np.array(nbytes)
-            tables[number] = known[key]
-        needed = max((table.min() for table in tables.values()), default=0.0)
-        for number, table in tables.items():
-            self.memory.unary[number] = self.memory.unary[number] + np.maximum(table - needed, 0.0)
+    def _count_memory(self) -> None:
+        program, aliases = self.program, self.program.aliases()
+        roots = Roots(program.graph, aliases)
+        moment, alive = Memory(program, roots).at_peak()
+        order = {node: at for at, node in enumerate(program.graph.nodes)}
+        for name, number in self.parameters.items():
+            node, grad = program.placeholder("parameter", name), program.grads.get(name)
+            count = copies(program, name, grad is not None and order[grad] <= order[moment])
+            assert node is not None
+            self._stays(number, 0, count * _spec(node).nbytes)
+        gradients = {roots[grad] for grad in program.grads.values()} - {moment}
+        for root, nbytes in alive.items():
+            if root in self._at and root not in gradients:
+                number, item = self._at[root]
+                self._stays(number, item or 0, nbytes)
+        if moment in self._at:
+            self._copies_for(self._at[moment][0])
+
+    def _copies_for(self, reader: int) -> None:
+        """The values that a variable reads in another layout than they have."""
+        for (number, item), read in self._reads.items():
+            for wanted in (each.wanted for each in read.readers if each.variable == reader and number != reader):
+                nbytes = [
+                    [
+                        sum(read.spec.nbytes / self.grid.parts(each) for each in needs if each != state.outputs[item])
+                        for needs in wanted
+                    ]
+                    for state in self.states[number]
+                ]
+                self.memory.pair(number, reader, np.array(nbytes))
 
     def _stays(self, number: int, item: int, nbytes: int) -> None:
         """So many bytes of a result of a variable stay; a rank has its part of them."""
