@@ -16,7 +16,7 @@ from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.inspect.strategy_table import StrategyTable, is_data_parallel, strategy_table
+from commfuse_fx.inspect.strategy_table import StrategyTable, strategy_table
 from commfuse_fx.ir.meta import tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.source import cluster_of, default_cluster
@@ -24,6 +24,7 @@ from commfuse_fx.planning.attempts import Attempt, shown_plans
 from commfuse_fx.planning.choose import STOPPED
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.plan_names import is_data_parallel
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.support.progress import progress
 

@@ -12,14 +12,14 @@ from commfuse_fx.inspect.parameter_groups import WHOLE, ParameterGroup, paramete
 from commfuse_fx.inspect.table import aligned
 from commfuse_fx.ir.collectives import collective_of
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.planning.attempts import Attempt
+from commfuse_fx.planning.plan_names import is_data_parallel, plan_name
 from commfuse_fx.simulate.simulation import simulate
 
-DATA_PARALLEL, FROM_FILE = "data parallel", "strategy file"
+FROM_FILE = "strategy file"
 
-_HEAD = ("", "plan", "mesh", "step ms", "exposed ms", "peak", "sent")
-_TO_THE_RIGHT = ("step ms", "exposed ms", "peak")
+_HEAD = ("", "plan", "mesh", "priced ms", "step ms", "exposed ms", "peak", "sent")
+_TO_THE_RIGHT = ("priced ms", "step ms", "exposed ms", "peak")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class StrategyRow:
     """A plan that was made.
 
     plan: the search that has found it. mesh: such as "dp=8".
+    search_seconds: what the search has priced the step at; None where nothing was searched.
     step_seconds, exposed_seconds, peak_memory: as in `Simulation`.
     sent: bytes of payload of the collectives, by kind.
     chosen: whether the step has this plan.
@@ -34,6 +35,7 @@ class StrategyRow:
 
     plan: str
     mesh: str
+    search_seconds: float | None
     step_seconds: float
     exposed_seconds: float
     peak_memory: int
@@ -73,6 +75,7 @@ class StrategyTable:
                     "*" if row.chosen else "",
                     row.plan,
                     row.mesh,
+                    "" if row.search_seconds is None else f"{row.search_seconds * 1e3:.3f}",
                     f"{row.step_seconds * 1e3:.3f}",
                     f"{row.exposed_seconds * 1e3:.3f}",
                     in_bytes(row.peak_memory),
@@ -118,24 +121,8 @@ def strategy_table(made: Sequence[Attempt], chosen: Program | None, costs: CostM
     )
 
 
-def is_data_parallel(made: Attempt) -> bool:
-    """Whether the plan divides the batch, and what marks ask for, alone."""
-    return not any(isinstance(each, Divide) and each.searched for each in made.pipeline.passes)
-
-
 def _found_by(made: Attempt, from_file: bool) -> str:
-    divide = next(each for each in made.pipeline.passes if isinstance(each, Divide))
-    if not divide.searched:
-        return f"{DATA_PARALLEL}{_level(divide)}"
-    if from_file:
-        return FROM_FILE
-    counted = f" that counts {divide.exposed}" if divide.exposed else ""
-    saving = f", saving {in_bytes(divide.saving)}" if divide.saving else ""
-    return f"search{counted}{saving}{_level(divide)}"
-
-
-def _level(divide: Divide) -> str:
-    return f", parallel optimizer level {divide.level}" if divide.level else ""
+    return FROM_FILE if from_file and not is_data_parallel(made) else plan_name(made)
 
 
 def _row(plan: str, program: Program, chosen: bool, costs: CostModel) -> StrategyRow:
@@ -147,6 +134,7 @@ def _row(plan: str, program: Program, chosen: bool, costs: CostModel) -> Strateg
     return StrategyRow(
         plan,
         str(program.mesh),
+        program.search_seconds,
         simulation.step_seconds,
         simulation.exposed_seconds,
         simulation.peak_memory,

@@ -183,6 +183,7 @@ class Program:
     marks: what users say of layouts (`sharding.marking.marks.Marks`). None: nobody has looked for marks.
     strategies: how it lies on a mesh (`sharding.dividing.strategies.Strategies`): those that were given, and when it
         has been divided, those that were searched. None: there are none.
+    search_seconds: what a search of strategies has priced the step at; None: nothing was searched.
     layouts: layouts of parameters that an earlier graph of the same step has decided, or None.
     by_autograd: why autograd computes the gradients, op by op, and hands them to the second half one by one; "": the
         program computes them.
@@ -211,6 +212,7 @@ class Program:
     batch_inputs: tuple[str, ...] = ()
     marks: Any = None
     strategies: Any = None
+    search_seconds: float | None = None
     layouts: Layouts | None = None
     by_autograd: str = ""
     saved: tuple[str, ...] | None = None

@@ -17,11 +17,18 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.declaration import Situation, Variant
 from commfuse_fx.planning.attempts import Attempt
 from commfuse_fx.planning.pipeline import PassPipeline
+from commfuse_fx.planning.plan_names import plan_name
 from commfuse_fx.sharding.search.exposure import exposure_of
 from commfuse_fx.simulate.rounds import play
 
 SAVINGS = 2
 """Searches for strategies that take less memory, on each level of the parallel optimizer."""
+
+SHOWN = 5
+"""Plans whose figures are noted."""
+
+COMPARED = "plans of the search"
+"""Topic of the notes that have them."""
 
 ALTERNATIONS = 4
 """Rounds of searches with the prices of simulated plans."""
@@ -74,6 +81,13 @@ class StrategyRounds:
         exposed = str(exposure_of(chosen, played)) or "nothing"
         text = f"{in_ms(played.ended - played.began)} simulated, with {exposed} exposed"
         chosen.note("search", "the whole step", text)
+        for each in self._fastest()[:SHOWN]:
+            chosen.note(COMPARED, *_figures(each))
+
+    def _fastest(self) -> list[Attempt]:
+        """The plans that were made, the fastest first."""
+        made = (each for each in self._made.values() if each.program is not None and not each.is_known)
+        return sorted(made, key=lambda each: inf if each.seconds is None else each.seconds)
 
     def needed_by_level(self) -> dict[int, int]:
         """Bytes of the plan that needs least on each level of the parallel optimizer, where none fits; 0: off."""
@@ -154,3 +168,11 @@ class StrategyRounds:
     def _seconds(self, variant: Variant) -> float:
         seconds = self._made[variant].seconds
         return inf if seconds is None else seconds
+
+
+def _figures(made: Attempt) -> tuple[str, str]:
+    """What a plan is called, and what its search and its simulation say of the step."""
+    program = made.program
+    assert program is not None and made.seconds is not None, "plans of a search are simulated"
+    priced = "" if program.search_seconds is None else f"{in_ms(program.search_seconds)} by the prices of its search, "
+    return f"{plan_name(made)}, {program.mesh}", f"{priced}{in_ms(made.seconds)} simulated"

@@ -14,12 +14,12 @@ from commfuse_fx.cli import main
 from commfuse_fx.commands import plan_cases
 from commfuse_fx.commands.what_if import Case, cases
 from commfuse_fx.inspect.parameter_groups import parameter_groups
-from commfuse_fx.inspect.strategy_table import DATA_PARALLEL
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import S
 from commfuse_fx.ir.program import Parameter
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.passes.distribute.divide import Divide
+from commfuse_fx.planning.plan_names import DATA_PARALLEL
 
 TARGET = """
 import torch
@@ -109,7 +109,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--mesh", "8", "--cluster", "h100-node", factory="wide")
     lines = out.splitlines()
     assert (code, err) == (0, "") and lines[0] == "8 devices, cluster h100-node"
-    assert lines[1].split() == ["plan", "mesh", "step", "ms", "exposed", "ms", "peak", "sent"]
+    assert lines[1].split() == ["plan", "mesh", "priced", "ms", "step", "ms", "exposed", "ms", "peak", "sent"]
     starred = [line for line in lines if line.startswith("*")]
     assert starred == [lines[2]] and lines[2].startswith("*  search") and " dp=8 " in lines[2]
     assert sum(line.startswith("   data parallel ") for line in lines) == 1

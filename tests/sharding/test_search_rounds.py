@@ -17,6 +17,8 @@ from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.planning.attempts import Attempt
+from commfuse_fx.planning.plan_names import plan_name
+from commfuse_fx.planning.strategy_rounds import COMPARED
 from commfuse_fx.sharding.search.exposure import GRADIENT, PARAMETER, Exposure, exposure_of
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
@@ -32,6 +34,11 @@ def planned(rows: int, width: int, layers: int = 2, **options: Any) -> tuple[lis
     step.planner.on_plan = made.append
     x = torch.empty(rows, width)
     return made, step.lower(x, x)
+
+
+def seconds_of(made: Attempt) -> float:
+    assert made.seconds is not None
+    return made.seconds
 
 
 def divide_of(made: Attempt) -> Divide:
@@ -51,6 +58,12 @@ def test_a_search_counts_what_a_simulated_plan_has_exposed() -> None:
     notes = {note.subject: note.reason for note in found.program.notes if note.topic == "search"}
     assert f"{min(seconds) * 1e3:.3f} ms simulated, with" in notes["the whole step"]
     assert "ms by the prices of the search" in notes["dp"]
+    compared = [note for note in found.program.notes if note.topic == COMPARED]
+    assert compared[0].subject == f"{plan_name(min(made, key=seconds_of))}, dp=8"
+    figures = {note.reason for note in compared}
+    assert f"{plain.seconds * 1e3:.3f} ms simulated" in figures and len(figures) == len({*seconds})
+    priced = f"{first.program.search_seconds * 1e3:.3f} ms by the prices of its search"
+    assert f"{priced}, {first.seconds * 1e3:.3f} ms simulated" in figures
 
 
 @pytest.mark.parametrize(("rows", "width"), [(8, 1024), (4096, 64)])

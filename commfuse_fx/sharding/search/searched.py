@@ -34,6 +34,7 @@ def searched(
     found = search.cheapest(axes, budget) if len(axes) == 1 else axis_by_axis(search, axes, budget)
     counted = f", where {exposed} counts" if exposed else ""
     kept = f" and {found.nbytes / 2**20:.1f} MiB taken" if saving else ""
+    program.search_seconds = found.cost
     gap = "nothing proven" if found.gap is None else f"proven gap {found.gap:.2%}"
     program.note(
         SEARCH,
