@@ -22,6 +22,7 @@ from tests.distributed.loops_of_modules import (
     batch,
     evaluation,
     grads,
+    local_gradients,
     part_of_the_output,
     plain,
     sgd,
@@ -63,6 +64,29 @@ def compare(number: int, options: dict[str, Any], name: str = "net") -> int:
 @pytest.mark.parametrize("number", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
 def test_a_loop_gives_what_ddp_gives(ranks: Ranks, number: int, size: int) -> None:
     assert min(ranks.values(compare, number, {"cpu_kernels": False}, size=size))
+
+
+DIVIDED = {
+    "enable_parallel_optimizer": True,
+    "parallel_optimizer_config": {"level": 3, "parallel_optimizer_threshold": 0, "pad": True},
+}
+
+
+def all_divided() -> int:
+    """All loops where ranks hold rows, but for one in which they run backwards as they please; and other models."""
+    numbers = [number for number, loop in enumerate(LOOPS) if loop is not local_gradients]
+    ours, theirs = (list(scaled("mlp", wrap)) for wrap in (divided, nn.parallel.DistributedDataParallel))
+    assert_as_ddp(ours, theirs)
+    others = [compare(0, DIVIDED, name) for name in ("convnet", "gpt2", "experts")]
+    return min(*(compare(number, DIVIDED) for number in numbers), *others)
+
+
+def divided(model: nn.Module) -> cf.CompiledModule:
+    return compiled(model, **DIVIDED)
+
+
+def test_loops_and_models_are_those_of_ddp_where_parameters_are_divided(ranks: Ranks) -> None:
+    assert min(ranks.values(all_divided))
 
 
 BRIEFLY = ("bert", "llama")
