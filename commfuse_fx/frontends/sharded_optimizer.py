@@ -32,18 +32,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `torch.optim.AdamW(model.parameters(), lr=1e-3)`, and trains to the same parameters. Of a parameter that is large
     enough each rank updates some rows, and holds the state of these alone. The backward of the module leaves whole
     gradients in `.grad`, so clipping and scaling stay as they are, and `step()` gathers what all ranks have updated.
+    Where the module divides its parameters (level 3), ranks hold rows of these and of gradients, and `step()` gathers
+    nothing.
 
     All ranks make it together, after the module, and call `step()` and `state_dict()` together.
 
     model: what `compile` has returned without `loss_fn` and `optimizer`.
     optimizer_class: a class of torch.optim whose update is known to the compiler.
     params: parameters or param groups, as for the class. None: all parameters of the model.
-    parallel_optimizer_config: which parameters are divided, as for `compile`, at level 1. By default that of
-        `set_auto_parallel_context`.
+    parallel_optimizer_config: which parameters are divided, as for `compile`, at level 1. By default that of a module
+        that divides its parameters, else that of `set_auto_parallel_context`.
     options: what the class takes besides, such as `lr`.
 
     Raises ConfigTypeError or ConfigValueError for what is no compiled module, for another optimizer and for bad
-    options, and NotAvailableError for the levels that only a step has.
+    options, and NotAvailableError for level 2, which only a step has.
     """
 
     @user_frames_only

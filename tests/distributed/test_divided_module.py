@@ -25,7 +25,6 @@ from commfuse_fx.runtime.execute.wire import Wire
 from tests.distributed.harness import Ranks
 from tests.distributed.test_sharded_optimizer import (
     STEPS,
-    Odd,
     Pair,
     a_loop,
     batch,
@@ -35,6 +34,7 @@ from tests.distributed.test_sharded_optimizer import (
     saved_by_rank_0,
     with_unused,
 )
+from tests.odd_rows import WithSpare
 
 pytestmark = pytest.mark.dist
 
@@ -55,7 +55,7 @@ Loop = Callable[[nn.Module, Any, Any], Tensors | None]
 
 
 def divided(config: dict[str, Any] = ROWS, net: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    net = Odd() if net is None else net
+    net = WithSpare() if net is None else net
     options = {"cpu_kernels": False, "parallel_optimizer_config": config, **options}
     return net, cf.compile(net, enable_parallel_optimizer=True, **options)
 
@@ -67,13 +67,13 @@ def sharded(name: str, config: dict[str, Any] = ROWS, **options: Any) -> Pair:
 
 
 def as_ddp(name: str) -> Pair:
-    net = Odd()
+    net = WithSpare()
     cls, given = CLASSES[name]
     return net, with_unused(net), cls(groups_of(net), **given)
 
 
 def plain(name: str, **options: Any) -> Pair:
-    net = Odd()
+    net = WithSpare()
     cls, given = CLASSES[name]
     return net, cf.compile(net, cpu_kernels=False, **options), cls(groups_of(net), **given)
 
@@ -487,5 +487,5 @@ def each_dropped() -> dict[str, float]:
 
 def test_each_collective_is_needed(ranks: Ranks) -> None:
     for found in ranks.values(each_dropped):
-        assert len(found) == 3 + 2 + 8
+        assert len(found) == 3 + 2 + 9
         assert min(found.values()) > 1e-6, found

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.execute import messages
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, hurry
 from tests.distributed.test_divided_module import batch, divided, loss_of, sharded
-from tests.distributed.test_sharded_optimizer import Odd
+from tests.odd_rows import WithSpare
 
 pytestmark = pytest.mark.dist
 
@@ -155,6 +155,7 @@ def comes_alone() -> str:
     _, model, optimizer = sharded("adamw")
     loss_of(model, 0).backward()
     optimizer.step()
+    hurry(6.0)
     try:
         if dist.get_rank() == 0:
             model.state_dict()
@@ -165,6 +166,8 @@ def comes_alone() -> str:
 
 def forwards_alone() -> str:
     _, model = divided()
+    loss_of(model, 0)
+    hurry(6.0)
     try:
         if dist.get_rank() == 0:
             loss_of(model, 0)
@@ -174,9 +177,9 @@ def forwards_alone() -> str:
 
 
 def test_a_rank_that_comes_alone_does_not_wait_for_ever(ranks: Ranks) -> None:
-    said, _ = ranks.values(comes_alone, world_timeout=6.0)
+    said, _ = ranks.values(comes_alone)
     assert "is done by all ranks together" in said
-    said, _ = ranks.values(forwards_alone, world_timeout=6.0)
+    said, _ = ranks.values(forwards_alone)
     assert "no vote has come from rank 1" in said
 
 
@@ -200,7 +203,7 @@ def test_a_rank_that_dies_in_a_forward_leaves_nobody_waiting(ranks: Ranks) -> No
     assert "failed" in one.value
 
 
-class Branches(Odd):
+class Branches(WithSpare):
     """Its Python code looks at values where it does not train."""
 
     def forward(self, x: torch.Tensor, spares: bool = False) -> torch.Tensor:

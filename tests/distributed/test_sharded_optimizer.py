@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import commfuse_fx as cf
 from commfuse_fx.runtime.execute import messages
 from tests.distributed.harness import Ranks, hurry
+from tests.odd_rows import WithSpare
 
 pytestmark = pytest.mark.dist
 
@@ -43,29 +44,6 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-class Odd(nn.Module):
-    """Weights whose rows divide and others, a scalar, a tied weight, a frozen one, and one that is used at times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into = nn.Linear(12, 24)
-        self.odd = nn.Linear(24, 13)
-        self.back = nn.Linear(13, 24)
-        self.tied = nn.Linear(24, 13)
-        self.tied.weight = self.odd.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
-        self.spare = nn.Linear(13, 13)
-        self.double()
-
-    def forward(self, x: torch.Tensor, spares: bool = False) -> torch.Tensor:
-        hidden = self.odd(torch.tanh(self.into(x))) * self.scale
-        if spares:
-            hidden = self.spare(hidden)
-        return self.tied(torch.tanh(self.back(hidden))) + self.frozen
-
-
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(6, 12, generator=made).double(), torch.randint(0, 13, (6,), generator=made)
@@ -80,14 +58,14 @@ Pair = tuple[nn.Module, Any, torch.optim.Optimizer]
 
 
 def sharded(name: str, config: dict[str, Any], **options: Any) -> Pair:
-    net = Odd()
+    net = WithSpare()
     model = cf.compile(net, cpu_kernels=False, **options)
     cls, given = CLASSES[name]
     return net, model, cf.ShardedOptimizer(model, cls, groups_of(net), parallel_optimizer_config=config, **given)
 
 
 def with_ddp(name: str) -> Pair:
-    net = Odd()
+    net = WithSpare()
     cls, given = CLASSES[name]
     return net, with_unused(net), cls(groups_of(net), **given)
 
@@ -185,7 +163,7 @@ def through_checkpoints() -> dict[str, float]:
 def to_and_from_a_step() -> tuple[float, float]:
     """Differences of a step that goes on from a module's state, and of a module that goes on from a step's."""
     net, model, optimizer = sharded("adamw", SMALL)
-    other = Odd()
+    other = WithSpare()
     given = torch.optim.AdamW(groups_of(other), lr=0.01)
     step = cf.compile(
         other, loss_fn=F.cross_entropy, optimizer=given, enable_parallel_optimizer=True, parallel_optimizer_config=SMALL
@@ -261,7 +239,7 @@ def scaled() -> float:
 def by_dynamo() -> float:
     """Of a model whose Python code decides by values."""
 
-    class Gated(Odd):
+    class Gated(WithSpare):
         def forward(self, x: torch.Tensor, spares: bool = False) -> torch.Tensor:
             hidden = self.into(x)
             if hidden.norm() > 1e9:
@@ -306,7 +284,7 @@ def freezes_and_adds(net: nn.Module, model: Any, optimizer: torch.optim.Optimize
 
 
 def with_groups_that_change() -> float:
-    nets = [Odd(), Odd()]
+    nets = [WithSpare(), WithSpare()]
     for net in nets:
         net.back.requires_grad_(False)
     params = [[param for param in net.parameters() if param.requires_grad] for net in nets]
@@ -347,9 +325,9 @@ def test_other_loops_and_what_a_rank_holds(ranks: Ranks) -> None:
 
 def fails(how: str) -> str:
     """What this rank hears when a step of the optimizer goes wrong on it, or on the other one."""
-    _, model, optimizer = sharded("adamw", SMALL)
+    net, model, optimizer = sharded("adamw", SMALL)
     x, y = batch(0)
-    first, rank = optimizer.param_groups[0]["params"][1], dist.get_rank()
+    first, rank = net.get_parameter("into.weight"), dist.get_rank()
 
     def backward() -> None:
         F.cross_entropy(model(x), y).backward()

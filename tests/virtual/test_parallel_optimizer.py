@@ -15,6 +15,7 @@ import commfuse_fx as cf
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests import captures
+from tests.odd_rows import OddRows
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -47,26 +48,6 @@ ROWS_ALONE = {**SMALL, "level": 3}
 LEVELS = pytest.mark.parametrize("options", [SMALL, ROWS_ALONE], ids=["states", "rows alone"])
 
 
-class Odd(nn.Module):
-    """Weights whose rows divide and others, a scalar, a tied weight, a frozen one and one of a single row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into = nn.Linear(12, 24)
-        self.odd = nn.Linear(24, 13)
-        self.back = nn.Linear(13, 24)
-        self.tied = nn.Linear(24, 13)
-        self.tied.weight = self.odd.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.row = nn.Parameter(torch.randn(1, 13))
-        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.odd(torch.tanh(self.into(x))) * self.scale + self.row
-        return self.tied(torch.tanh(self.back(hidden))) + self.frozen
-
-
 def batches(ranks: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = torch.Generator().manual_seed(step)
     x = torch.randn(ranks * ROWS, 12, generator=made, dtype=torch.float64)
@@ -80,8 +61,8 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def compiled(ranks: int, optimizer: str, options: dict[str, Any] | None, **others: Any) -> LockstepWorld:
-    model = Odd().double()
-    captures.share(model, Odd, any_mesh=True)
+    model = OddRows().double()
+    captures.share(model, OddRows, any_mesh=True)
     made = OPTIMIZERS[optimizer](groups_of(model))
     divided = {} if options is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": options}
     step = cf.compile(
@@ -106,7 +87,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_rows(ranks: int, options: dict
 
 
 def on_one_device(ranks: int, optimizer: str, clip: float | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Odd().double()
+    model = OddRows().double()
     made = OPTIMIZERS[optimizer](groups_of(model))
     for step in range(STEPS):
         made.zero_grad()

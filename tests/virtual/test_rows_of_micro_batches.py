@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.virtual.virtual_world import LockstepWorld
-from tests.virtual.test_parallel_optimizer import OPTIMIZERS, SMALL, Odd, batches, compiled, groups_of, states_of
+from tests.odd_rows import OddRows
+from tests.virtual.test_parallel_optimizer import OPTIMIZERS, SMALL, batches, compiled, groups_of, states_of
 
 COUNT, UPDATES, LIMIT = 2, 5, 0.05
 APART = {"openstate": False}
@@ -44,7 +45,7 @@ def trained(world: LockstepWorld) -> LockstepWorld:
 
 
 def on_one_device(ranks: int, optimizer: str, clip: float | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Odd().double()
+    model = OddRows().double()
     made = OPTIMIZERS[optimizer](groups_of(model))
     for update in range(UPDATES):
         made.zero_grad()
@@ -152,7 +153,7 @@ def test_a_rank_holds_sums_of_what_it_updates(name: str) -> None:
     world = compiled(ranks, "adamw", CONFIGS[name], accumulate_steps=COUNT)
     world(given(ranks, 0)[0])
     held = [sum(tensor.nbytes for _, tensor in rank.held._held.values()) for rank in world._ranks]
-    params = [param for param in Odd().double().parameters() if param.requires_grad]
+    params = [param for param in OddRows().double().parameters() if param.requires_grad]
     whole = sum(param.nbytes for param in params)
     (sums,) = [each for each in _lowered(world)[1].explain().memory.held if each.kind == "sums of micro-batches"]
     assert sums.whole == whole and sums.per_rank == max(held)

@@ -12,15 +12,16 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.virtual.virtual_world import LockstepWorld
-from tests.virtual.test_parallel_optimizer import OPTIMIZERS, SMALL, STEPS, Odd, groups_of
+from tests.odd_rows import OddRows
+from tests.virtual.test_parallel_optimizer import OPTIMIZERS, SMALL, STEPS, groups_of
 
 OWNED = {"parallel_optimizer_threshold": 0, "mode": "broadcast"}
 CONFIGS = {"rows": SMALL, "rows that divide": {"parallel_optimizer_threshold": 0}, "owners": OWNED}
 
 
 def sharded(ranks: int, name: str, config: dict[str, Any] | None, **options: Any) -> cf.ShardedOptimizer:
-    """One over two groups of `Odd`."""
-    model = Odd().double()
+    """One over two groups of `OddRows`."""
+    model = OddRows().double()
     plain = OPTIMIZERS[name](model.parameters())
     taken = inspect.signature(type(plain)).parameters
     given = {key: value for key, value in plain.defaults.items() if key in taken}
@@ -53,7 +54,7 @@ def train(world: LockstepWorld, steps: int = STEPS, drop: tuple[str, ...] = ()) 
 
 
 def train_alone(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Odd().double()
+    model = OddRows().double()
     optimizer = OPTIMIZERS[name](groups_of(model))
     for step in range(STEPS):
         given = gradients(model, step)
@@ -90,7 +91,7 @@ def test_pairs_of_ranks_share_updates() -> None:
 def test_each_collective_is_needed(config: dict[str, Any]) -> None:
     options: dict[str, Any] = {"comm_fusion": {"openstate": False}}
     right = train(world_of(sharded(3, "adamw", config, **options)), steps=1)
-    names = world_of(sharded(3, "adamw", config, **options)).collectives((gradients(Odd().double(), 0),))
+    names = world_of(sharded(3, "adamw", config, **options)).collectives((gradients(OddRows().double(), 0),))
     assert len(names) == 8  # all but the scalar
     for name in names:
         world = world_of(sharded(3, "adamw", config, **options))

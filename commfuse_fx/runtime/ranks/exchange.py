@@ -69,6 +69,11 @@ class ProcessExchange:
             "this tensor is divided among the ranks, which have to read it together: read it on all ranks before the "
             "fork (call model.state_dict() there, or fork before the first step), or hand the child a copy",
         )
+        if not dist.is_initialized():
+            raise CollectiveError(
+                f"rank {self.rank}: what is divided among the ranks can no longer be gathered: read it on all ranks "
+                "before destroy_process_group()"
+            )
         epoch = self._epoch()
         attempt = self._place[1] + 1 if self._place[0] == epoch else 0
         self._place = (epoch, attempt)
@@ -142,17 +147,12 @@ class ProcessExchange:
         return (
             f"rank {self.rank}: reading sharded parameters is done by all ranks together, and {who} within "
             f"{self.limit.total_seconds():.0f} s: call model.state_dict() on every rank, then save "
-            "on one (the same holds for the optimizer's state). Nothing is lost."
+            "on one (the same holds for the optimizer's state, and for gradients). Nothing is lost."
         )
 
     def _group(self, group: str) -> Any:
         """The process group, made at its first use: then all ranks are known to be there."""
         if group not in self._groups:
-            if not dist.is_initialized():
-                raise CollectiveError(
-                    f"rank {self.rank}: what is divided among the ranks can no longer be gathered: read it on all "
-                    "ranks before destroy_process_group()"
-                )
             made: dict[tuple[int, ...], Any] = {}
             for rank in range(self.mesh.world):
                 ranks = self.mesh.ranks(group, rank)
