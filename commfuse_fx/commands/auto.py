@@ -90,8 +90,10 @@ def _run(options: argparse.Namespace) -> int:
             break
     if options.json:
         print(json.dumps({"cases": [asdict(each) for each in found]}, indent=1))
-    if len(found) < len(asked):
-        say(f"interrupted: {len(asked) - len(found)} of {len(asked)} cases are left out")
+    if found[-1].was_interrupted:
+        left = len(asked) - len(found)
+        others = f"; {left} of {len(asked)} cases are left out" if left else ""
+        say(f"interrupted: the last plan is the fastest of those that were made until then{others}")
         return INTERRUPTED
     return DONE if all(each.table.rows for each in found) else NOTHING_FITS
 

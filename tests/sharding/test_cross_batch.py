@@ -83,6 +83,8 @@ def test_a_marked_norm_is_that_of_data_parallel(mode: str, mesh: tuple[int, ...]
     wanted = trained(convolutions(), over_all, "data_parallel")
     found = trained(marked_convolutions(), over_all, mode, mesh)
     assert_alike(found, wanted)
+    (note,) = (note for note in found[0].lowered.explain().notes if note.topic == "own part of the batch")
+    assert note.subject == "1" and note.reason.startswith("each of 4 parts by itself: test_cross_batch.py:")
     means = [model.state_dict()["1.running_mean"] for model in found[0].models]
     assert not any(torch.equal(mean, means[0]) for mean in means[1:])
     assert differ(trained(convolutions(), over_all, mode, mesh), wanted)

@@ -1,4 +1,4 @@
-"""Checks of calls that compute with a rank's own part of the batch (`cf.shard(..., cross_batch=True)`)."""
+"""Checks of, and notes on, calls that compute with a rank's own part of the batch (`cf.shard(..., cross_batch=True)`)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ from commfuse_fx.sharding.marking.part_ops import (
 from commfuse_fx.sharding.rules.call import AllReduce, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 
+NOTED = "own part of the batch"
+"""Topic of the notes on these calls."""
+
 
 def check_part_calls(program: Program) -> None:
-    """Raise ConfigValueError where a marked call does not mean the same as in data parallel, or means nothing."""
+    """Raise ConfigValueError where a marked call does not mean the same as in data parallel, or means nothing. Note the
+    others."""
     if not has_parts(program):
         return
     own = own_values(program)
@@ -45,7 +49,9 @@ def check_part_calls(program: Program) -> None:
             rows.check_result(node)
         elif node.target == MEAN_OF_PARTS:
             _check_mean(program, node, rows)
+    parts = next(node.args[1] for node in entered)
     for call in dict.fromkeys(calls):
+        program.note(NOTED, call.subject or "the model", f"each of {parts} parts by itself: {call.place}")
         if call.reduces and call.number not in rows.reducing:
             raise ConfigValueError(
                 f"{call.label} combines no samples of the batch, so that the mark means nothing: mark what computes a "
