@@ -15,7 +15,7 @@ import torch
 import commfuse_fx as cf
 from benchmarks.measure import save
 from benchmarks.plain_models import GPT2
-from commfuse_fx.sharding.search import searched
+from commfuse_fx.sharding.search import axis_search
 
 WIDTH, HEADS, WORDS, LENGTH = 768, 12, 50304, 1024
 CLUSTER = "h100-node"
@@ -61,10 +61,10 @@ def measure(layers: int, devices: int, mesh: tuple[int, ...] | None, limit: floa
     )
     ids = torch.zeros(8, LENGTH, dtype=torch.long)
     call = step.planner.take_apart((), {"ids": ids, "labels": ids})
-    clocks = {part: Clock(getattr(searched, name)) for part, name in PARTS.items()}
+    clocks = {part: Clock(getattr(axis_search, name)) for part, name in PARTS.items()}
     gc.collect()  # what the row before has left
     start = time.perf_counter()
-    with mock.patch.multiple(searched, **{PARTS[part]: clock for part, clock in clocks.items()}):
+    with mock.patch.multiple(axis_search, **{PARTS[part]: clock for part, clock in clocks.items()}):
         compiled = step.planner.read(call)
     total = time.perf_counter() - start
     return {

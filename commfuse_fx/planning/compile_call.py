@@ -190,18 +190,18 @@ def plan_step(
         return build_pipeline(situation.of(variant), context)
 
     most = EFFORT.plans(len(program.graph.nodes))
-    first, rounds = [build(each) for each in found.searched], None
+    first, fixed, rounds = *([build(each) for each in part] for part in (found.searched, found.fixed)), None
     if has_rounds(situation, program, found.searched):
         most = most_plans(situation, program)
         rounds = StrategyRounds(situation, program, found.searched, build, context.costs, most)
-        first = rounds.first
+        first, fixed = rounds.first, []
     is_alone = config.device_num is not None or program.mesh.world == 1
     before = program.copy() if config.memory_limit is not None else None
     try:
         planned = fastest(
             program,
             first,
-            [build(each) for each in found.fixed],
+            fixed,
             context,
             most,
             check,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
-from commfuse_fx.config.parallel_optimizer import GRADIENTS, STATES
+from commfuse_fx.config.parallel_optimizer import GRADIENTS, PARAMETERS, STATES
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_ms
 from commfuse_fx.ir.program import Program
@@ -38,6 +38,11 @@ def has_rounds(situation: Situation, program: Program, first: Sequence[Variant])
     """Whether these variants are the first ones of a search in rounds."""
     is_open = program.strategies is None and program.layouts is None
     return situation.searches and is_open and len(first) > 1 and program.mesh.world > 1
+
+
+def _by_use(level: int) -> tuple[bool, int]:
+    """Levels in the order in which they are tried: that of gradients last, as it may not be needed."""
+    return level == GRADIENTS, level
 
 
 class StrategyRounds:
@@ -111,22 +116,18 @@ class StrategyRounds:
     # Memory
 
     def _within(self, limit: int) -> Iterator[list[Variant]]:
-        """Levels of the parallel optimizer where something does not fit as it is, and then searches that save memory on
-        those levels that do not fit."""
+        """Levels of the parallel optimizer where something does not fit as it is, and then searches that save memory
+        without it, and on the last level."""
         plain = self._search.but(searched=False)
         too_large = [each for each in (self._search, plain) if not self._fits(each) and not self._made[each].is_known]
         if not too_large:
             return
-        for level in self._levels:
-            if level == GRADIENTS and all(self._fits(each.but(level=STATES)) for each in too_large):
-                continue  # which is the level before with fewer gradients at a time
+        for level in sorted(self._levels, key=_by_use):
+            if level == GRADIENTS and not self._is_of_use(too_large):
+                continue
             yield [each.but(level=level) for each in too_large]
-        saving: dict[Variant, int] = {}
-        for each in (self._search, *(self._search.but(level=level) for level in self._levels)):
-            if self._fits(each):
-                break
-            if each in self._made:
-                saving[each] = self._made[each].needed - limit
+        ends = (self._search, self._search.but(level=max(self._levels, default=0)))
+        saving = {each: self._made[each].needed - limit for each in ends if each in self._made and not self._fits(each)}
         for _ in range(SAVINGS):
             yield [each.but(saving=count) for each, count in saving.items()]
             more = {each: self._more(each, count, limit) for each, count in saving.items()}
@@ -134,6 +135,15 @@ class StrategyRounds:
         if saving and not any(each.program is not None for each in self._made.values()):
             last = [*saving][-1]
             yield [last.but(saving=self._made[last].needed)]
+
+    def _is_of_use(self, too_large: Sequence[Variant]) -> bool:
+        """Whether the level of gradients may be: it takes no less memory than that of parameters, and no less time than
+        that of states."""
+        states, parameters = (
+            [self._fits(each.but(level=level)) for each in too_large] if level in self._levels else None
+            for level in (STATES, PARAMETERS)
+        )
+        return not (states and all(states)) and (parameters is None or any(parameters))
 
     def _fits(self, variant: Variant) -> bool:
         return variant in self._made and self._made[variant].program is not None
