@@ -194,8 +194,8 @@ def compile(
     gradient_fp32_sync: whether gradients of a lower precision are summed in float32 and cast back.
     enable_parallel_optimizer: whether each rank updates some rows of each parameter, and holds the optimizer's state of
         these alone. Reading the state then takes all ranks. Optimizers that the compiler has no rule for are refused.
-        A module takes it with level 3: each rank keeps its rows of parameters and gradients, and `ShardedOptimizer`
-        updates them.
+        A module takes it with levels 2 and 3: each rank keeps its rows of gradients, and of parameters, and
+        `ShardedOptimizer` updates them.
     parallel_optimizer_config: a dictionary: "parallel_optimizer_threshold" (KiB that a parameter must have, 64), "pad"
         (whether rows that do not divide are padded), "level" (1 divides the optimizer's state, 2 gradients as well,
         3 parameters as well), "optimizer_weight_shard_size" (how many neighbouring ranks share an update; all),

@@ -135,6 +135,12 @@ class Situation:
         return self.config.accumulate_steps > 1 and self.gradients == "local"
 
     @property
+    def scatters_gradients(self) -> bool:
+        """Whether a rank holds its rows of a gradient alone, where it updates rows."""
+        asked = self.config.parallel_optimizer
+        return asked is not None and asked.level > 1
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether a rank keeps its rows of a parameter alone, where it updates rows."""
         asked = self.config.parallel_optimizer

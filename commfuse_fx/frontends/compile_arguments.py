@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
+from commfuse_fx.config.parallel_optimizer import BROADCAST, GRADIENTS, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
@@ -129,18 +129,18 @@ def check_form_of_module(config: CompileConfig) -> None:
 def _check_parallel_optimizer_of_module(config: CompileConfig, sharded: ParallelOptimizer) -> None:
     """Raise unless a module, whose caller updates its parameters, can divide them like this."""
     asked = f"enable_parallel_optimizer=True with the module form and level={sharded.level}"
-    if sharded.level == 2:
-        raise NotAvailableError(
-            f'{asked} is not available yet: use parallel_optimizer_config={{"level": 3}}, which divides parameters as '
-            "well, or leave it out and use cf.ShardedOptimizer, which divides the optimizer's state"
-        )
-    if sharded.level < 2:
+    if sharded.level < GRADIENTS:
         raise ConfigValueError(
             "enable_parallel_optimizer=True with the module form, whose caller updates the parameters: leave it out, "
             "and update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which takes "
-            'parallel_optimizer_config; or pass parallel_optimizer_config={"level": 3}, by which the module divides '
-            "its parameters; or pass loss_fn and optimizer for a step. Where the context has set it, pass "
-            "enable_parallel_optimizer=False"
+            'parallel_optimizer_config; or pass parallel_optimizer_config={"level": 2}, by which the module divides '
+            'gradients, or {"level": 3}, by which it divides parameters as well; or pass loss_fn and optimizer for a '
+            "step. Where the context has set it, pass enable_parallel_optimizer=False"
+        )
+    if sharded.mode == BROADCAST:
+        raise NotAvailableError(
+            f'{asked} is not available yet with mode="{BROADCAST}", where one rank has all of a gradient: leave mode '
+            f"out, or leave enable_parallel_optimizer out and give the mode to cf.ShardedOptimizer"
         )
     if config.capture == "dynamo":
         raise NotAvailableError(

@@ -74,7 +74,8 @@ def read_late(
 
 def divided_read_late(described: Outputs, executor: HalvesExecutor) -> list[str]:
     """The names of the divided parameters whose rows the backward gathers."""
-    divided = {} if executor.shards is None else executor.shards.by_name
+    known = {} if executor.shards is None else executor.shards.by_name
+    divided = {name for name, each in known.items() if each.is_divided}
     return [each.name for each in described.read_late if each.kind == "parameter" and each.name in divided]
 
 

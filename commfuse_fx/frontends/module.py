@@ -135,9 +135,9 @@ class CompiledModule(nn.Module, Joinable):
     def _refuse_join(self) -> None:
         if self._session.divides:
             raise NotAvailableError(
-                'join() with parallel_optimizer_config={"level": 3} is not available yet: a rank without batches would '
-                "have to gather what the others use. Give all ranks as many batches (drop_last), or compile the module "
-                "without enable_parallel_optimizer"
+                "join() with enable_parallel_optimizer=True is not available yet: a rank without batches would have to "
+                "gather what the others use, and to hold rows of gradients. Give all ranks as many batches "
+                "(drop_last), or compile the module without it"
             )
 
     def _end_iteration(self) -> None:

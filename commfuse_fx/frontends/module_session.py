@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
+from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.errors import CaptureError, PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
 from commfuse_fx.frontends.kept_forward import (
@@ -57,8 +58,11 @@ class ModuleSession(Session):
             self.uneven = UnevenBatches(self.agreement, lambda: self.device, self.step_of_ranks)
             self._prices = PricesOfOneRank(planner, self.uneven, rank)
         self.parts = GradientParts(sums=self.agreement is not None and not planner.config.gradients_mean)
-        self.divides = self.agreement is not None and planner.config.parallel_optimizer is not None
-        """Whether ranks keep rows of parameters alone, so that forwards communicate."""
+        asked = None if self.agreement is None else planner.config.parallel_optimizer
+        self.divides = asked is not None
+        """Whether ranks hold rows of gradients."""
+        self.gathers = asked is not None and asked.level == PARAMETERS
+        """Whether they keep rows of parameters alone, too, so that forwards communicate."""
         self.knows_rows = False
         """Whether a forward has found out which parameters are divided. There may be none."""
         self._evaluates_whole = False
@@ -96,7 +100,7 @@ class ModuleSession(Session):
         try:
             return self._forward(args, kwargs)
         except Exception as error:
-            if syncs or self.divides:
+            if syncs or self.gathers:
                 self.tell(error)
             raise
 
@@ -107,7 +111,7 @@ class ModuleSession(Session):
         whole. Raises what the model does.
         """
         shards = self.runners.executors.shards
-        if not self.divides or shards is None or not shards.is_divided or self._evaluates_whole:
+        if not self.gathers or shards is None or not shards.is_divided or self._evaluates_whole:
             return False
         try:
             with outside_inference_mode():
@@ -163,9 +167,11 @@ class ModuleSession(Session):
             call = self.planner.take_apart(args, kwargs)
             plan = self._compiled(call)
             executor = self._executor_of(plan)
-            gathers = self.divides and executor.forward_sends
+            gathers = self.gathers and executor.forward_sends
             self.knows_rows = True
             if not gathers:
+                if self.divides:
+                    self.hold_rows(executor.shards)
                 outputs, saved = executor.forward(dict(call.leaves))
         if gathers:
             with self.step_of_ranks():
@@ -192,7 +198,7 @@ class ModuleSession(Session):
         return executor.forward(inputs)
 
     def hold_rows(self, shards: Shards | None) -> None:
-        """From now on parameters are divided like this. Values that the user has written are taken over."""
+        """From now on parameters and gradients are divided like this. What the user has written is taken over."""
         self.runners.executors.divide_by(shards)
         self.parts.rows = gradients = None if shards is None else shards.gradients
         if shards is not None:
@@ -232,7 +238,7 @@ class ModuleSession(Session):
 
         Raises PlanMismatchError, PeerFailedError or CollectiveError as a step does.
         """
-        if self.uneven is None or (mode == "local" and not self.divides):
+        if self.uneven is None or (mode == "local" and not self.gathers):
             with lock_of(self.planner.model):
                 return self._backward(forward, gradients, mode, keep)
         self.uneven.check()

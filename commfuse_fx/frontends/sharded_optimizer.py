@@ -32,8 +32,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `torch.optim.AdamW(model.parameters(), lr=1e-3)`, and trains to the same parameters. Of a parameter that is large
     enough each rank updates some rows, and holds the state of these alone. The backward of the module leaves whole
     gradients in `.grad`, so clipping and scaling stay as they are, and `step()` gathers what all ranks have updated.
-    Where the module divides its parameters (level 3), ranks hold rows of these and of gradients, and `step()` gathers
-    nothing.
+    Where the module divides gradients (level 2), ranks hold rows of these; where it divides parameters as well (level
+    3), `step()` gathers nothing.
 
     All ranks make it together, after the module, and call `step()` and `state_dict()` together.
 
@@ -41,11 +41,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer_class: a class of torch.optim whose update is known to the compiler.
     params: parameters or param groups, as for the class. None: all parameters of the model.
     parallel_optimizer_config: which parameters are divided, as for `compile`, at level 1. By default that of a module
-        that divides its parameters, else that of `set_auto_parallel_context`.
+        that divides gradients or parameters, else that of `set_auto_parallel_context`.
     options: what the class takes besides, such as `lr`.
 
     Raises ConfigTypeError or ConfigValueError for what is no compiled module, for another optimizer and for bad
-    options, and NotAvailableError for level 2, which only a step has.
+    options, and NotAvailableError for `gradient_accumulation_shard`, which only a step has.
     """
 
     @user_frames_only
@@ -203,21 +203,17 @@ def _checked_config(given: Any, model: CompiledModule) -> dict[str, Any] | None:
             f'{_NAME}["gradient_accumulation_shard"] is True, and micro-batches of a compiled module add up whole '
             "gradients in .grad: leave it out, or pass loss_fn, optimizer and accumulate_steps to compile() for a step"
         )
-    if options.level == 3:
-        raise ConfigValueError(
-            f'{_NAME}["level"] is 3, and the module was compiled to hold whole parameters: compile it with '
-            f'enable_parallel_optimizer=True and {_NAME}={{"level": 3}}, and leave the options out here'
-        )
     if options.level > 1:
-        raise NotAvailableError(
-            f'{_NAME}["level"] is {options.level}, which a compiled module does not have yet: leave level out, or '
-            f'compile the module with enable_parallel_optimizer=True and {_NAME}={{"level": 3}}'
+        raise ConfigValueError(
+            f'{_NAME}["level"] is {options.level}, and the module was compiled to hold whole parameters and gradients: '
+            f'compile it with enable_parallel_optimizer=True and {_NAME}={{"level": {options.level}}}, and leave the '
+            "options out here"
         )
     return None if given is None else dict(given)
 
 
 def _as_of_module(given: Any, mine: ParallelOptimizer, config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The options of a module that divides its parameters. Raises ConfigValueError for others."""
+    """The options of a module that divides parameters or gradients. Raises ConfigValueError for others."""
     if not isinstance(given, Default) and ParallelOptimizer.parse(given, _NAME) != mine:
         asked = str(ParallelOptimizer.parse(given, _NAME)) or "level=1"
         raise ConfigValueError(

@@ -74,7 +74,7 @@ class UpdateSession(Session):
     def __init__(self, planner: Planner, rank: int, owner: ModuleSession) -> None:
         super().__init__(planner, rank)
         self._owner = owner
-        if owner.divides:
+        if owner.gathers:
             self.runners.executors.beneath = owner.shards_of
             self._voting.is_started = True  # forwards have been voted on
 
@@ -123,8 +123,8 @@ class UpdateSession(Session):
         rows = self._owner.parts.rows
         if learning and self._owner.divides and not self._owner.knows_rows:
             raise CommFuseError(
-                "ShardedOptimizer.step() ahead of the first forward of a module that divides its parameters: gradients "
-                "come from backwards of the module"
+                "ShardedOptimizer.step() ahead of the first forward of a module that divides gradients: these come "
+                "from backwards of the module"
             )
         return {
             name: rows.take(name, param) if rows is not None and name in rows else _laid_out(param)

@@ -89,7 +89,7 @@ def rank_memory(program: Program, peak: int) -> RankMemory:
     gradients = _held(
         "gradients",
         (
-            (None, _whole(param).nbytes, param.spec.nbytes)
+            (None, _whole(param).nbytes, given[param.name])
             if param.name in given
             else (_owner(param), _whole(param).nbytes, spec_of_rows(param, program.mesh).nbytes)
             for param in graded
@@ -142,17 +142,18 @@ def _with_gradients(program: Program) -> list[str]:
     return [*updated, *program.grads]
 
 
-def _given(program: Program) -> dict[str, None]:
-    """The parameters whose gradients are inputs, which the caller holds."""
+def _given(program: Program) -> dict[str, int]:
+    """The bytes of the gradients that are inputs, which the caller holds, by the names of their parameters."""
     made = {info(node).name: node for node in program.graph.nodes if node.op == "call_function"}
     grads = {name: made.get(name_of_gradient(name)) for name in program.params}
-    return dict.fromkeys(name for name, node in grads.items() if node is not None and _leads_to_input(program, node))
+    inputs = {name: _input_behind(program, node) for name, node in grads.items() if node is not None}
+    return {name: tensor_spec(node).nbytes for name, node in inputs.items() if node is not None}
 
 
-def _leads_to_input(program: Program, node: fx.Node) -> bool:
+def _input_behind(program: Program, node: fx.Node) -> fx.Node | None:
     while node.op == "call_function" and node.target in _PARTS:
         node = node.all_input_nodes[0]
-    return node in program.sources and program.sources[node].kind == "input"
+    return node if node in program.sources and program.sources[node].kind == "input" else None
 
 
 def _sums(program: Program) -> Iterator[tuple[_Owner, int, int]]:

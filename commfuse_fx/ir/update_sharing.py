@@ -54,7 +54,7 @@ class Sharing:
 
 
 def divided_by_rule(params: Mapping[str, Parameter], mesh: Mesh, config: CompileConfig) -> dict[str, str]:
-    """Of a module at level 3, why each parameter stays whole; "" for one of which ranks keep rows.
+    """Of a module at level 2 or 3, why a parameter or its gradient stays whole; "" for one of which ranks hold rows.
 
     It follows from the parameters alone, so that all graphs of a module, and that of its update, divide the same ones.
     """

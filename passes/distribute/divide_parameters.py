@@ -1,4 +1,4 @@
-"""Divide the parameters of a module among the ranks: each keeps its rows, and gathers a parameter where it is used."""
+"""Divide gradients of a module among the ranks, and parameters: each rank keeps rows, and gathers what it uses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from commfuse_fx.passes.declaration import Pass, Situation
 
 @dataclass(frozen=True)
 class DivideParameters(Pass):
-    """Level 3 of a module, whose caller updates: ranks keep rows of parameters, and get rows of reduced gradients.
+    """Levels 2 and 3 of a module, whose caller updates: ranks get rows of reduced gradients.
 
     Gradients of one rank alone stay whole, and so do those that a parameter which is not divided has as well.
+
+    keep_rows: whether ranks keep rows of parameters alone, too.
     """
 
     name = "divide_parameters"
@@ -28,9 +30,12 @@ class DivideParameters(Pass):
     requires = ("reduced",)
     ensures = ("sharded",)
 
+    keep_rows: bool = True
+
     @classmethod
     def when(cls, situation: Situation) -> DivideParameters | None:
-        return cls() if situation.keeps_rows and situation.gradients != "given" else None
+        divides = situation.scatters_gradients and situation.gradients != "given"
+        return cls(situation.keeps_rows) if divides else None
 
     def __call__(self, program: Program) -> bool:
         if not program.has_two_halves or program.mesh.world == 1:
@@ -44,7 +49,8 @@ class DivideParameters(Pass):
         for name, reason in reasons.items():
             if reason:
                 program.note(WHOLE, name, reason)
-        _refuse_written(program, names)
+        if self.keep_rows:
+            _refuse_written(program, names)
         for name in names:
             param = program.params[name] = in_rows(program.params[name], mesh, program.config)
             program.note(SHARED, name, who_updates(param, mesh))
@@ -53,7 +59,7 @@ class DivideParameters(Pass):
             scatter(build, start, members, program.params[members[0]].shard)
         if any(program.params[name].spec.device == "cpu" for members in scattered.values() for name in members):
             program.note("on CPU", "reduce_scatter", ON_CPU)
-        for name in names:
+        for name in names if self.keep_rows else ():
             keep_rows(build, name)
         program.set_output()
         return bool(names)

@@ -30,8 +30,9 @@ class ShareUpdate(Pass):
 
     What is shared does not depend on which parameters have a gradient, since states stay where they are.
 
-    threshold, pad, ranks, mode: as in `ShardOptimizer`. keep_rows: whether the module divides parameters as well. Ranks
-    then have rows alone of parameters and gradients, which the update works on as they are.
+    threshold, pad, ranks, mode: as in `ShardOptimizer`. by_rule: whether the module divides gradients, too, and so
+    which. keep_rows: whether it divides parameters as well. Ranks then have rows alone, which the update works on as
+    they are.
     """
 
     name = "share_update"
@@ -43,6 +44,7 @@ class ShareUpdate(Pass):
     pad: bool = False
     ranks: int = 0
     mode: str = SCATTER
+    by_rule: bool = False
     keep_rows: bool = False
 
     @classmethod
@@ -50,11 +52,10 @@ class ShareUpdate(Pass):
         asked = situation.config.parallel_optimizer
         if situation.gradients != "given":
             return None
-        return (
-            cls(ranks=1)
-            if asked is None
-            else cls(asked.parallel_optimizer_threshold, asked.pad, asked.sharing, asked.mode, situation.keeps_rows)
-        )
+        if asked is None:
+            return cls(ranks=1)
+        levels = situation.scatters_gradients, situation.keeps_rows
+        return cls(asked.parallel_optimizer_threshold, asked.pad, asked.sharing, asked.mode, *levels)
 
     def __call__(self, program: Program) -> bool:
         if program.optimizer is None or program.mesh.world == 1:
@@ -83,14 +84,14 @@ class ShareUpdate(Pass):
         held = dict.fromkeys(name for group in program.optimizer.groups for name in group.params)
         sharing = Sharing(self.threshold, self.pad, self.ranks, self.mode == BROADCAST)
         found: list[str] = []
-        by_rule = divided_by_rule(program.params, program.mesh, program.config) if self.keep_rows else {}
+        by_rule = divided_by_rule(program.params, program.mesh, program.config) if self.by_rule else {}
         for name, param in program.params.items():
-            if not by_rule.get(name, "whole"):
+            if self.keep_rows and not by_rule[name]:
                 found.append(name)
                 continue
             if name not in held:
                 continue
-            reason = by_rule.get(name) or sharing.why_not(param, program.mesh, program.mesh.all_axes)
+            reason = by_rule[name] if by_rule else sharing.why_not(param, program.mesh, program.mesh.all_axes)
             if program.config.parallel_mode == "hybrid_parallel" and param.layerwise_parallel:
                 reason = "its gradient is not reduced over several ranks"
             if reason:

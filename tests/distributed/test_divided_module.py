@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all": ROWS,
     "that divide": {"level": 3, "parallel_optimizer_threshold": 0},
     "from 2.4 KiB on": {"level": 3, "parallel_optimizer_threshold": 2, "pad": True},
+    "gradients alone": {**ROWS, "level": 2},
     "none, as all are small": {"level": 3, "parallel_optimizer_threshold": 1000},
 }
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -95,8 +96,14 @@ def trains_alike(cases: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
 
 CASES = {
     1: [("adamw", "all")],
-    2: [("adamw", "all"), ("adam", "that divide"), ("sgd", "from 2.4 KiB on"), ("adamw", "none, as all are small")],
-    3: [("adamw", "from 2.4 KiB on"), ("sgd", "all"), ("adam", "all")],
+    2: [
+        ("adamw", "all"),
+        ("adam", "that divide"),
+        ("sgd", "from 2.4 KiB on"),
+        ("adamw", "none, as all are small"),
+        ("adamw", "gradients alone"),
+    ],
+    3: [("adamw", "from 2.4 KiB on"), ("sgd", "all"), ("adam", "all"), ("sgd", "gradients alone")],
 }
 
 
@@ -259,9 +266,11 @@ def loops_alike() -> dict[str, float]:
     found = {}
     for loop in LOOPS:
         theirs = plain("adamw") if loop in NOT_OF_DDP else as_ddp("adamw")
-        ours = sharded("adamw")
-        seen = [loop(*pair) or [] for pair in (ours, theirs)]
-        found[loop.__name__] = max(differ(*seen), largest_difference(ours, theirs))
+        wanted = loop(*theirs) or []
+        for which in ("all", "gradients alone"):
+            ours = sharded("adamw", CONFIGS[which])
+            seen = loop(*ours) or []
+            found[f"{loop.__name__}, {which}"] = max(differ(seen, wanted), largest_difference(ours, theirs))
     return found
 
 
@@ -302,10 +311,10 @@ class Deep(nn.Module):
         return self.layers(x).square().mean()
 
 
-def memory_of_steps() -> dict[str, float]:
+def memory_of_steps(level: int) -> dict[str, float]:
     """In weights, beyond what was held before: at places of a step, and at most when a gather begins."""
     before = held_bytes()
-    _, model = divided({"level": 3}, Deep(), comm_fusion={"openstate": False})
+    _, model = divided({"level": level}, Deep(), comm_fusion={"openstate": False})
     optimizer = cf.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     at: dict[str, list[float]] = {}
 
@@ -340,7 +349,7 @@ def memory_of_steps() -> dict[str, float]:
 
 def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
     rows = LAYERS / 2
-    for found in ranks.values(memory_of_steps):
+    for found in ranks.values(memory_of_steps, 3):
         slack = 1.5  # activations, scalars, and what a thread of Gloo lets go of a moment later
         assert found["the forward"] <= 3 * rows + slack, found
         assert found["the backward"] <= 4 * rows + slack, found
@@ -349,6 +358,14 @@ def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
         assert found["a gather"] <= 4 * rows + 3 + slack, found
         assert found["an evaluation"] <= 3 * rows + slack, found
         assert found["gathers"] == 3 * LAYERS - 1
+
+
+def test_a_rank_holds_rows_of_gradients_alone_where_parameters_are_whole(ranks: Ranks) -> None:
+    rows, slack = LAYERS / 2, 1.5
+    for found in ranks.values(memory_of_steps, 2):
+        assert found["the forward"] <= LAYERS + 2 * rows + slack, found
+        assert found["the backward"] <= LAYERS + 3 * rows + slack, found
+        assert found["gathers"] == LAYERS  # behind the update
 
 
 def of_torch(net: nn.Module, model: Any, optimizer: Any) -> None:

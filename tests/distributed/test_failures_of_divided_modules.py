@@ -143,7 +143,7 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks) -> None:
         assert "called different methods of a step" in found["goes_another_way"]
         assert "rank 0: a forward" in found["goes_another_way"]
         assert "rank 1: a forward" in found["evaluates_alone"] and "rank 0: clip_grad_norm_" in found["evaluates_alone"]
-        assert 'join() with parallel_optimizer_config={"level": 3} is not available yet' in found["joins"]
+        assert "join() with enable_parallel_optimizer=True is not available yet" in found["joins"]
         assert "ahead of the first forward" in found["steps_ahead_of_a_forward"]
         assert "holds gradients of this rank alone" in found["steps_alone"]
     for how in ("fails_in_forward", "fails_in_an_evaluation"):

@@ -135,7 +135,6 @@ def of_a_step() -> Any:
             ValueError,
             "compile it with enable_parallel_optimizer=True",
         ),
-        (None, torch.optim.AdamW, {"parallel_optimizer_config": {"level": 2}}, cf.NotAvailableError, "does not have"),
         (
             lambda: divided(),
             torch.optim.AdamW,
@@ -193,16 +192,16 @@ def divided(**options: Any) -> Any:
             r"update with cf\.ShardedOptimizer\(model.*\"level\": 3.*pass enable_parallel_optimizer=False",
         ),
         (
-            {"parallel_optimizer_config": {"level": 2}},
+            {"parallel_optimizer_config": {"level": 2, "mode": "broadcast"}},
             cf.NotAvailableError,
-            r'level=2 is not available yet: use .*"level": 3',
+            'level=2 is not available yet with mode="broadcast"',
         ),
         ({"capture": "dynamo"}, cf.NotAvailableError, r'level=3 is not available yet with capture="dynamo".*"trace"'),
         ({"schedule": "auto"}, cf.NotAvailableError, r'schedule="auto" is not available yet with .*level=3'),
         ({"parallel_optimizer_config": {"level": 3, "mode": "broadcast"}}, ValueError, "each has one owner"),
     ],
 )
-def test_a_module_divides_its_parameters_at_level_3_alone(options: dict[str, Any], error: Any, message: str) -> None:
+def test_a_module_divides_gradients_or_parameters(options: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         divided(**options)
 
@@ -225,6 +224,22 @@ def test_a_divided_module_shows_what_each_rank_holds() -> None:
         held = {kind.kind: (kind.whole, kind.per_rank) for kind in each.explain().memory.held}
         assert held["parameters"] == held["gradients"] == (whole, whole - rows + rows // 4)
     assert held["optimizer state"] == (2 * whole + 16, 2 * (whole - rows + rows // 4) + 16)
+
+
+def test_a_module_may_divide_gradients_alone() -> None:
+    model = divided(parallel_optimizer_config={"level": 2})
+    lowered = model.lower(torch.ones(4, 128))
+    assert [(each.phase, each.kind, each.members) for each in lowered.collectives] == [
+        ("backward", "reduce_scatter", ["0.weight"]),
+        ("backward", "all_reduce", ["2.weight", "2.bias", "0.bias"]),
+    ]
+    whole, rows = 4 * sum(param.numel() for param in net().parameters()), 4 * 128 * 256
+    update = cf.ShardedOptimizer(model, torch.optim.AdamW).lower()
+    assert [(each.kind, each.members) for each in update.collectives] == [("all_gather", ["0.weight"])]
+    for each in (lowered, update):
+        held = {kind.kind: (kind.whole, kind.per_rank) for kind in each.explain().memory.held}
+        assert held["parameters"] == (whole, whole)
+        assert held["gradients"] == (whole, whole - rows + rows // 4)
 
 
 def test_a_divided_parameter_is_not_written_by_the_model() -> None:

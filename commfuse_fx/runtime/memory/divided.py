@@ -14,7 +14,7 @@ from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.placement import Owned, S
 from commfuse_fx.ir.program import Parameter
-from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank
+from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank, spec_of_rows
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.memory.layout import Layout, dividing, holders, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
@@ -48,11 +48,20 @@ class DividedParameter:
         step count, are the same objects in both.
     changes: how often others have seen the part to have new values.
 
+    rows: the shape of what a rank updates, which is that of its part of the gradient.
+
     part: that of another one that divides the parameter itself, where this one divides its states alone.
+    updates: whether what is updated is bound here. Else gradients alone may be divided.
     """
 
     def __init__(
-        self, param: Parameter, whole: nn.Parameter, mesh: Mesh, rank: int, part: nn.Parameter | None = None
+        self,
+        param: Parameter,
+        whole: nn.Parameter,
+        mesh: Mesh,
+        rank: int,
+        part: nn.Parameter | None = None,
+        updates: bool = True,
     ) -> None:
         self.name = param.name
         self.whole = whole
@@ -68,9 +77,10 @@ class DividedParameter:
         self._gathered = (-1, 0)
         if param.shard:
             self.state_layout += ((param.shard, S(0) if param.owner is None else Owned(param.owner)),)
-        self._begin, self._rows = _rows_of(param, mesh, rank) if param.shard else (0, 0)
+        self.rows = spec_of_rows(param, mesh).shape
+        self._begin, self._rows = _rows_of(param, mesh, rank) if param.shard and updates else (0, 0)
         self._is_padded = bool(param.shard) and padding_of(param, mesh) > 0
-        self.updated = self._new_rows() if param.shard else self.part
+        self.updated = self._new_rows() if param.shard and updates else self.part
         self.state: dict[str, Any] = {}
         self.shown: dict[str, torch.Tensor] = {}
 
@@ -157,11 +167,11 @@ class DividedParameter:
 
     def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank has of a whole gradient, in memory of its own."""
-        return self._part_of(gradient, self.layout).clone()
+        return self._part_of(gradient, self.state_layout).clone()
 
     def held_gradient(self, part: torch.Tensor, shown: torch.Tensor) -> HeldPart:
         """This rank's part of a gradient, which `shown` stands for."""
-        return self._held_part(f"{self.name}.grad", part, shown, self.layout)
+        return self._held_part(f"{self.name}.grad", part, shown, self.state_layout)
 
     def has_state_of(self, held: dict[str, Any]) -> bool:
         """Whether the user's state is still what `show` made it."""

@@ -54,7 +54,7 @@ class DividedGradients:
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             each = self._divided[name]
-            rows = gradient if gradient.shape == each.part.shape else each.part_of_gradient(gradient)
+            rows = gradient if gradient.shape == each.rows else each.part_of_gradient(gradient)
             held = param.grad
             if self.holds(name, held):
                 self._rows[name].add_(rows)

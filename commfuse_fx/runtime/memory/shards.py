@@ -67,7 +67,7 @@ class Shards:
             {} if beneath is None else {name: each.part for name, each in beneath.by_name.items()}
         )
         self._divided: list[DividedParameter] = [
-            DividedParameter(param, params[name], program.mesh, rank, parts.get(name))
+            DividedParameter(param, params[name], program.mesh, rank, parts.get(name), updates=optimizer is not None)
             for name, param in divided.items()
         ]
         self.by_name: dict[str, DividedParameter] = {each.name: each for each in self._divided}
@@ -172,8 +172,8 @@ class Shards:
 
     @property
     def group_of_rows(self) -> str:
-        """The mesh axes over which a module has divided its parameters: the same for all."""
-        return joined_group(self._divided[0].layout, self.mesh)
+        """The mesh axes over which a module has divided gradients: the same for all."""
+        return joined_group(self._divided[0].state_layout, self.mesh)
 
     def changes(self, name: str) -> int:
         """A number that is another one when the values of a divided parameter have changed."""
