@@ -203,6 +203,8 @@ def compile(
         gradients) and "mode" ("broadcast": one rank updates all of a parameter, in place of rows on every rank).
     search_mode: of "auto": "dynamic_programming" takes several mesh axes one after the other; "recursive_programming"
         takes each again with the others fixed, until nothing gets cheaper. On one axis both are the same exact search.
+        "sharding_propagation" begins with what cf.shard marks and completes it with the least communication; axes that
+        no mark names divide the batch.
     strategy_ckpt_save_file: where "auto" writes the strategies that it has found for the training step, as JSON.
     strategy_ckpt_load_file: a file of strategies, which "auto" takes in place of a search. Entries that the model no
         longer has are left out, and `explain()` lists them.

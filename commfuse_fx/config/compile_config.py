@@ -141,6 +141,11 @@ class CompileConfig:
         return self.parallel_mode in ("semi_auto", "auto")
 
     @property
+    def propagates(self) -> bool:
+        """Whether the user's marks alone say over which axes a model is divided, and a search completes them."""
+        return self.parallel_mode == "auto" and self.search_mode == "sharding_propagation"
+
+    @property
     def parallel_optimizer(self) -> ParallelOptimizer | None:
         """How updates are divided among ranks; None where every rank makes all of them."""
         is_on = self.enable_parallel_optimizer and self.parallel_mode != "stand_alone"
@@ -271,11 +276,6 @@ def _check_available(settings: Mapping[str, Any]) -> None:
         raise ConfigValueError(
             "strategy_ckpt_load_strict=True without strategy_ckpt_load_file, so that nothing is loaded: give the file, "
             "or leave strategy_ckpt_load_strict out"
-        )
-    if settings["search_mode"] == "sharding_propagation":
-        raise NotAvailableError(
-            "search_mode='sharding_propagation' is not available yet; use parallel_mode='semi_auto', which completes "
-            "what cf.shard marks, or search_mode='dynamic_programming', which keeps marks and searches the rest"
         )
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:

@@ -37,6 +37,7 @@ ALTERNATIONS = 4
 def has_rounds(situation: Situation, program: Program, first: Sequence[Variant]) -> bool:
     """Whether these variants are the first ones of a search in rounds."""
     is_open = program.strategies is None and program.layouts is None
+    is_open = is_open and not situation.config.propagates
     return situation.searches and is_open and len(first) > 1 and program.mesh.world > 1
 
 

@@ -100,6 +100,8 @@ class Divide(PricedPass):
                 choices["level"] = given.level
             searched, fixed = ([each.but(**choices) for each in part] for part in (found.searched, found.fixed))
             return Variants(tuple(searched), tuple(fixed))
+        if situation.config.propagates:
+            return found
         first, *others = found.searched
         meshes = (first, first.but(split=True)) if _may_split(situation, program) else (first,)
         return replace(found, searched=(*meshes, first.but(searched=False), *others))
@@ -128,16 +130,19 @@ class Divide(PricedPass):
         ops = {info(node).name: None for node in program.graph.nodes}
         specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved)
-        is_searched = self.searched and given is None and bool(axes)
-        is_joint = program.config.search_mode == "recursive_programming"
-        if is_searched and is_joint:
-            axes = self._searched(program, axes, context)
+        data = [axis for axis in axes if axis.is_data]
+        rest = [axis for axis in axes if not axis.is_data]
+        is_searched = self.searched and given is None
+        is_joint = program.config.search_mode != "dynamic_programming"
         results = ModuleResults(program)
         decided: dict[str, Decisions] = {}
-        for axis in axes:
+        for number, axis in enumerate(axes):
+            if is_searched and is_joint and number == len(data):
+                rest = self._searched(program, rest, context)
+            axis = axis if axis.is_data else rest[number - len(data)]
             if given is not None and axis.group in given.axes:
                 axis = given.on(axis, program, ops)
-            elif is_searched and not is_joint:
+            elif is_searched and not is_joint and not axis.is_data:
                 (axis,) = self._searched(program, [axis], context)
             if axis.states:
                 pins = {name: pin.placement for name, pin in axis.parameters.items()}
@@ -178,6 +183,7 @@ class Divide(PricedPass):
         """Axes on which everything is marked alike count as one."""
         mesh, data = resolved.mesh, resolved.data_axes
         is_searched = program.config.parallel_mode == "auto"
+        is_fixed = data if program.config.propagates else ()
         marks = {info(node).name: layout for node, layout in resolved.activations.items()}
         pins = {name: pin.layout for name, pin in resolved.parameters.items()}
         order = [name for name in mesh.names if name in data] + [name for name in mesh.names if name not in data]
@@ -186,7 +192,7 @@ class Divide(PricedPass):
             if mesh.size(axis) == 1:
                 continue
             key = (
-                axis if is_searched else "",
+                axis if is_searched and axis not in is_fixed else "",
                 axis in data,
                 tuple((name, layout.get(axis)) for name, layout in pins.items()),
                 tuple((name, layout.get(axis)) for name, layout in marks.items()),
@@ -214,7 +220,7 @@ class Divide(PricedPass):
             },
             local_inputs=self.local_inputs,
             local_parameters=self.local_parameters,
-            is_data=is_data and not self.searched,
+            is_data=is_data and (not self.searched or program.config.propagates),
         )
 
     def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:

@@ -14,6 +14,7 @@ from torch import nn
 from commfuse_fx import compile, errors
 from commfuse_fx.config.compile_config import DEFAULTS, CompileConfig, Default, FusionConfig, KindFusion, ScheduleConfig
 from commfuse_fx.config.context import set_auto_parallel_context
+from commfuse_fx.config.options import SEARCH_MODES
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import (
     CommFuseError,
@@ -286,6 +287,7 @@ def test_parallel_mode_aliases():
         ("strategy_ckpt_load_file", "./strategy.json"),
         ("strategy_ckpt_save_file", Path("strategy.json")),
         ("search_mode", "recursive_programming"),
+        ("search_mode", "sharding_propagation"),
     ],
 )
 def test_options_of_the_search_need_one(name, value):
@@ -294,9 +296,10 @@ def test_options_of_the_search_need_one(name, value):
         CompileConfig.resolve({name: value})
 
 
-def test_propagation_alone_is_another_mode():
-    with raises_naming(NotAvailableError, "sharding_propagation", "'semi_auto'"):
-        CompileConfig.resolve({"search_mode": "sharding_propagation", "parallel_mode": "auto"})
+def test_which_search_starts_from_marks():
+    for mode in SEARCH_MODES:
+        config = CompileConfig.resolve({"search_mode": mode, "parallel_mode": "auto"})
+        assert config.propagates == (mode == "sharding_propagation")
 
 
 def test_invalid_comes_before_not_available():

@@ -271,7 +271,6 @@ def test_settings_of_earlier_calls_are_checked_together_with_the_new():
     ("settings", "part"),
     [
         ({"pipeline_stages": 4}, "pipeline_stages=4"),
-        ({"search_mode": "sharding_propagation", "parallel_mode": "auto_parallel"}, "'sharding_propagation'"),
     ],
 )
 def test_what_is_not_available_is_kept_here_and_refused_at_compile(settings, part):

@@ -41,7 +41,8 @@ class Resolved:
     activations: the layouts of mark nodes in the graph, also of those on gradients.
     parameter_nodes: mark nodes on a parameter, on a transpose or cast of one, or on its gradient. `parameters` has all
         that they say.
-    data_axes: the axes over which the batch is divided by default: all of them, where strategies are searched.
+    data_axes: the axes over which the batch is divided by default: all of them, where strategies are searched for more
+        than what marks say.
     """
 
     mesh: Mesh
@@ -100,7 +101,7 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
     at = {node: (mark.number, mark.position) for node, mark in nodes.items()}
     activations = {node: by_position[key] for node, key in at.items() if key in by_position}
     on_parameters = tuple(node for node, key in at.items() if key in pinning)
-    is_searched = program.config.parallel_mode == "auto"
+    is_searched = program.config.parallel_mode == "auto" and not program.config.propagates
     data = mesh.names if is_searched else data_axes(pins.values(), activations.values(), mesh)
     return Resolved(mesh, pins, activations, on_parameters, data)
 

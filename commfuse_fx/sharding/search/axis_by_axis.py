@@ -51,7 +51,7 @@ def _beginnings(search: AxisSearch, free: Mapping[str, Axis], order: Sequence[st
     ranks = prod(axis.ways for axis in free.values())
     for work in (1.0, float(ranks)):
         for each in (order, order[::-1]):
-            found = _in_turn(search.counting(work), free, each)
+            found = _in_turn(search.with_work(work), free, each)
             yield found if work == 1 else search.cheapest(found.axes)
     axes = [*free.values()]
     if _are_alike(axes):

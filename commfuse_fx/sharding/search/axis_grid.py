@@ -12,8 +12,9 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import R, Shard, divides, local_shape
+from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, sum_and_divide, sum_partial
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
@@ -21,11 +22,34 @@ from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Strategy
 from commfuse_fx.sharding.search.layout_moves import Placements, cheapest_way
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search counts.
+
+    work: how many times the time of compute counts, that of updates as well.
+    moved: how many times the bytes of a parameter count that a mark divides, where they are gathered.
+    """
+
+    work: float = 1.0
+    moved: float = 1.0
+
+
+TIME = Objective()
+"""The time of a step."""
+
 PriceOf = Callable[[str], PlacementCosts]
 """The prices of a group of axes, written as in "dp,tp"."""
 
 Changes = dict[Hashable, float]
 """Seconds of changes of layout."""
+
+COLLECTIVES: dict[Any, str] = {
+    sum_partial: "all_reduce",
+    sum_and_divide: "reduce_scatter",
+    gather_parts: "all_gather",
+    exchange_parts: "all_to_all",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +64,7 @@ class AxisGrid:
     """The axes of a search. Placements are one per axis, in their order.
 
     prices: of changes of layout, for each axis. device: what a rank computes with.
-    price_of: the prices of several axes together. None: each change is on one axis.
+    price_of: the prices of several axes together, and of others. None: each change is on one axis.
     work: how many times the time of compute counts.
     changes: what changes of layout take, as far as other grids have found it out.
     """
@@ -59,6 +83,7 @@ class AxisGrid:
         self.work = work
         self.whole: Placements = (R,) * len(axes)
         self._prices = prices
+        self._price_of = price_of
         self._kinds: dict[str, AxisGrid] = {}
         self._together: dict[tuple[int, ...], PlacementCosts] = {(at,): each for at, each in enumerate(prices)}
         if price_of is not None:
@@ -107,10 +132,12 @@ class AxisGrid:
         sent = 0.0
         for prices, strategy in zip(self._prices, strategies, strict=True):
             sums = sum(isinstance(step, AllReduce) for step in strategy.steps)
-            sent += prices.all_reduce(strategy.comm // (2 * sums)) * sums if sums and strategy.comm else 0.0
+            sent += prices.seconds("all_reduce", strategy.comm // (2 * sums)) * sums if sums and strategy.comm else 0.0
+        state = joined(strategies)
+        if node.target in COLLECTIVES:
+            sent += self._on_other_axes(node, call, state)
         if is_free(node):
             return sent
-        state = joined(strategies)
         flops, nbytes = flops_and_bytes(node)
         whole = sum(spec.nbytes for spec in (*call.inputs, *call.outputs) if spec is not None)
         device = self.device
@@ -119,6 +146,15 @@ class AxisGrid:
         if flops:
             seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
         return seconds * self.work + sent
+
+    def _on_other_axes(self, node: fx.Node, call: OpCall, state: LaidOut) -> float:
+        """What a collective sends that dividing over other axes has added: a rank's parts on these axes."""
+        if self._price_of is None:
+            return 0.0
+        kind, group = COLLECTIVES[node.target], call.args[1]
+        specs, placements = (call.outputs, state.outputs) if kind == "all_gather" else (call.inputs, state.inputs)
+        assert isinstance(group, str) and specs[0] is not None
+        return self._price_of(group).seconds(kind, specs[0].nbytes / self.parts(placements[0]), bool(info(node).serves))
 
     def bytes_of(self, node: fx.Node, call: OpCall, state: LaidOut, counts: Sequence[bool] = ()) -> float:
         """Bytes of the parts of tensors that an op works on, on a rank. call: that of the node, on whole tensors.

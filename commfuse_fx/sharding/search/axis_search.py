@@ -11,6 +11,7 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.decisions import Decisions
+from commfuse_fx.sharding.search.axis_grid import TIME, Objective
 from commfuse_fx.sharding.search.exposure import Exposure
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
@@ -46,7 +47,7 @@ class AxisSearch:
 
     exposed: the part of the time of collectives that counts, as `Exposure` writes it.
     known: what other searches of the same compile have found out.
-    work: how many times the time of compute counts.
+    objective: what counts.
     """
 
     def __init__(
@@ -55,21 +56,21 @@ class AxisSearch:
         costs: CostModel,
         exposed: str = "",
         known: KnownLayouts | None = None,
-        work: float = 1.0,
+        objective: Objective = TIME,
     ) -> None:
         self._program = program
         self._costs = costs
         self._exposed = exposed
         self._exposure = Exposure.parse(exposed)
         self._known = KnownLayouts() if known is None else known
-        self._work = work
+        self._objective = objective
         self._prices: dict[str, PlacementCosts] = {}
 
     def problem(self, axes: Sequence[Axis]) -> LayoutProblem:
         """The choices on these axes together. Pins are kept, and so are the states that an axis has."""
         prices = [self._price(axis.group) for axis in axes]
         device = self._costs.cluster.device
-        return LayoutProblem(self._program, axes, prices, device, self._known, self._price, self._work)
+        return LayoutProblem(self._program, axes, prices, device, self._known, self._price, self._objective)
 
     def cheapest(self, axes: Sequence[Axis], budget: Budget | None = None) -> Found:
         """The cheapest choice on these axes together, of those that take no more memory than a budget says."""
@@ -82,9 +83,10 @@ class AxisSearch:
         nbytes = problem.memory.cost(found.states)
         return Found(tuple(_with(axis, decided) for axis in axes), found.cost, nbytes, found.solver, found.gap)
 
-    def counting(self, work: float) -> AxisSearch:
-        """The same, with compute that counts another number of times."""
-        return AxisSearch(self._program, self._costs, self._exposed, self._known, work)
+    def with_work(self, times: float) -> AxisSearch:
+        """The same, with compute that counts so many times as much."""
+        objective = replace(self._objective, work=times * self._objective.work)
+        return AxisSearch(self._program, self._costs, self._exposed, self._known, objective)
 
     def fastest_first(self, axes: Sequence[Axis]) -> list[Axis]:
         """The axes by the time of a large sum; of equal ones the inner axis first."""

@@ -20,12 +20,12 @@ from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.memory import Memory
-from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
-from commfuse_fx.sharding.dividing.axis import Axis, Pin
+from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
@@ -35,7 +35,7 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
-from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut, PriceOf, distinct, joined, on_axis
+from commfuse_fx.sharding.search.axis_grid import TIME, AxisGrid, LaidOut, Objective, PriceOf, distinct, joined, on_axis
 from commfuse_fx.sharding.search.exposure import PARAMETER
 from commfuse_fx.sharding.search.kept_bytes import copies, level_of, moved_by_update
 from commfuse_fx.sharding.search.layout_moves import Placements
@@ -55,7 +55,7 @@ class LayoutProblem:
     prices: of changes of layout, for each axis.
     known: what other problems of the same compile have found out.
     price_of: the prices of several axes together.
-    work: how many times the time of compute counts, that of the update as well.
+    objective: what counts.
     """
 
     def __init__(
@@ -66,11 +66,13 @@ class LayoutProblem:
         device: Device,
         known: KnownLayouts | None = None,
         price_of: PriceOf | None = None,
-        work: float = 1.0,
+        objective: Objective = TIME,
     ) -> None:
         self.program = program
         self._known = KnownLayouts() if known is None else known
-        self.grid = AxisGrid(axes, prices, device, price_of, work, self._known.changes)
+        self.grid = AxisGrid(axes, prices, device, price_of, objective.work, self._known.changes)
+        self._moved = objective.moved
+        self._marked: dict[fx.Node, None] = {}  # parameters that a mark divides, and views of them
         self.graph = FactorGraph()
         self.memory = FactorGraph()
         self.states: list[list[LaidOut]] = []
@@ -151,6 +153,8 @@ class LayoutProblem:
             costs = np.array([self._update_seconds(source.name, _spec(node), each) for each in found])
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number
+            if any(_is_marked(axis, source.name) for axis in self.grid.axes):
+                self._marked[node] = None
         else:
             self._variable(node, [self._given(self.grid.whole)])
 
@@ -224,6 +228,8 @@ class LayoutProblem:
 
     def _op(self, node: fx.Node) -> None:
         described = self._chooser.describe(node, self.blocks)
+        if is_view(node) and all(value in self._marked for value in described.inputs):
+            self._marked[node] = None
         calls = [replace(described.call, ways=axis.ways) for axis in self.grid.axes]
         own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
         fixed = tuple(axis.states.get(info(node).name) for axis in self.grid.axes)
@@ -259,7 +265,7 @@ class LayoutProblem:
             key = (number, item or 0)
             places.setdefault(key, []).append(place)
             if key not in self._reads and isinstance(spec := info(value).spec, TensorSpec):
-                self._reads[key] = LayoutRead(*key, spec)
+                self._reads[key] = LayoutRead(*key, spec, times=self._moved if value in self._marked else 1.0)
         for key, own in places.items():
             if key in self._reads:
                 needs = self._known.columns(self.states[variable], part, tuple(own))
@@ -333,6 +339,12 @@ class LayoutProblem:
         """So many bytes of a result of a variable stay; a rank has its part of them."""
         parts = np.array([float(self.grid.parts(state.outputs[item])) for state in self.states[number]])
         self.memory.unary[number] = self.memory.unary[number] + nbytes / parts
+
+
+def _is_marked(axis: Axis, name: str) -> bool:
+    """Whether a mark divides a parameter on this axis."""
+    pin = axis.parameters.get(name)
+    return pin is not None and isinstance(pin.placement, Shard) and pin.where not in (PROPAGATED, SEARCHED)
 
 
 def _strategies(call: OpCall, fixed: State | None) -> list[Strategy]:

@@ -67,9 +67,9 @@ class PlacementCosts:
             return self._seconds("all_to_all", nbytes / self._ways, fused) + 2 * copied / self._ways
         return gathered + copied / self._ways
 
-    def all_reduce(self, nbytes: float) -> float:
-        """Seconds of an all_reduce inside of an op."""
-        return self._seconds("all_reduce", nbytes, False)
+    def seconds(self, kind: str, nbytes: float, fused: bool = False) -> float:
+        """Seconds of a collective inside of an op, or of one that is in the graph already."""
+        return self._seconds(kind, nbytes, fused)
 
     def _seconds(self, kind: str, nbytes: float, fused: bool) -> float:
         known = self._known.get((kind, nbytes))

@@ -32,12 +32,13 @@ class LayoutReader:
 
 @dataclass
 class LayoutRead:
-    """A value: result number `item` of a variable, with those who read it."""
+    """A value: result number `item` of a variable, with those who read it. times: how often a change of it counts."""
 
     variable: int
     item: int
     spec: TensorSpec
     readers: list[LayoutReader] = field(default_factory=list)
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def price_read(read: LayoutRead, have: Needs, grid: AxisGrid, known: KnownLayout
     if not fused:
         grid = grid.of("forward" if any(reader.phase == "forward" for reader in read.readers) else "backward")
     readers = tuple((id(reader.wanted), reader.phase) for reader in read.readers)
-    key = (grid.key(fused), read.spec, id(have), fused, readers)
+    key = (grid.key(fused), read.spec, read.times, id(have), fused, readers)
     found = known.reads.get(key)
     if found is None:
         found = known.reads[key] = _priced(read, have, grid, fused)
@@ -110,7 +111,9 @@ def _priced(read: LayoutRead, have: Needs, grid: AxisGrid, fused: bool) -> Price
     for reader in read.readers:
         for each in dict.fromkeys(each for needs in reader.wanted for each in needs):
             counts[each] = counts.get(each, 0) + 1
-    changes = {each: np.array([grid.change(read.spec, one, each, fused) for (one,) in have]) for each in counts}
+    changes = {
+        each: np.array([read.times * grid.change(read.spec, one, each, fused) for (one,) in have]) for each in counts
+    }
     if len(read.readers) > 1:  # a partial sum that several ops use is summed once, before them
         for each, costs in changes.items():
             costs[[any(one == each[at] == P for at, one in enumerate(placements)) for (placements,) in have]] = inf

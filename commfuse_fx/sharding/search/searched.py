@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
+from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
+from commfuse_fx.sharding.search.axis_grid import Objective
 from commfuse_fx.sharding.search.axis_search import AxisSearch
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 
 SEARCH = "search"
 """Topic of notes that say what a search has found."""
+
+MARKED = Objective(moved=1 << 20)
+"""A parameter lies as its mark says in every use."""
+
+NEGLIGIBLE = 1e-6
+"""The part of compute that counts where communication is counted: it decides between strategies that send the same."""
 
 
 def searched(
@@ -29,16 +38,34 @@ def searched(
     writes it. saving: bytes that a rank is to hold less than with the fastest choice.
     known: what other searches of the same compile have found out.
     """
-    search = AxisSearch(program, costs, exposed, known)
+    propagates = program.config.propagates
+    if propagates:
+        search = AxisSearch(program, CostModel(_communication_alone(costs.cluster)), known=known, objective=MARKED)
+    else:
+        search = AxisSearch(program, costs, exposed, known)
     budget = None if not saving else lambda least, most: max(least, most - saving)
     found = search.cheapest(axes, budget) if len(axes) == 1 else axis_by_axis(search, axes, budget)
     counted = f", where {exposed} counts" if exposed else ""
     kept = f" and {found.nbytes / 2**20:.1f} MiB taken" if saving else ""
-    program.search_seconds = found.cost
+    if not propagates:
+        program.search_seconds = found.cost
+    meaning = " of communication" if propagates else ""
     gap = "nothing proven" if found.gap is None else f"proven gap {found.gap:.2%}"
     program.note(
         SEARCH,
         ", ".join(axis.group for axis in axes),
-        f"{found.cost * 1e3:.3f} ms by the prices of the search{counted}{kept}; {found.solver}, {gap}",
+        f"{found.cost * 1e3:.3f} ms{meaning} by the prices of the search{counted}{kept}; {found.solver}, {gap}",
     )
     return list(found.axes)
+
+
+def _communication_alone(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with devices that compute in next to no time."""
+    device = cluster.device
+    fast = replace(
+        device,
+        flops={dtype: rate / NEGLIGIBLE for dtype, rate in device.flops.items()},
+        memory_bandwidth=device.memory_bandwidth / NEGLIGIBLE,
+        op_overhead=0.0,
+    )
+    return replace(cluster, device=fast)

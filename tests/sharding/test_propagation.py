@@ -1,0 +1,148 @@
+"""search_mode="sharding_propagation": marks say over which axes a model is divided, and a search completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+from commfuse_fx.config.options import SEARCH_MODES
+from tests.models import CONV, MLP_CASE, TIED, Case
+from tests.sharding.divided_oracle import compare
+
+MODE = {"parallel_mode": "auto", "search_mode": "sharding_propagation"}
+
+WIDTH = 1024
+
+
+def lowered(mark: Callable[[nn.Module], object], mesh: tuple[int, ...] | None = (2, 4), **options: Any) -> Any:
+    layers = (nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    mark(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {**MODE, "cluster": "h100-node", **options}
+    x = torch.empty(64, WIDTH)
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, mesh=mesh, device_num=8, **options)
+    return step.lower(x, x)
+
+
+def layouts(found: Any) -> dict[str, str]:
+    params = found.program.params.items()
+    return {
+        name: ", ".join(f"{each} on {axis}" for axis, each in param.layout) for name, param in params if param.layout
+    }
+
+
+def sent(found: Any) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(each.kind, each.group, each.bytes) for each in found.collectives]
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=str)
+def test_without_marks_it_is_data_parallel(mesh: tuple[int, ...] | None) -> None:
+    found = lowered(lambda model: None, mesh)
+    assert sent(found) == sent(
+        lowered(lambda model: None, mesh, parallel_mode="semi_auto", search_mode=SEARCH_MODES[0])
+    )
+    assert not layouts(found)
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("0", ("tp", None)), ("5", (None, "tp"))])
+def test_marks_reach_layers_before_and_behind_them(name: str, strategy: Any) -> None:
+    found = lowered(lambda model: cf.shard(model, name, weight=strategy))
+    parts = {key: value for key, value in layouts(found).items() if key.endswith("weight")}
+    assert parts == {
+        "0.weight": "S(0) on tp",
+        "2.weight": "S(1) on tp",
+        "3.weight": "S(0) on tp",
+        "5.weight": "S(1) on tp",
+    }
+    over_tp = [(kind, nbytes) for kind, group, nbytes in sent(found) if len(group) == 4 and nbytes > 4 * WIDTH]
+    assert over_tp == [("all_reduce", 64 * WIDTH * 4)] * 3
+    assert any("of communication" in note.reason for note in found.program.notes if note.topic == "search")
+
+
+def test_the_batch_is_divided_over_axes_without_marks() -> None:
+    """As in semi_auto, so that ranks are handed the same parts of it."""
+    found = lowered(lambda model: cf.shard(model, "0", weight=("tp", None)))
+    assert found.program.batch_axes == "dp"
+    assert (
+        lowered(lambda model: cf.shard(model, "0", weight=("tp", None)), search_mode=SEARCH_MODES[0]).program.batch_axes
+        == "dp,tp"
+    )
+
+
+def test_a_marked_parameter_is_not_gathered() -> None:
+    """Moving the activations of so many rows takes longer."""
+    layer = nn.Linear(16, 16, bias=False)
+    cf.shard(layer, weight=("dp", None))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.empty(4096, 16)
+    options = {**MODE, "cluster": "gloo-1gbit", "mesh": (2,), "device_num": 2, "form": "step"}
+    found = cf.compile(layer, loss_fn=F.mse_loss, optimizer=optimizer, **options).lower(x, x)
+    assert layouts(found) == {"weight": "S(0) on dp"}
+    assert all(each.bytes >= x.nbytes or each.bytes == 4 for each in found.collectives)
+
+
+def test_a_file_gives_the_same_graph(tmp_path: Path) -> None:
+    def mark(model: nn.Module) -> None:
+        cf.shard(model, "0", weight=("tp", None))
+
+    file = tmp_path / "strategies.json"
+    found = lowered(mark, strategy_ckpt_save_file=file)
+    again = lowered(mark, strategy_ckpt_load_file=file)
+    assert again.text() == found.text()
+    assert [note for note in again.program.notes if "not applied" in note.topic] == []
+
+
+MARKS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
+    "mlp": {
+        "columns": lambda model: cf.shard(model, "0", weight=("tp", None)),
+        "rows": lambda model: cf.shard(model, "4", weight=(None, "tp")),
+        "activation": lambda model: cf.shard(model, "2", out_strategy=((None, "tp"),)),
+        "both axes": lambda model: cf.shard(model, "0", weight=("tp", "dp")),
+    },
+    "conv": {
+        "channels": lambda model: cf.shard(model, "conv1.weight", ("tp", None, None, None)),
+        "inputs": lambda model: cf.shard(model, "conv2.weight", (None, "tp", None, None)),
+    },
+    "tied": {
+        "columns": lambda model: cf.shard(model, "embed.weight", (None, "tp")),
+        "mix": lambda model: cf.shard(model, "mix.weight", ("tp", None)),
+    },
+}
+
+
+@pytest.mark.parametrize("mode", SEARCH_MODES)
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case in (MLP_CASE, CONV, TIED) for name in MARKS[case.name]], ids=str
+)
+def test_equals_one_device_and_keeps_marks(case: Case, name: str, mode: str) -> None:
+    mark = MARKS[case.name][name]
+    options = {**MODE, "search_mode": mode}
+    found = compare(case, (2, 2), mark, cluster="h100-node", gradients=False, steps=2, **options)
+    wanted = compare(case, (2, 2), mark, parallel_mode="semi_auto", gradients=False, steps=1)
+    kept = {
+        note.subject: found.layouts().get(note.subject, "").count("S(")
+        for note in wanted.program.notes
+        if note.topic == "layout" and "propagated" not in note.reason
+    }
+    assert all(kept.values()) and bool(kept) == (name != "activation")
+
+
+@pytest.mark.parametrize("mode", SEARCH_MODES)
+def test_marks_that_contradict(mode: str) -> None:
+    def mark(model: nn.Module) -> None:
+        cf.shard(model, "0", weight=("tp", None))
+        cf.shard(model, "*.weight", (None, "tp"))
+
+    with pytest.raises(cf.ConfigValueError) as raised:
+        lowered(mark, search_mode=mode)
+    message = str(raised.value)
+    assert "two marks give parameter 0.weight two layouts" in message and message.count("test_propagation.py") == 2
+    assert "give both the same layout, or remove one" in message
