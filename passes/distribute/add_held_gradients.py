@@ -53,7 +53,7 @@ def _add(build: Builder, name: str, held: fx.Node) -> None:
             with build.after(grad):
                 args = (held, wanted, "sum")
                 held = build.call(sum_partial, args, spec=info(held).spec, like=info(grad), name=f"reduce/{name}/held")
-    users = list(value.users)
+    first_sum = None if value is grad else _sum_of(grad, value)
     with build.after(max(value, held)):
         total = build.call(
             aten.add.Tensor,
@@ -62,8 +62,14 @@ def _add(build: Builder, name: str, held: fx.Node) -> None:
             like=info(grad),
             name=f"reduce/{name}/sum",
         )
-    if value is grad:
+    if first_sum is None:
         program.grads[name] = total
-    else:
-        for user in users:
-            user.replace_input_with(value, total)
+    else:  # what else needs this call's gradient, such as that of a norm's input, goes on with it alone
+        first_sum.replace_input_with(value, total)
+
+
+def _sum_of(grad: fx.Node, value: fx.Node) -> fx.Node:
+    """The sum over ranks that takes this value on its way to the gradient."""
+    while grad.args[0] is not value:
+        (grad,) = grad.all_input_nodes
+    return grad

@@ -103,6 +103,17 @@ def test_ranks_that_get_the_whole_batch() -> None:
     assert_alike(trained(marked_convolutions(), over_all, "semi_auto", full_batch=True), wanted)
 
 
+def test_micro_batches() -> None:
+    """The gradient of the norm's input needs that of its weight, of this micro-batch alone."""
+    wanted = trained(convolutions(), over_all, "data_parallel", accumulate_steps=2)
+    found = trained(marked_convolutions(), over_all, "semi_auto", accumulate_steps=2)
+    assert not torch.equal(wanted[0].models[0][4].weight, convolutions()[4].weight)
+    for name, tensor in wanted[0].models[0].state_dict().items():
+        torch.testing.assert_close(
+            found[0].models[0].state_dict()[name], tensor, msg=lambda text, name=name: name + text
+        )
+
+
 def test_without_the_mark_a_norm_is_that_of_one_device() -> None:
     model = convolutions()
     found = trained(model, over_all, "semi_auto")

@@ -1,4 +1,4 @@
-"""Checks of, and notes on, calls that compute with a rank's own part of the batch (`cf.shard(..., cross_batch=True)`)."""
+"""Checks of calls that compute with a rank's own part of the batch (`cross_batch=True`), and notes on them."""
 
 from __future__ import annotations
 
