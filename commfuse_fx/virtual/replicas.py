@@ -117,9 +117,9 @@ def variation(program: Program) -> dict[fx.Node, str]:
     for node in program.graph.nodes:
         if node.op == "output":
             continue
-        varies = info(node).varies
-        if varies is None and node in program.sources:
-            varies = _of_source(program, program.sources[node])
+        varies, source = info(node).varies, program.sources.get(node)
+        if source is not None and (varies is None or _is_in_rows(program, source)):
+            varies = _of_source(program, source)
         if varies is None and is_wait(node):
             start = node.args[0]
             assert isinstance(start, fx.Node)
@@ -128,6 +128,11 @@ def variation(program: Program) -> dict[fx.Node, str]:
         if varies is not None:
             found[node] = varies
     return found
+
+
+def _is_in_rows(program: Program, source: Source) -> bool:
+    """Whether it is a parameter of which a rank keeps its rows alone, which is decided behind a division."""
+    return source.kind == "parameter" and program.params[source.name].rows_alone
 
 
 def _of_source(program: Program, source: Source) -> str | None:

@@ -249,3 +249,15 @@ def test_bad_arguments() -> None:
     with pytest.raises(cf.ConfigValueError, match="not a collective"):
         cf.lockstep(lowered, drop=["no such"])(*data())
     assert "no step has run yet" in cf.lockstep(lowered).report()
+
+
+def test_rows_of_parameters_of_a_divided_step_are_not_replicas() -> None:
+    rows = {"level": 3, "parallel_optimizer_threshold": 0, "pad": True}
+    options = {"enable_parallel_optimizer": True, "parallel_optimizer_config": rows, "parallel_mode": "semi_auto"}
+    model = net()
+    lowered = compiled(model, adam(model), **options).lower(*data(2))
+    assert any(param.rows_alone for param in lowered.program.params.values())
+    check = cf.lockstep(lowered)
+    for _ in range(2):
+        check(*data())
+    assert check.disagreement is None, check.report()
