@@ -30,6 +30,9 @@ SHOWN = 5
 COMPARED = "plans of the search"
 """Topic of the notes that have them."""
 
+GO_ON = 2
+"""Plans of a round that the next one begins with."""
+
 ALTERNATIONS = 4
 """Rounds of searches with the prices of simulated plans."""
 
@@ -160,15 +163,19 @@ class StrategyRounds:
     # Overlap
 
     def _priced_as_simulated(self) -> Iterator[list[Variant]]:
-        """Searches with the prices of the fastest plan, and of data parallel, and then of what these have found."""
-        fitting = sorted((each for each in self._made if self._fits(each)), key=self._seconds)
-        begin = [*fitting[:1], *[each for each in fitting if not each.get("searched", True)][:1]]
+        """Searches with the prices of the fastest plan on each grid, and of data parallel, and then of the fastest that
+        these have found."""
+        fastest: dict[tuple[bool, str], Variant] = {}
+        for each in sorted((each for each in self._made if self._fits(each)), key=self._seconds):
+            fastest.setdefault((bool(each.get("searched", True)), str(each.get("split", ""))), each)
+        begin = list(fastest.values())
         for _ in range(ALTERNATIONS):
             asked = [self._as_simulated(each) for each in dict.fromkeys(begin)]
             if all(each in self._made for each in asked):
                 return
             yield asked
-            begin = [each for each in asked if self._fits(each) and not self._made[each].is_known]
+            new = (each for each in asked if self._fits(each) and not self._made[each].is_known)
+            begin = sorted(new, key=self._seconds)[:GO_ON]
 
     def _as_simulated(self, variant: Variant) -> Variant:
         """The search with the prices of a plan."""

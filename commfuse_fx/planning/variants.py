@@ -9,10 +9,10 @@ from commfuse_fx.passes.declaration import Situation, Variants
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.solvers.effort import EFFORT
 
-SEARCHED = 5
+SEARCHED = 18
 """Plans that are made at most where strategies are searched and the graph is large."""
 
-WITH_LIMIT = 14
+WITH_LIMIT = 26
 """As many where memory has a limit as well: levels of the parallel optimizer and strategies that save memory."""
 
 

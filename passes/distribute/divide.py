@@ -32,9 +32,7 @@ from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
 from commfuse_fx.sharding.marking.part_ops import erase_parts
-
-MOST_AXES = 3
-"""Axes of a grid that the compiler chooses: each takes a search and a division of the graph."""
+from commfuse_fx.sharding.search.grids import grids
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class Divide(PricedPass):
         marks say.
     exposed: how much of the time of collectives counts in a search, as `Exposure` writes it; "": all.
     saving: bytes that the strategies are to take less than the fastest ones, as far as that goes.
-    split: the ranks become a grid of small axes, so that neighbours may divide other things than nodes do.
+    split: sizes of axes that the ranks become, as "64x8", so that neighbours may divide other things than nodes do; "":
+        they stay as the mesh is.
     level: of the parallel optimizer, which the search has chosen as a part of the strategy; 0: it is off. None: it is
         as the user has said.
     """
@@ -65,7 +64,7 @@ class Divide(PricedPass):
     searched: bool = False
     exposed: str = ""
     saving: int = 0
-    split: bool = False
+    split: str = ""
     level: int | None = None
 
     @classmethod
@@ -78,7 +77,7 @@ class Divide(PricedPass):
             searched=bool(situation.variant.get("searched", situation.searches)),
             exposed=str(situation.variant.get("exposed", "")),
             saving=int(situation.variant.get("saving", 0)),
-            split=bool(situation.variant.get("split", False)),
+            split=str(situation.variant.get("split", "")),
             level=situation.variant.get("level", None),
         )
 
@@ -103,7 +102,8 @@ class Divide(PricedPass):
         if situation.config.propagates:
             return found
         first, *others = found.searched
-        meshes = (first, first.but(split=True)) if _may_split(situation, program) else (first,)
+        splits = _free_grids(situation, program)
+        meshes = (first, *(first.but(split="x".join(map(str, sizes))) for sizes in splits))
         return replace(found, searched=(*meshes, first.but(searched=False), *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
@@ -120,7 +120,7 @@ class Divide(PricedPass):
             given.check_mesh(resolved.mesh)
             resolved = _split(resolved, tuple(given.mesh.values()))
         elif self.split:
-            resolved = _split(resolved, small_axes(resolved.mesh.world, _neighbours(context)))
+            resolved = _split(resolved, tuple(int(size) for size in self.split.split("x")))
         program.mesh = resolved.mesh
         erase_marks(program, resolved.parameter_nodes)
         program.batch_axes = ",".join(resolved.data_axes)
@@ -266,42 +266,20 @@ def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:
     return replace(resolved, mesh=mesh, data_axes=mesh.names)
 
 
-def _may_split(situation: Situation, program: Program) -> bool:
-    """Whether nothing that the user has said depends on what the axes of the mesh are."""
+def _free_grids(situation: Situation, program: Program) -> list[tuple[int, ...]]:
+    """What the ranks can be where nothing that the user has said depends on the axes of the mesh."""
     marks = program.marks
     is_free = situation.config.mesh is None and len(program.mesh.names) == 1
     has_layouts = any(each.mark.has_layouts for each in marks.modules) or bool(marks.parameters)
-    return is_free and not has_layouts and len(small_axes(program.mesh.world)) > 1
+    if not is_free or has_layouts:
+        return []
+    return grids(program.mesh.world, _neighbours(PassContext.of(situation.config)))
 
 
 def _neighbours(context: PassContext) -> int:
-    """How many neighbouring ranks the innermost level of the network joins; 1 where that differs."""
-    domains = context.costs.cluster.levels[0].domains
+    """How many neighbouring ranks the innermost level of the network joins; 1 where that differs or is not known."""
+    domains = 1 if context.prices is None else context.prices.cluster.levels[0].domains
     return domains if isinstance(domains, int) else 1
-
-
-def small_axes(ranks: int, inner: int = 1) -> tuple[int, ...]:
-    """Sizes of up to `MOST_AXES` axes for so many ranks, the outermost first: prime factors, the smallest ones joined.
-
-    inner: how many neighbours have the fastest links, if these are not all: then one axis is that of such groups.
-    """
-    if 1 < inner < ranks and ranks % inner == 0:
-        return (ranks // inner, *_factors(inner, MOST_AXES - 1))
-    return _factors(ranks, MOST_AXES)
-
-
-def _factors(number: int, most: int) -> tuple[int, ...]:
-    found: list[int] = []
-    factor = 2
-    while number > 1:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    while len(found) > most:
-        first, second, *others = found
-        found = sorted((first * second, *others))
-    return tuple(reversed(found))
 
 
 def _refuse_user_collectives(program: Program) -> None:

@@ -21,11 +21,11 @@ from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import resolve_cluster
-from commfuse_fx.passes.distribute.divide import small_axes
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.exposure import GRADIENT
+from commfuse_fx.sharding.search.grids import grids
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
@@ -297,15 +297,16 @@ def test_a_strategy_that_the_inputs_cannot_have_is_not_taken(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("ranks", "inner", "sizes"),
     [
-        (1, 1, ()),
-        (7, 1, (7,)),
-        (8, 8, (2, 2, 2)),
-        (12, 1, (3, 2, 2)),
-        (64, 8, (8, 4, 2)),
-        (16, 8, (2, 4, 2)),
-        (96, 1, (6, 4, 4)),
-        (12, 8, (3, 2, 2)),
+        (1, 1, []),
+        (7, 1, []),
+        (4, 1, [(2, 2)]),
+        (8, 8, [(2, 4), (4, 2), (2, 2, 2)]),
+        (12, 1, [(2, 6), (4, 3), (3, 2, 2)]),
+        (64, 8, [(8, 8), (16, 4), (32, 2), (8, 4, 2)]),
+        (16, 8, [(2, 8), (4, 4), (8, 2), (2, 4, 2)]),
+        (96, 1, [(2, 48), (4, 24), (8, 12), (6, 4, 4)]),
+        (12, 8, [(2, 6), (4, 3), (3, 2, 2)]),
     ],
 )
-def test_axes_of_a_free_mesh(ranks: int, inner: int, sizes: tuple[int, ...]) -> None:
-    assert small_axes(ranks, inner) == sizes
+def test_grids_of_a_free_mesh(ranks: int, inner: int, sizes: list[tuple[int, ...]]) -> None:
+    assert grids(ranks, inner) == sizes
