@@ -86,3 +86,27 @@ def kept(folder: str, number: int) -> str:
 def test_a_file_of_strategies(ranks: Ranks, tmp_path: Any) -> None:
     first = ranks.values(kept, str(tmp_path), 0)
     assert first == ranks.values(kept, str(tmp_path), 1) and len(set(first)) == 1
+
+
+def normed() -> list[dict[str, torch.Tensor]]:
+    """What a rank holds after some steps: of data parallel, and with marks in the modes that divide a graph."""
+    found = []
+    for mode in ("data_parallel", "semi_auto", "auto"):
+        model = nn.Sequential(network(), nn.BatchNorm1d(8).double())
+        cf.shard(model[1], cross_batch=True)
+        step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=optimizer_of(model), parallel_mode=mode)
+        rank, ranks = cf.get_rank(), cf.get_group_size()
+        for batch in batches(ranks):
+            step(*(each.chunk(ranks)[rank] for each in batch))
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+def test_norms_of_each_ranks_own_part(ranks: Ranks) -> None:
+    states = ranks.values(normed)
+    for wanted, *others in states:
+        for name, value in wanted.items():
+            for other in others:
+                torch.testing.assert_close(other[name], value, rtol=1e-7, atol=1e-8)
+    first, second = (of_rank[1]["1.running_mean"] for of_rank in states)
+    assert not torch.equal(first, second)
