@@ -414,6 +414,28 @@ def sums(net: nn.Module, model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
+def with_several_optimizers(level: int) -> float:
+    """Two that are sharded and one of torch.optim, for some parameters each, in both orders."""
+    nets: list[nn.Module] = []
+    for is_ours in (True, False):
+        net = WithSpare()
+        model: Any = divided({**ROWS, "level": level}, net)[1] if is_ours else with_unused(net)
+        params = [param for param in net.parameters() if param.requires_grad]
+        made = []
+        for number, (cls, options) in enumerate([*CLASSES.values()][:2]):
+            mine = params[number::3]
+            made.append(cf.ShardedOptimizer(model, cls, mine, **options) if is_ours else cls(mine, **options))
+        made.append(torch.optim.Adagrad(params[2::3], lr=0.1))
+        for number in range(4):
+            for each in made:
+                each.zero_grad()
+            loss_of(model, number).backward()
+            for each in made if number % 2 else reversed(made):
+                each.step()
+        nets.append(net)
+    return differ(*(net.parameters() for net in nets))
+
+
 def more_loops_alike() -> dict[str, float]:
     found = {}
     for loop in (of_torch, has_hooks, computes_again):
@@ -427,6 +449,7 @@ def more_loops_alike() -> dict[str, float]:
             sums(*pair) if name == "sums" else a_loop("adamw", pair)
         found[name] = largest_difference(ours, theirs)
     found["saved"] = through_checkpoints()
+    found |= {f"several optimizers, level {level}": with_several_optimizers(level) for level in (2, 3)}
     return found
 
 
