@@ -120,7 +120,9 @@ MARKS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
 
 @pytest.mark.parametrize("mode", SEARCH_MODES)
 @pytest.mark.parametrize(
-    ("case", "name"), [(case, name) for case in (MLP_CASE, CONV, TIED) for name in MARKS[case.name]], ids=str
+    ("case", "name"),
+    [(case, name) for case in (MLP_CASE, CONV, TIED) for name in MARKS[case.name]],
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_equals_one_device_and_keeps_marks(case: Case, name: str, mode: str) -> None:
     mark = MARKS[case.name][name]
