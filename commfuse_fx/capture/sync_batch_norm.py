@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from commfuse_fx import ops
-from commfuse_fx.errors import CaptureError
+from commfuse_fx.errors import CaptureError, ConfigValueError
 from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.sharding.marking.traced_marks import entered_call
 
 
 def sync_batch_norm(mesh: Mesh, divided: bool) -> Callable[[nn.SyncBatchNorm, torch.Tensor], torch.Tensor]:
@@ -19,11 +20,17 @@ def sync_batch_norm(mesh: Mesh, divided: bool) -> Callable[[nn.SyncBatchNorm, to
 
     divided: whether the compiler divides the graph. The traced batch is then the whole one, and needs no collective.
 
-    The forward raises CaptureError if the module's process group is not that of all ranks.
+    The forward raises CaptureError if the module's process group is not that of all ranks, and ConfigValueError in a
+    call with `cross_batch`.
     """
 
     def forward(self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
         uses_batch = self.training or self.running_mean is None
+        if uses_batch and (call := entered_call()) is not None:
+            raise ConfigValueError(
+                f"{call.label} has a SyncBatchNorm, which takes the statistics of all ranks in data parallel as well: "
+                "leave cross_batch out, or use BatchNorm"
+            )
         if not uses_batch or divided or mesh.world == 1:
             return nn.modules.batchnorm._BatchNorm.forward(self, x)
         _check_group(self.process_group, mesh)

@@ -249,6 +249,11 @@ def test_a_result_without_rows_that_looks_as_if_it_had_some() -> None:
         lowered(model)
 
 
+def test_a_norm_of_all_ranks() -> None:
+    with pytest.raises(cf.ConfigValueError, match="0 with cross_batch=True has a SyncBatchNorm"):
+        lowered(nn.Sequential(cf.shard(nn.SyncBatchNorm(8), cross_batch=True), nn.Linear(8, 8)))
+
+
 @pytest.mark.parametrize(
     ("mark", "error", "said"),
     [

@@ -43,6 +43,12 @@ def tracing_marks() -> bool:
     return _tracing.get() is not None
 
 
+def entered_call() -> PartCall | None:
+    """The call around this one that computes with a rank's own part of the batch."""
+    tracing = _tracing.get()
+    return None if tracing is None else tracing.batch.inside
+
+
 @contextmanager
 def marks_traced(model: nn.Module, batch: BatchParts | None = None) -> Iterator[None]:
     """Inside the `with` block, marks of modules, functions and tensors become nodes of the traced graph."""

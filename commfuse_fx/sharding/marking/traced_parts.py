@@ -18,16 +18,19 @@ _ops = torch.ops.commfuse
 
 @dataclass
 class BatchParts:
-    """The batch of a traced step. rows: of the whole batch. parts: among how many ranks it is divided."""
+    """The batch of a traced step. rows: of the whole batch. parts: among how many ranks it is divided.
+
+    inside: the marked call that is running.
+    """
 
     rows: int = 0
     parts: int = 1
-    inside: bool = False
+    inside: PartCall | None = None
 
     @property
     def can_enter(self) -> bool:
         """Whether there are several parts, and no marked call is running around this one."""
-        return self.parts > 1 and not self.inside
+        return self.parts > 1 and self.inside is None
 
 
 @dataclass
@@ -49,7 +52,7 @@ class EnteredCall:
                 f"{self.call.label} gets no tensor whose dimension 0 is the batch of {self.batch.rows} rows: mark a "
                 "call that does, or leave cross_batch out"
             )
-        self.batch.inside = True
+        self.batch.inside = self.call
         return entered
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +62,7 @@ class EnteredCall:
 
     def leave(self, results: Any) -> Any:
         """The same results, put together from those of the parts."""
-        self.batch.inside = False
+        self.batch.inside = None
         return pytree.tree_map_only(torch.Tensor, self._put_together, results)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
