@@ -27,10 +27,17 @@ def sum_parts(program: Program) -> None:
 
 
 def _sums(node: fx.Node) -> list[fx.Node]:
-    """The sums that a part is taken of, with the casts around them, the last one first."""
+    """The sums that a part is taken of, with the casts around them, the last one first.
+
+    A sum over ranks that keep different parts is none of them: each of these needs all summands of its own part.
+    """
     found: list[fx.Node] = []
-    value = node.args[0]
+    value, index = node.args[:2]
+    assert isinstance(index, fx.Node)
+    group = {*(info(index).varies or "").split(",")}
     while isinstance(value, fx.Node) and value.target in (sum_partial, aten._to_copy.default) and len(value.users) == 1:
+        if value.target is sum_partial and group & {*str(value.args[1]).split(",")}:
+            break
         found.append(value)
         value = value.args[0]
     return found if any(each.target is sum_partial for each in found) else []
