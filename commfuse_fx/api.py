@@ -194,6 +194,7 @@ def compile(
     gradient_fp32_sync: whether gradients of a lower precision are summed in float32 and cast back.
     enable_parallel_optimizer: whether each rank updates some rows of each parameter, and holds the optimizer's state of
         these alone. Reading the state then takes all ranks. Optimizers that the compiler has no rule for are refused.
+        Where it is not given, parallel_mode="auto" with a memory limit may turn it on.
         A module takes it with levels 2 and 3: each rank keeps its rows of gradients, and of parameters, and
         `ShardedOptimizer` updates them.
     parallel_optimizer_config: a dictionary: "parallel_optimizer_threshold" (KiB that a parameter must have, 64), "pad"
