@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,20 @@ def test_equal_files_are_the_same() -> None:
     assert found.is_same and found.text().splitlines()[0] == "the same strategies (7 entries)"
 
 
+def test_another_level_of_the_parallel_optimizer_is_a_difference() -> None:
+    other = Strategies.from_json(strategies())
+    found = cf.diff(strategies(), replace(other, level=2).to_json())
+    assert not found.is_same and "the whole step\n  + parallel_optimizer: 2\n" in found.text()
+
+
 def test_what_differs_alike_is_one_line() -> None:
     found = cf.diff(strategies(), strategies(column=S(1), head=S(0), extra="new.bias", ways=4))
     assert not found.is_same and found.text() == (
         "strategies changed: 5 parameters, 3 ops (7 -> 8 entries)\n"
         "- a\n"
         "+ b\n"
-        "mesh\n"
-        "  dp=8 -> dp=4\n"
+        "the whole step\n"
+        "  mesh: dp=8 => dp=4\n"
         "parameters\n"
         "  h.*.up.weight (3): dp: S(0) => dp: S(1)\n"
         "  head.weight: dp: R => dp: S(0)\n"

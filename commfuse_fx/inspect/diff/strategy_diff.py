@@ -43,14 +43,14 @@ class StrategyDiff:
     """A diff says what differs between two files of strategies.
 
     before, after: what was compared, for people.
-    mesh: that of each file.
+    whole: what files say of the whole step: the mesh, the level of the parallel optimizer, numbers of blocks.
     parameters, ops: entries that differ, in the order of the files.
     entries: how many entries each file has.
     """
 
     before: str
     after: str
-    mesh: tuple[str, str]
+    whole: tuple[StrategyChange, ...]
     parameters: tuple[StrategyChange, ...]
     ops: tuple[StrategyChange, ...]
     entries: tuple[int, int]
@@ -58,7 +58,7 @@ class StrategyDiff:
     @property
     def is_same(self) -> bool:
         """Nothing differs."""
-        return self.mesh[0] == self.mesh[1] and not self.parameters and not self.ops
+        return not (self.whole or self.parameters or self.ops)
 
     def text(self) -> str:
         """A report in plain lines."""
@@ -87,9 +87,7 @@ class StrategyDiff:
         return f"strategies changed: {parameters} parameters, {ops} ops ({' -> '.join(map(str, self.entries))} entries)"
 
     def _sections(self) -> Iterator[tuple[str, list[str]]]:
-        if self.mesh[0] != self.mesh[1]:
-            yield "mesh", [f"{self.mesh[0]} -> {self.mesh[1]}"]
-        for title, found in (("parameters", self.parameters), ("ops", self.ops)):
+        for title, found in (("the whole step", self.whole), ("parameters", self.parameters), ("ops", self.ops)):
             if found:
                 yield title, [plain(_line(each)) for each in found]
 
@@ -115,7 +113,7 @@ def diff_strategies(a: Any, b: Any) -> StrategyDiff | None:
     return StrategyDiff(
         _label(a, "a"),
         _label(b, "b"),
-        (_mesh(bodies[0]), _mesh(bodies[1])),
+        _changes(*map(_of_whole_step, bodies)),
         _changes(*(body["parameters"] for body in bodies)),
         _changes(*(body["ops"] for body in bodies)),
         (_count(bodies[0]), _count(bodies[1])),
@@ -154,8 +152,15 @@ def _strategies(source: Any, name: str) -> Strategies:
     raise ConfigValueError(f"{name} is {show(source)}, but the other one is a file of strategies; {_GIVE}")
 
 
-def _mesh(body: Mapping[str, Any]) -> str:
-    return "x".join(f"{axis}={size}" for axis, size in body["mesh"].items())
+def _of_whole_step(body: Mapping[str, Any]) -> dict[str, str]:
+    """What stands in a file besides parameters and ops, as texts."""
+    return {key: _told(value) for key, value in body.items() if key not in ("parameters", "ops")}
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return ", ".join(f"{name}={size}" for name, size in value.items())
 
 
 def _count(body: Mapping[str, Any]) -> int:
