@@ -277,9 +277,9 @@ class ModuleSession(Session):
                 yield
         except OutOfTurn as other:
             error = PlanMismatchError(
-                f"rank 0 runs the backward of compiled module {other.first}, counted in the order in which they were "
-                f"compiled, and this rank that of module {agreement.number}: run backwards in the same order on all "
-                "ranks"
+                f"rank 0 runs compiled module {other.first}, counted in the order in which they were compiled, and this "
+                f"rank module {agreement.number}: run backwards, and forwards of modules that divide their parameters, "
+                "in the same order on all ranks"
             )
             self._told(error)
             raise error from None
