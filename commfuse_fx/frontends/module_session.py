@@ -278,8 +278,8 @@ class ModuleSession(Session):
         except OutOfTurn as other:
             error = PlanMismatchError(
                 f"rank 0 runs compiled module {other.first}, counted in the order in which they were compiled, and "
-                f"this rank module {agreement.number}: run backwards, and forwards of modules that divide their parameters, "
-                "in the same order on all ranks"
+                f"this rank module {agreement.number}: run backwards, and forwards of modules that divide their "
+                "parameters, in the same order on all ranks"
             )
             self._told(error)
             raise error from None
