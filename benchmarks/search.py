@@ -1,5 +1,5 @@
-"""What searching strategies takes: a GPT-2 with parallel_mode="auto", by layers, meshes and under a memory limit. One
-process, no devices."""
+"""What searching strategies takes: a GPT-2 with parallel_mode="auto", by layers, meshes and under a memory limit, and
+the first search of Llama shapes on two axes. One process, no devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,14 @@ import torch
 
 import commfuse_fx as cf
 from benchmarks.measure import save
-from benchmarks.plain_models import GPT2
-from commfuse_fx.sharding.search import axis_search
+from benchmarks.plain_models import GPT2, Llama
+from commfuse_fx.sharding.search import axis_search, searched
 
 WIDTH, HEADS, WORDS, LENGTH = 768, 12, 50304, 1024
 CLUSTER = "h100-node"
+LLAMAS = {"8B": (4096, 32, 8, 14336, 128256), "70B": (8192, 64, 8, 28672, 128256)}
+"""Width, heads, groups of heads, inner width and words."""
+
 PARTS = {"build": "LayoutProblem", "solve": "cheapest_choice", "fit": "within_budget"}
 """The parts of a search, and who does them."""
 
@@ -81,10 +85,55 @@ def measure(layers: int, devices: int, mesh: tuple[int, ...] | None, limit: floa
     }
 
 
+class SearchBegins(Exception):
+    """In place of a search: what it is given."""
+
+
+def first_search(name: str, layers: int, mesh: tuple[int, int]) -> dict[str, Any]:
+    """The first search of a Llama: with each rank one row of 4096 tokens, on nodes of 8 H100."""
+    with torch.device("meta"):
+        model = Llama(layers, *LLAMAS[name], length=4096)
+    model.to_empty(device="cpu")
+    devices = mesh[0] * mesh[1]
+    step = cf.compile(
+        model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        parallel_mode="auto",
+        mesh=mesh,
+        device_num=devices,
+        cluster=f"h100-ib-{devices // 8}",
+    )
+
+    def begin(program: Any, axes: Any, costs: Any, *_: Any) -> None:
+        raise SearchBegins(program.copy(), axes, costs)
+
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    try:
+        with mock.patch.object(searched, "searched", begin):
+            step.lower(ids=ids, labels=ids)
+    except SearchBegins as given:
+        program, axes, costs = given.args
+    gc.collect()
+    start = time.process_time()
+    problem = axis_search.AxisSearch(program, costs).problem(axes)
+    built = time.process_time()
+    found = axis_search.cheapest_choice(problem.graph, problem.parts)
+    return {
+        "model": name,
+        "layers": layers,
+        "mesh": "x".join(map(str, mesh)),
+        "first_build_seconds": built - start,
+        "first_solve_seconds": time.process_time() - built,
+        "gap": found.gap,
+        "peak_gib": getrusage(RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks search", description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 32])
     parser.add_argument("--limit", type=float, default=9.0, help="GiB, for the row with a memory limit")
+    parser.add_argument("--llama", action="store_true", help="Llama shapes as well")
     options = parser.parse_args(arguments)
     measure(1, 8, None)  # imports and caches of torch
     rows = [measure(layers, 8, (8,)) for layers in options.layers]
@@ -108,4 +157,11 @@ def main(arguments: list[str]) -> None:
             f"{row['first_solve_seconds']:8.2f} {row['searches']:9} {row['search_seconds']:14.2f} "
             f"{row['planning_seconds']:16.2f} {row['capture_seconds']:10.1f}"
         )
-    print(f"written to {save('search', rows)}")
+    shapes = (("8B", 32, (8, 8)), ("70B", 80, (8, 8)), ("70B", 80, (64, 8))) if options.llama else ()
+    llamas = [first_search(*shape) for shape in shapes]
+    for row in llamas:
+        print(
+            f"Llama-{row['model']}, {row['layers']} layers, {row['mesh']}: build {row['first_build_seconds']:.2f} s, "
+            f"solve {row['first_solve_seconds']:.2f} s, proven gap {row['gap']:.2%}, peak {row['peak_gib']:.2f} GiB"
+        )
+    print(f"written to {save('search', [*rows, *llamas])}")

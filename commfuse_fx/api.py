@@ -202,10 +202,10 @@ def compile(
         3 parameters as well), "optimizer_weight_shard_size" (how many neighbouring ranks share an update; all),
         "gradient_accumulation_shard" (whether accumulate_steps adds up the rows that a rank updates, in place of whole
         gradients) and "mode" ("broadcast": one rank updates all of a parameter, in place of rows on every rank).
-    search_mode: of "auto": "dynamic_programming" takes several mesh axes one after the other; "recursive_programming"
-        takes each again with the others fixed, until nothing gets cheaper. On one axis both are the same exact search.
-        "sharding_propagation" begins with what cf.shard marks and completes it with the least communication; axes that
-        no mark names divide the batch.
+    search_mode: of "auto": "dynamic_programming" takes up to two mesh axes together, and says what is proven of the
+        result; "recursive_programming" takes each with the others fixed, until nothing gets cheaper. On one axis both
+        are the same exact search. "sharding_propagation" begins with what cf.shard marks and completes it with the
+        least communication; axes that no mark names divide the batch.
     strategy_ckpt_save_file: where "auto" writes the strategies that it has found for the training step, as JSON.
     strategy_ckpt_load_file: a file of strategies, which "auto" takes in place of a search. Entries that the model no
         longer has are left out, and `explain()` lists them.

@@ -106,7 +106,7 @@ class Elimination:
             size, number = heapq.heappop(heap)
             if number not in self.unary or size != sizes[number]:
                 continue
-            if size > WIDE and size < looked_at:
+            if size > WIDE and size < looked_at and not self._fallback:
                 looked_at = size  # until what is left has become wider still, a second look finds nothing
                 if changed := self.drop_dominated():
                     looked_at = inf

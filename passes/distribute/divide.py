@@ -133,17 +133,14 @@ class Divide(PricedPass):
         data = [axis for axis in axes if axis.is_data]
         rest = [axis for axis in axes if not axis.is_data]
         is_searched = self.searched and given is None
-        is_joint = program.config.search_mode != "dynamic_programming"
         results = ModuleResults(program)
         decided: dict[str, Decisions] = {}
         for number, axis in enumerate(axes):
-            if is_searched and is_joint and number == len(data):
+            if is_searched and number == len(data):
                 rest = self._searched(program, rest, context)
             axis = axis if axis.is_data else rest[number - len(data)]
             if given is not None and axis.group in given.axes:
                 axis = given.on(axis, program, ops)
-            elif is_searched and not is_joint and not axis.is_data:
-                (axis,) = self._searched(program, [axis], context)
             if axis.states:
                 pins = {name: pin.placement for name, pin in axis.parameters.items()}
                 decided[axis.group] = Decisions(pins, axis.states, axis.blocks)

@@ -33,6 +33,7 @@ from commfuse_fx.solvers import cost_tables
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
+from tests.solvers.integer_program import by_integer_program
 
 Model = Callable[[], nn.Module]
 
@@ -241,18 +242,19 @@ from torch import nn
 import commfuse_fx as cf
 model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
 optimizer = torch.optim.AdamW(model.parameters())
-options = {"parallel_mode": "auto", "device_num": 4, "cluster": "h100-node"}
+options = {"parallel_mode": "auto", "device_num": 4, "cluster": "h100-node", "mesh": eval(sys.argv[1])}
 step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, **options)
 x = torch.empty(8, 512)
 print(step.lower(x, x).fingerprint)
 """
 
 
-def test_plans_do_not_depend_on_hashes() -> None:
+@pytest.mark.parametrize("mesh", ["None", "(2, 2)"])
+def test_plans_do_not_depend_on_hashes_or_threads(mesh: str) -> None:
     found = {
         subprocess.run(
-            [sys.executable, "-c", HASHED],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            [sys.executable, "-c", HASHED, mesh],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed, "OPENBLAS_NUM_THREADS": seed},
             capture_output=True,
             text=True,
             check=True,
@@ -310,3 +312,46 @@ def test_a_strategy_that_the_inputs_cannot_have_is_not_taken(tmp_path: Path) -> 
 )
 def test_grids_of_a_free_mesh(ranks: int, inner: int, sizes: list[tuple[int, ...]]) -> None:
     assert grids(ranks, inner) == sizes
+
+
+# Several axes together
+
+
+def pairs_of(problem: LayoutProblem, monkeypatch: pytest.MonkeyPatch) -> cost_tables.CostTables:
+    """The costs of a problem as pairs of variables alone."""
+    monkeypatch.setattr(cost_tables, "FEW", 0)
+    found = cost_tables.CostTables(problem.graph)
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.parametrize("name", ["h100-node", "gloo-1gbit"])
+@pytest.mark.parametrize("model", [nn.Linear(8, 4, bias=False), mlp(16, 1)], ids=["one layer", "two layers"])
+def test_two_axes_together_equal_the_integer_program(
+    model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = next(model.parameters()).shape[1]
+    x, y = torch.empty(8, width), torch.empty(8, 4 if width == 8 else width)
+    program, axis = caught(model, x, y, monkeypatch)
+    axes = [replace(axis, group="a", ways=2), replace(axis, group="b", ways=2)]
+    cluster = slow_device(name, 1e-9, 1e-6)
+    prices = [PlacementCosts(cluster, (0, 2)), PlacementCosts(cluster, (0, 1))]
+    problem = LayoutProblem(program, axes, prices, cluster.device)
+    pairs = pairs_of(problem, monkeypatch)
+    best = by_integer_program(dict(enumerate(pairs.unary)), pairs.together).cost
+    found = cheapest_choice(problem.graph, problem.parts)
+    assert found.cost == pytest.approx(best) or (found.solver == "moves" and found.cost <= best * 1.01)
+    assert found.bound <= best * (1 + 1e-9)
+    if found.certificate is not None:
+        assert found.certificate.bound(problem.graph) == pytest.approx(found.bound)
+
+
+@pytest.mark.parametrize("cluster", ["h100-node", "gloo-1gbit"])
+@pytest.mark.parametrize(("rows", "width"), [(512, 64), (8, 512)])
+def test_axes_together_cost_no_more_than_one_after_the_other(rows: int, width: int, cluster: str) -> None:
+    x = torch.empty(rows, width)
+    together, in_turn = (
+        lowered(mlp(width, 2), F.mse_loss, x, x, mesh=(2, 4), cluster=cluster, search_mode=mode).simulate()
+        for mode in ("dynamic_programming", "recursive_programming")
+    )
+    assert together.step_seconds <= in_turn.step_seconds * (1 + 1e-9)

@@ -11,11 +11,28 @@ from commfuse_fx.ir.placement import Placement
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search.axis_search import AxisSearch, Budget, Found
 
+NEARLY = 0.01
+"""A proven gap that is small enough."""
+
 LESS = 1 - 1e-9
 """What counts as less: at most this part."""
 
 SOLVER = "one axis at a time"
 """What notes call this search."""
+
+
+def together(search: AxisSearch, axes: Sequence[Axis], budget: Budget | None = None) -> Found:
+    """The cheapest strategies on all axes together.
+
+    Where that is not nearly proven, those of one axis at a time are taken if they are cheaper.
+    """
+    found = search.cheapest(axes, budget)
+    if len(axes) == 1 or found.gap is None or found.gap <= NEARLY:
+        return found
+    other = axis_by_axis(search, axes, budget)
+    if other.cost >= found.cost or (budget is not None and other.nbytes > found.nbytes):
+        return found
+    return replace(other, gap=1 - found.cost * (1 - found.gap) / other.cost)
 
 
 def axis_by_axis(search: AxisSearch, axes: Sequence[Axis], budget: Budget | None = None) -> Found:

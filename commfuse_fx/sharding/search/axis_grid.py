@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import inf, prod
 from typing import Any
@@ -41,7 +42,10 @@ TIME = Objective()
 PriceOf = Callable[[str], PlacementCosts]
 """The prices of a group of axes, written as in "dp,tp"."""
 
-Changes = dict[Hashable, float]
+Change = tuple[TensorSpec, Placements, Placements]
+"""A change of layout: of what, what it is, and what it becomes."""
+
+Changes = dict[Hashable, dict[Change, float]]
 """Seconds of changes of layout."""
 
 COLLECTIVES: dict[Any, str] = {
@@ -91,6 +95,8 @@ class AxisGrid:
                 for places in combinations(range(len(axes)), number):
                     self._together[places] = price_of(",".join(axes[at].group for at in places))
         self._changes: Changes = {} if changes is None else changes
+        self._own_changes: dict[bool, dict[Change, float]] = {}
+        self._nbytes: dict[TensorSpec, dict[Placements, float]] = {}
 
     def key(self, fused: bool = False) -> tuple[object, ...]:
         """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
@@ -101,6 +107,7 @@ class AxisGrid:
         """The same with the prices of collectives of this kind."""
         if kind not in self._kinds:
             grid = copy(self)
+            grid._own_changes = {}
             grid._prices = [each.of(kind) for each in self._prices]
             grid._together = {places: each.of(kind) for places, each in self._together.items()}
             self._kinds[kind] = grid
@@ -183,14 +190,21 @@ class AxisGrid:
             return inf
         if len(have) == 1:
             return self._prices[0].change(spec.nbytes, have[0], wanted[0], fused)
-        key = (self.key(fused), spec, have, wanted, fused)
-        if key not in self._changes:
+        if fused not in self._own_changes:
+            self._own_changes[fused] = self._changes.setdefault((self.key(fused), fused), {})
+        known, key = self._own_changes[fused], (spec, have, wanted)
+        if key not in known:
+            nbytes_of = partial(self._nbytes_of, spec, self._nbytes.setdefault(spec, {}))
+            known[key] = cheapest_way(have, wanted, self._together, nbytes_of, fused)
+        return known[key]
 
-            def nbytes_of(placements: Placements) -> float:
-                return spec.nbytes / self.parts(placements) if self.fits(spec, placements) else inf
-
-            self._changes[key] = cheapest_way(have, wanted, self._together, nbytes_of, fused)
-        return self._changes[key]
+    def _nbytes_of(self, spec: TensorSpec, known: dict[Placements, float], placements: Placements) -> float:
+        """Bytes of a part; infinity if the tensor cannot lie so. known: what was asked of this tensor before."""
+        found = known.get(placements)
+        if found is None:
+            found = spec.nbytes / self.parts(placements) if self.fits(spec, placements) else inf
+            known[placements] = found
+        return found
 
 
 def joined(strategies: Sequence[Strategy]) -> LaidOut:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, count
 from math import inf
@@ -34,10 +35,10 @@ def cheapest_way(
             return now
         if now > seconds[layout]:
             continue
-        for places, after in _moves(layout, wanted, prices):
+        for places, after, others in _moves(layout, wanted, tuple(prices)):
             if nbytes_of(after) == inf:
                 continue
-            (first, *_), others = places, tuple(R if at in places else each for at, each in enumerate(layout))
+            first = places[0]
             then = now + prices[places].change(nbytes_of(others), layout[first], after[first], fused)
             if then < seconds.get(after, inf):
                 seconds[after] = then
@@ -45,8 +46,22 @@ def cheapest_way(
     return inf
 
 
-def _moves(layout: Placements, wanted: Placements, prices: Prices) -> Iterator[tuple[tuple[int, ...], Placements]]:
-    """The axes that a move changes together, and the layout after it. A sum or a gather may be over several axes."""
+Move = tuple[tuple[int, ...], Placements, Placements]
+"""The axes that a move changes together, the layout after it, and how the tensor lies meanwhile on other axes."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _moves(layout: Placements, wanted: Placements, groups: Sequence[tuple[int, ...]]) -> Sequence[Move]:
+    """The moves from a layout on the way to another one. groups: the axes that a sum or a gather may be over."""
+    found = _changes(layout, wanted, groups)
+    return [
+        (places, after, tuple(R if at in places else each for at, each in enumerate(layout))) for places, after in found
+    ]
+
+
+def _changes(
+    layout: Placements, wanted: Placements, groups: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], Placements]]:
     for at, (one, other) in enumerate(zip(layout, wanted, strict=True)):
         if one != other and other != R and _may_move(layout, (at,), one, other):
             yield (at,), _with(layout, (at,), other)
@@ -57,7 +72,7 @@ def _moves(layout: Placements, wanted: Placements, prices: Prices) -> Iterator[t
         is_one = isinstance(placement, Shard) and placement.blocks > 1
         for number in range(1, 2 if is_one else len(holders) + 1):
             for places in combinations(holders, number):
-                if places in prices and _may_move(layout, places, placement):
+                if places in groups and _may_move(layout, places, placement):
                     yield places, _with(layout, places, R)
 
 

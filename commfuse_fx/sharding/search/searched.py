@@ -9,13 +9,16 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.axis import Axis
-from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
+from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis, together
 from commfuse_fx.sharding.search.axis_grid import Objective
 from commfuse_fx.sharding.search.axis_search import AxisSearch
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 
 SEARCH = "search"
 """Topic of notes that say what a search has found."""
+
+TOGETHER = 2
+"""Axes that are searched together, at most: an op has as many strategies as those on each axis multiply to."""
 
 MARKED = Objective(moved=1 << 20)
 """A parameter lies as its mark says in every use."""
@@ -44,7 +47,10 @@ def searched(
     else:
         search = AxisSearch(program, costs, exposed, known)
     budget = None if not saving else lambda least, most: max(least, most - saving)
-    found = search.cheapest(axes, budget) if len(axes) == 1 else axis_by_axis(search, axes, budget)
+    if len(axes) == 1 or (program.config.search_mode == "dynamic_programming" and len(axes) <= TOGETHER):
+        found = together(search, axes, budget)
+    else:
+        found = axis_by_axis(search, axes, budget)
     counted = f", where {exposed} counts" if exposed else ""
     kept = f" and {found.nbytes / 2**20:.1f} MiB taken" if saving else ""
     if not propagates:
