@@ -19,6 +19,7 @@ from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.owned_work import share_of_rank
+from commfuse_fx.ir.redistribution import COLLECTIVES
 from commfuse_fx.ir.whole_updates import BY_OP
 from commfuse_fx.machine.cluster_parts import Device
 
@@ -35,7 +36,10 @@ _PRODUCTS = {
 }
 
 # Ops that pick elements of their first argument, and read no more of it than they return.
-_PICKS = ("embedding", "index", "index_select", "gather", "take", "_unsafe_index")
+_PICKS = ("embedding", "embedding_of_rows", "index", "index_select", "gather", "take", "_unsafe_index")
+
+# Functions of the compiler that compute nothing: they return memory which is there already, or send it.
+_PARTS = ("own_part", "of_owner", *(function.__name__ for function in COLLECTIVES))
 
 # Ops that overwrite the argument they write, and do not read it.
 _OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_")
@@ -75,6 +79,7 @@ class _Op:
     places: bool
     writes: bool
     passes: int
+    computes: bool
 
 
 _ops: dict[Any, _Op] = {}
@@ -104,6 +109,7 @@ def _describe(node: fx.Node) -> _Op:
         places=label in _PLACES,
         writes=schema is not None and any(arg.alias_info and arg.alias_info.is_write for arg in schema.arguments),
         passes=BY_OP[node.target].passes if node.target in BY_OP else 0,
+        computes=getattr(node.target, "commfuse_pure", False) and label not in _PARTS,
     )
 
 
@@ -112,7 +118,9 @@ def is_free(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     op = _op(node)
-    # Plain Python is numbers and the rank's coordinate; the user's own optimizer, which takes lists, is the exception.
+    if op.computes and info(node).spec is not None:
+        return False
+    # Other Python is numbers and the rank's coordinate; the user's own optimizer, which takes lists, is the exception.
     return op.free or (op.is_python and not _tensor_lists(node))
 
 
@@ -241,7 +249,7 @@ def _traffic(node: fx.Node, op: _Op) -> float:
     arguments = node.all_input_nodes
     if op.places:
         return float(sum(_bytes(info(value).spec) for value in (*arguments[1:], arguments[-1])))
-    if op.is_python:
+    if op.is_python and not op.computes:
         # The user's optimizer: it reads its lists, and writes the first, the parameters.
         changed = sum(_bytes(info(value).spec) for value in _tensor_lists(node)[0])
         return float(changed + sum(_bytes(info(value).spec) for value in arguments))

@@ -15,6 +15,9 @@ from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free, roof
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.functions import axis_index, optimizer_step
 from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.redistribution import own_part
+from commfuse_fx.kernels.position_random import bernoulli_at
+from commfuse_fx.sharding.rules.softmax import maximum_of_part
 from tests.cost.graphs import CLUSTER, CORE, Graph, aten, f32
 from tests.models import CASES, Case
 
@@ -134,6 +137,7 @@ def test_what_is_free() -> None:
         g.op("rank", "dp", target=axis_index),
         g.op("minus", 1, number, target=operator.sub),
     ]
+    info(free[-2]).spec = None
     for node in free:
         assert is_free(node) and flops_and_bytes(node) == (0, 0) and roofline_seconds(node, CORE) == 0
     memory = g.op("memory", [16], target=aten.empty.memory_format)
@@ -141,6 +145,19 @@ def test_what_is_free() -> None:
     assert flops_and_bytes(memory) == (0, 0) and roofline_seconds(memory, CORE) == CORE.op_overhead
     info(memory).kept = True
     assert roofline_seconds(memory, CORE) == 0
+
+
+def test_functions_of_the_compiler_take_as_long_as_their_tensors_say() -> None:
+    g = Graph()
+    rows = g.input("rows", f32(4, 8))
+    own = g.op("own", rows, 0, 2, 0, 1, target=own_part)
+    assert is_free(own)
+    mask = g.op("mask", [4, 8], 0.9, 0, 0, [0, 0], [4, 8], torch.float32, "cpu", target=bernoulli_at)
+    info(mask).spec = f32(4, 8)
+    largest = g.op("largest", rows, -1, target=maximum_of_part)
+    info(largest).spec = f32(4, 1)
+    assert flops_and_bytes(mask) == (0, 4 * 32) and flops_and_bytes(largest) == (0, 4 * (32 + 4))
+    assert roofline_seconds(largest, CORE) > 0
 
 
 def _mm(dtype: torch.dtype, size: int) -> fx.Node:

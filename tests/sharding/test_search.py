@@ -113,10 +113,10 @@ class Words(nn.Module):
 
 def test_a_large_vocabulary_is_divided() -> None:
     tokens = torch.randint(0, 32000, (2, 16))
-    found = lowered(Words(32000, 128), tokens_loss, tokens, tokens, mesh=(8,))
+    found = lowered(Words(32000, 512), tokens_loss, tokens, tokens, mesh=(8,))
     assert layouts(found)["head.weight"] == "S(0) on dp" and "embed.weight" in layouts(found)
     scores = 2 * 16 * 8 * 32000 * 4
-    assert all(each.bytes < scores / 100 for each in found.collectives)  # they are never brought together
+    assert all(each.bytes < scores / 50 for each in found.collectives)  # they are never brought together
 
 
 def test_next_to_no_bandwidth_avoids_communication() -> None:
