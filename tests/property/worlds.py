@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
+from commfuse_fx.config.options import SEARCH_MODES
+from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW
 from tests.property.random_cases import Case
@@ -20,6 +23,14 @@ from tests.property.trainee import Trainee, make_trainee
 from tests.recorders import recorded
 
 Batch = tuple[torch.Tensor, ...]
+
+_LINKS = resolve_cluster("gloo-1gbit")
+WITHOUT_LATENCY = replace(
+    _LINKS,
+    levels=tuple(replace(level, alpha=0.0) for level in _LINKS.levels),
+    device=replace(_LINKS.device, op_overhead=0.0, collective_overhead=0.0),
+)
+"""Prices by which a search divides small models."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -134,6 +145,9 @@ class Compiled:
         if case.marks:
             mark_parameters(trainee.model, case)
             options.update(parallel_mode="semi_auto", mesh=case.mesh, full_batch=True)
+            if case.kind == "divided" and case.seed % 2:
+                mode = SEARCH_MODES[case.seed // 2 % len(SEARCH_MODES)]
+                options.update(parallel_mode="auto", search_mode=mode, cluster=WITHOUT_LATENCY)
         world = math.prod(case.mesh)
         if case.kind in ("lockstep", "divided"):
             options.update(device_num=world, global_rank=0)
