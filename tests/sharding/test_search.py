@@ -243,9 +243,10 @@ import commfuse_fx as cf
 model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
 optimizer = torch.optim.AdamW(model.parameters())
 options = {"parallel_mode": "auto", "device_num": 4, "cluster": "h100-node", "mesh": eval(sys.argv[1])}
-step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, **options)
 x = torch.empty(8, 512)
-print(step.lower(x, x).fingerprint)
+for mode in ("dynamic_programming", "recursive_programming"):
+    step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, search_mode=mode, **options)
+    print(step.lower(x, x).fingerprint)
 """
 
 
