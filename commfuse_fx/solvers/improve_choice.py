@@ -17,7 +17,7 @@ from commfuse_fx.solvers.fewer_states import with_states
 Parts = Sequence[NDArray[np.intp]]
 """Of what parts the states of each variable are made, as on several mesh axes: [parts, states] of numbers."""
 
-LARGEST = 1 << 16
+LARGEST = 1 << 14
 """Entries of a table in a move; where one would be larger, a variable keeps its present state."""
 
 NEAREST = 4
