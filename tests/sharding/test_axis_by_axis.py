@@ -137,12 +137,14 @@ def test_equals_one_device(case: Case, mesh: tuple[int, ...], saving: int, monke
     assert any("one axis at a time" in each for each in notes)
 
 
-def lowered(mesh: tuple[int, ...], **options: Any) -> Any:
+def lowered(mesh: tuple[int, ...], rows: int = 32, mark: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    if mark is not None:
+        mark(model)
     optimizer = torch.optim.AdamW(model.parameters())
     options = {**MODE, "cluster": "h100-node", **options}
-    x = torch.empty(32, 1024)
+    x = torch.empty(rows, 1024)
     return cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, mesh=mesh, device_num=8, **options).lower(x, x)
 
 
@@ -154,8 +156,19 @@ def test_a_file_gives_the_same_graph(tmp_path: Any) -> None:
     assert [note for note in again.program.notes if "not applied" in note.topic] == []
 
 
-def test_never_slower_than_plain_plans() -> None:
-    """Data parallel, and tensor parallel over all ranks."""
-    seconds = lowered((2, 4)).simulate().step_seconds
-    data = lowered((2, 4), parallel_mode="semi_auto", search_mode="dynamic_programming").simulate().step_seconds
-    assert seconds <= data * (1 + 1e-9)
+@pytest.mark.parametrize("rows", [64, 16384])
+def test_never_slower_than_plain_plans(rows: int) -> None:
+    """Data parallel, tensor parallel with it, and the parallel optimizer, all for one batch."""
+    plain = {"parallel_mode": "semi_auto", "search_mode": "dynamic_programming", "rows": rows, "full_batch": True}
+    found = [
+        lowered((2, 4), **plain),
+        lowered((2, 4), mark=megatron, **plain),
+        lowered((2, 4), enable_parallel_optimizer=True, **plain),
+    ]
+    seconds = lowered((2, 4), rows=rows, full_batch=True).simulate().step_seconds
+    assert all(seconds <= each.simulate().step_seconds * (1 + 1e-9) for each in found)
+
+
+def megatron(model: nn.Module) -> None:
+    cf.shard(model, "0", weight=("tp", None))
+    cf.shard(model, "2", weight=(None, "tp"))

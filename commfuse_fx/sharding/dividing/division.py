@@ -23,7 +23,7 @@ from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
 from commfuse_fx.ir.program import LAYOUT, Program, Source
-from commfuse_fx.ir.redistribution import sum_partial
+from commfuse_fx.ir.redistribution import own_part, sum_partial
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.divided_value import Value
@@ -54,6 +54,7 @@ class Division:
         self.axis = axis
         self.local = LocalGraph(program, axis, specs)
         self.values: dict[fx.Node, Value] = {}
+        self._cut_again: dict[fx.Node, Shard] = {}  # parts of inputs over other axes
         self.chooser = Chooser(self.values, axis.ways)
         self.constants = MadeOfConstants(program)
         self.own = OwnParts(program, axis.group, axis.ways)
@@ -71,6 +72,7 @@ class Division:
             elif node.op == "call_function":
                 try:
                     self._call(node)
+                    self._cut(node)
                 except CommFuseError:
                     raise
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -88,11 +90,21 @@ class Division:
         placement = self.axis.inputs.get(source.name, R) if source.kind == "input" else R
         if isinstance(placement, Shard) and self.axis.local_inputs:
             self.local.localize(made, placement)
+        elif isinstance(placement, Shard) and (part := _part_over_other_axes(node)) is not None:
+            self._cut_again[part] = placement
+            placement = R
         elif isinstance(placement, Shard):
             made = self.local.own_part(made, placement, f"slice/{source.name}", info(node))
         elif node in self.own:
             varies(made, self.axis.group)
         return Value(spec, {placement: made})
+
+    def _cut(self, node: fx.Node) -> None:
+        """A part of an input over other axes is cut further over this one."""
+        placement = self._cut_again.get(node)
+        if placement is not None:
+            part = self.local.own_part(self.values[node].versions[R], placement, info(node).name, info(node))
+            self.values[node] = Value(info(node).spec, {placement: part})
 
     def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
         pin = self.axis.parameters.get(source.name)
@@ -377,3 +389,9 @@ class Division:
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)
+
+
+def _part_over_other_axes(node: fx.Node) -> fx.Node | None:
+    """The part of an input that is all that is used of it."""
+    users = [*node.users]
+    return users[0] if len(users) == 1 and users[0].target is own_part else None
