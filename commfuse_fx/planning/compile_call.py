@@ -192,7 +192,7 @@ def plan_step(
     most = EFFORT.plans(len(program.graph.nodes))
     first, fixed, rounds = *([build(each) for each in part] for part in (found.searched, found.fixed)), None
     if has_rounds(situation, program, found.searched):
-        most = most_plans(situation, program)
+        most = most_plans(situation, program, len(found.searched))
         rounds = StrategyRounds(situation, program, found.searched, build, context.costs, most)
         first, fixed = rounds.first, []
     is_alone = config.device_num is not None or program.mesh.world == 1

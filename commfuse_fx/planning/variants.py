@@ -9,23 +9,26 @@ from commfuse_fx.passes.declaration import Situation, Variants
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.solvers.effort import EFFORT
 
-SEARCHED = 18
-"""Plans that are made at most where strategies are searched and the graph is large."""
-
-WITH_LIMIT = 26
-"""As many where memory has a limit as well: levels of the parallel optimizer and strategies that save memory."""
+WITH_LIMIT = 14
+"""Plans that are made at most where strategies are searched, memory has a limit, and the graph is large: levels of the
+parallel optimizer and strategies that save memory."""
 
 
 def variants(situation: Situation, program: Program) -> Variants:
     """What to make and compare for a captured program. Of equally fast plans the first is taken."""
-    return affordable(offered(situation, program), most_plans(situation, program))
+    found = offered(situation, program)
+    return affordable(found, most_plans(situation, program, len(found.searched)))
 
 
-def most_plans(situation: Situation, program: Program) -> int:
-    """How many plans are made."""
+def most_plans(situation: Situation, program: Program, first: int) -> int:
+    """How many plans are made.
+
+    first: those of the first round. Where strategies are searched, each of these but one is the beginning of another.
+    """
     plans = EFFORT.plans(len(program.graph.nodes))
-    least = 0 if not situation.searches else SEARCHED if situation.config.memory_limit is None else WITH_LIMIT
-    return max(plans, least)
+    if not situation.searches:
+        return plans
+    return max(plans, 2 * first - 1, 0 if situation.config.memory_limit is None else WITH_LIMIT)
 
 
 def offered(situation: Situation, program: Program) -> Variants:

@@ -263,7 +263,7 @@ def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:
     return replace(resolved, mesh=mesh, data_axes=mesh.names)
 
 
-def _free_grids(situation: Situation, program: Program) -> list[tuple[int, ...]]:
+def _free_grids(situation: Situation, program: Program) -> list[tuple[int, int]]:
     """What the ranks can be where nothing that the user has said depends on the axes of the mesh."""
     marks = program.marks
     is_free = situation.config.mesh is None and len(program.mesh.names) == 1

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-MOST_AXES = 3
-"""Axes of a grid: each takes a search and a division of the graph."""
-
-INNER = 3
-"""Grids of two axes."""
+MOST = 3
+"""Grids: each takes a search, and a plan of the step."""
 
 
-def grids(ranks: int, inner: int = 1) -> list[tuple[int, ...]]:
-    """Sizes of axes, the outermost first.
+def grids(ranks: int, near: int) -> list[tuple[int, int]]:
+    """Sizes of two axes, the outer one first. The inner one is a group of neighbours with the fastest links, or a half
+    of it, and so on. There are none where all ranks have the same links.
 
-    Of two axes the inner one is a group of neighbours with the fastest links, or a half of it, and so on. Of three, the
-    outermost one is that of such groups.
-
-    inner: how many neighbours have the fastest links. 1, or all ranks: all have the same.
+    near: how many neighbours have the fastest links.
     """
-    near = inner if 1 < inner < ranks and ranks % inner == 0 else ranks
-    found: list[tuple[int, ...]] = []
+    if not 1 < near < ranks or ranks % near:
+        return []
+    found: list[tuple[int, int]] = []
     size = near
-    while size > 1 and len(found) < INNER:
-        if size < ranks:
-            found.append((ranks // size, size))
+    while size > 1 and len(found) < MOST:
+        found.append((ranks // size, size))
         size //= _least_factor(size)
-    small = _factors(near, MOST_AXES if near == ranks else MOST_AXES - 1)
-    if len(small) > 1:
-        small = small if near == ranks else (ranks // near, *small)
-        if small not in found:
-            found.append(small)
     return found
-
-
-def _factors(number: int, most: int) -> tuple[int, ...]:
-    """Prime factors, the smallest ones joined until there are so many; the largest first."""
-    found: list[int] = []
-    while number > 1:
-        found.append(_least_factor(number))
-        number //= found[-1]
-    while len(found) > most:
-        first, second, *others = found
-        found = sorted((first * second, *others))
-    return tuple(reversed(found))
 
 
 def _least_factor(number: int) -> int:
