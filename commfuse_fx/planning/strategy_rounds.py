@@ -164,7 +164,7 @@ class StrategyRounds:
 
     def _priced_as_simulated(self) -> Iterator[list[Variant]]:
         """Searches with the prices of the fastest plan on each grid, and of data parallel, and then of the fastest that
-        these have found."""
+        these have found. Grids are searched quickly, and the best one once more at the end."""
         fastest: dict[tuple[bool, str], Variant] = {}
         for each in sorted((each for each in self._made if self._fits(each)), key=self._seconds):
             fastest.setdefault((bool(each.get("searched", True)), str(each.get("split", ""))), each)
@@ -172,10 +172,13 @@ class StrategyRounds:
         for _ in range(ALTERNATIONS):
             asked = [self._as_simulated(each) for each in dict.fromkeys(begin)]
             if all(each in self._made for each in asked):
-                return
+                break
             yield asked
             new = (each for each in asked if self._fits(each) and not self._made[each].is_known)
             begin = sorted(new, key=self._seconds)[:GO_ON]
+        best = min((each for each in self._made if self._fits(each)), key=self._seconds, default=None)
+        if best is not None and best.get("quick", False):
+            yield [best.but(quick=False)]
 
     def _as_simulated(self, variant: Variant) -> Variant:
         """The search with the prices of a plan."""

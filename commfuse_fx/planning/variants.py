@@ -9,6 +9,9 @@ from commfuse_fx.passes.declaration import Situation, Variants
 from commfuse_fx.planning.pass_table import TABLE
 from commfuse_fx.solvers.effort import EFFORT
 
+LATER = 6
+"""Plans that are made at most where strategies are searched, besides those of the first two rounds."""
+
 WITH_LIMIT = 14
 """Plans that are made at most where strategies are searched, memory has a limit, and the graph is large: levels of the
 parallel optimizer and strategies that save memory."""
@@ -23,12 +26,15 @@ def variants(situation: Situation, program: Program) -> Variants:
 def most_plans(situation: Situation, program: Program, first: int) -> int:
     """How many plans are made.
 
-    first: those of the first round. Where strategies are searched, each of these but one is the beginning of another.
+    first: those of the first round. Where strategies are searched, each of these but one is the beginning of another,
+        also in a large graph.
     """
     plans = EFFORT.plans(len(program.graph.nodes))
     if not situation.searches:
         return plans
-    return max(plans, 2 * first - 1, 0 if situation.config.memory_limit is None else WITH_LIMIT)
+    if situation.config.memory_limit is not None:
+        return max(plans, WITH_LIMIT)
+    return min(max(plans, 2 * first - 1), 2 * first + LATER)
 
 
 def offered(situation: Situation, program: Program) -> Variants:

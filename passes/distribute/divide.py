@@ -48,6 +48,7 @@ class Divide(PricedPass):
     saving: bytes that the strategies are to take less than the fastest ones, as far as that goes.
     split: sizes of axes that the ranks become, as "64x8", so that neighbours may divide other things than nodes do; "":
         they stay as the mesh is.
+    quick: the search is content with what it finds first, also where it is far from proven to be the cheapest.
     level: of the parallel optimizer, which the search has chosen as a part of the strategy; 0: it is off. None: it is
         as the user has said.
     """
@@ -65,6 +66,7 @@ class Divide(PricedPass):
     exposed: str = ""
     saving: int = 0
     split: str = ""
+    quick: bool = False
     level: int | None = None
 
     @classmethod
@@ -78,6 +80,7 @@ class Divide(PricedPass):
             exposed=str(situation.variant.get("exposed", "")),
             saving=int(situation.variant.get("saving", 0)),
             split=str(situation.variant.get("split", "")),
+            quick=bool(situation.variant.get("quick", False)),
             level=situation.variant.get("level", None),
         )
 
@@ -103,7 +106,7 @@ class Divide(PricedPass):
             return found
         first, *others = found.searched
         splits = _free_grids(situation, program)
-        meshes = (first, *(first.but(split="x".join(map(str, sizes))) for sizes in splits))
+        meshes = (first, *(first.but(split="x".join(map(str, sizes)), quick=True) for sizes in splits))
         return replace(found, searched=(*meshes, first.but(searched=False), *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
@@ -173,7 +176,7 @@ class Divide(PricedPass):
                 "parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
         known = context.known(search.KnownLayouts)
-        found: list[Axis] = search.searched(program, axes, context.costs, self.exposed, self.saving, known)
+        found: list[Axis] = search.searched(program, axes, context.costs, self.exposed, self.saving, known, self.quick)
         return found
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:

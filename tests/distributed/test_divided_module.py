@@ -363,7 +363,7 @@ def memory_of_steps(level: int) -> dict[str, float]:
 def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
     rows = LAYERS / 2
     for found in ranks.values(memory_of_steps, 3):
-        slack = 1.5  # activations, scalars, and what a thread of Gloo lets go of a moment later
+        slack = 2.5  # activations, scalars, and what a thread of Gloo lets go of a moment later
         assert found["the forward"] <= 3 * rows + slack, found
         assert found["the backward"] <= 4 * rows + slack, found
         assert found["the step"] <= 4 * rows + slack, found
@@ -374,7 +374,7 @@ def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
 
 
 def test_a_rank_holds_rows_of_gradients_alone_where_parameters_are_whole(ranks: Ranks) -> None:
-    rows, slack = LAYERS / 2, 1.5
+    rows, slack = LAYERS / 2, 2.5
     for found in ranks.values(memory_of_steps, 2):
         assert found["the forward"] <= LAYERS + 2 * rows + slack, found
         assert found["the backward"] <= LAYERS + 3 * rows + slack, found

@@ -34,12 +34,14 @@ def searched(
     exposed: str = "",
     saving: int = 0,
     known: KnownLayouts | None = None,
+    quick: bool = False,
 ) -> list[Axis]:
     """The axes with the strategies and the placements of parameters that a step takes least time with.
 
     Those that are pinned already are kept. exposed: the part of the time of collectives that counts, as `Exposure`
     writes it. saving: bytes that a rank is to hold less than with the fastest choice.
-    known: what other searches of the same compile have found out.
+    known: what other searches of the same compile have found out. quick: whether the first choice that is found is
+    taken, also where it is far from proven to be the cheapest.
     """
     propagates = program.config.propagates
     if propagates:
@@ -48,7 +50,7 @@ def searched(
         search = AxisSearch(program, costs, exposed, known)
     budget = None if not saving else lambda least, most: max(least, most - saving)
     if len(axes) == 1 or (program.config.search_mode == "dynamic_programming" and len(axes) <= TOGETHER):
-        found = together(search, axes, budget)
+        found = search.cheapest(axes, budget) if quick else together(search, axes, budget)
     else:
         found = axis_by_axis(search, axes, budget)
     counted = f", where {exposed} counts" if exposed else ""
