@@ -118,10 +118,18 @@ MARKS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", SEARCH_MODES)
 @pytest.mark.parametrize(
-    ("case", "name"),
-    [(case, name) for case in (MLP_CASE, CONV, TIED) for name in MARKS[case.name]],
+    ("case", "name", "mode"),
+    [
+        (case, name, mode)
+        for case, modes in (
+            (MLP_CASE, SEARCH_MODES),
+            (CONV, ["sharding_propagation"]),
+            (TIED, ["sharding_propagation"]),
+        )
+        for name in MARKS[case.name]
+        for mode in modes
+    ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_equals_one_device_and_keeps_marks(case: Case, name: str, mode: str) -> None:
