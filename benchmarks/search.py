@@ -50,19 +50,16 @@ def model_of(layers: int) -> GPT2:
     return model
 
 
+def searched_step(model: torch.nn.Module, **options: Any) -> cf.Step:
+    """A step whose strategies are searched."""
+    return cf.compile(model, optimizer=torch.optim.AdamW(model.parameters()), parallel_mode="auto", **options)
+
+
 def measure(layers: int, devices: int, mesh: tuple[int, ...] | None, limit: float | None = None) -> dict[str, Any]:
     """One row. mesh: None: the search chooses it. limit: of memory, in GiB."""
     model = model_of(layers)
     schedule = {} if limit is None else {"schedule": cf.ScheduleConfig(memory_limit=int(limit * 2**30))}
-    step = cf.compile(
-        model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        parallel_mode="auto",
-        mesh=mesh,
-        device_num=devices,
-        cluster=CLUSTER,
-        **schedule,
-    )
+    step = searched_step(model, mesh=mesh, device_num=devices, cluster=CLUSTER, **schedule)
     ids = torch.zeros(8, LENGTH, dtype=torch.long)
     call = step.planner.take_apart((), {"ids": ids, "labels": ids})
     clocks = {part: Clock(getattr(axis_search, name)) for part, name in PARTS.items()}
@@ -95,14 +92,7 @@ def first_search(name: str, layers: int, mesh: tuple[int, int]) -> dict[str, Any
         model = Llama(layers, *LLAMAS[name], length=4096)
     model.to_empty(device="cpu")
     devices = mesh[0] * mesh[1]
-    step = cf.compile(
-        model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        parallel_mode="auto",
-        mesh=mesh,
-        device_num=devices,
-        cluster=f"h100-ib-{devices // 8}",
-    )
+    step = searched_step(model, mesh=mesh, device_num=devices, cluster=f"h100-ib-{devices // 8}")
 
     def begin(program: Any, axes: Any, costs: Any, *_: Any) -> None:
         raise SearchBegins(program.copy(), axes, costs)

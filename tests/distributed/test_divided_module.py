@@ -4,7 +4,6 @@ loops, in a part of the memory."""
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ import commfuse_fx as cf
 from commfuse_fx.frontends.running_backwards import LOOKED_AT
 from commfuse_fx.ir.collectives import kind_of
 from commfuse_fx.ir.meta import info
-from commfuse_fx.runtime.execute import messages
 from commfuse_fx.runtime.execute.messages import Flight
 from commfuse_fx.runtime.execute.wire import Wire
 from tests.distributed.harness import Ranks
@@ -291,94 +289,6 @@ def loops_alike() -> dict[str, float]:
 def test_other_loops_are_those_of_ddp(ranks: Ranks, size: int) -> None:
     for found in ranks.values(loops_alike, size=size):
         assert max(found.values()) < 1e-12, found
-
-
-def held_bytes() -> int:
-    """Of all tensors that this process can reach; memory that several of them have counts once."""
-    gc.collect()
-    spans = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in gc.get_objects():
-            if isinstance(each, torch.Tensor) and type(each).__name__ != "FakeTensor" and each.device.type == "cpu":
-                storage = each.untyped_storage()
-                spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    total, end = 0, 0
-    for begin, stop in sorted(spans):
-        total, end = total + max(stop - max(begin, end), 0), max(end, stop)
-    return total
-
-
-LAYERS, WIDTH = 6, 128
-WEIGHT = WIDTH * WIDTH * 4
-
-
-class Deep(nn.Module):
-    """Equal weights without biases, and little else that takes memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-def memory_of_steps(level: int) -> dict[str, float]:
-    """In weights, beyond what was held before: at places of a step, and at most when a gather begins."""
-    before = held_bytes()
-    _, model = divided({"level": level}, Deep(), comm_fusion={"openstate": False})
-    optimizer = cf.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    at: dict[str, list[float]] = {}
-
-    def note(place: str) -> None:
-        at.setdefault(place, []).append((held_bytes() - before) / WEIGHT)
-
-    issue = messages.all_gather_single
-
-    def gather(*args: Any, **kwargs: Any) -> Any:
-        note("a gather")
-        return issue(*args, **kwargs)
-
-    for step in range(3):
-        if step == 2:
-            messages.all_gather_single = gather
-            at.clear()
-        loss = model(torch.ones(4, WIDTH))
-        note("the forward")
-        loss.backward()
-        note("the backward")
-        optimizer.step()
-        note("the step")
-        optimizer.zero_grad()
-        del loss
-        note("zero_grad")
-        with torch.no_grad():
-            model(torch.ones(4, WIDTH))
-        note("an evaluation")
-    messages.all_gather_single = issue
-    return {place: max(found) for place, found in at.items()} | {"gathers": float(len(at["a gather"]))}
-
-
-def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:
-    rows = LAYERS / 2
-    for found in ranks.values(memory_of_steps, 3):
-        slack = 2.5  # activations, scalars, and what a thread of Gloo lets go of a moment later
-        assert found["the forward"] <= 3 * rows + slack, found
-        assert found["the backward"] <= 4 * rows + slack, found
-        assert found["the step"] <= 4 * rows + slack, found
-        assert found["zero_grad"] <= 4 * rows + slack, found
-        assert found["a gather"] <= 4 * rows + 3 + slack, found
-        assert found["an evaluation"] <= 3 * rows + slack, found
-        assert found["gathers"] == 3 * LAYERS - 1
-
-
-def test_a_rank_holds_rows_of_gradients_alone_where_parameters_are_whole(ranks: Ranks) -> None:
-    rows, slack = LAYERS / 2, 2.5
-    for found in ranks.values(memory_of_steps, 2):
-        assert found["the forward"] <= LAYERS + 2 * rows + slack, found
-        assert found["the backward"] <= LAYERS + 3 * rows + slack, found
-        assert found["gathers"] == LAYERS  # behind the update
 
 
 def of_torch(net: nn.Module, model: Any, optimizer: Any) -> None:
