@@ -40,11 +40,8 @@ class DivideParameters(Pass):
     def __call__(self, program: Program) -> bool:
         if not program.has_two_halves or program.mesh.world == 1:
             return False
-        build, mesh, reasons = (
-            Builder(program),
-            program.mesh,
-            divided_by_rule(program.params, program.mesh, program.config),
-        )
+        build, mesh = Builder(program), program.mesh
+        reasons = divided_by_rule(program.params, mesh, program.config)
         names = [name for name, reason in reasons.items() if not reason]
         for name, reason in reasons.items():
             if reason:
