@@ -58,6 +58,11 @@ def tensor_parallel(model: torch.nn.Module) -> cf.plans.Plan:
     return cf.plans.tensor_parallel(model, TP, vocabulary=True)
 
 
+def small_buckets(level: int) -> dict[str, Any] | None:
+    """Of levels 2 and 3, which are there for memory: buckets of 64 MiB would take it again."""
+    return {kind: {"mode": "size", "config": 4} for kind in BOTH} if level > 1 else None
+
+
 MODES = {
     "overlap": Mode(lambda cluster: {}, by_rate=False),
     "inductor": Mode(lambda cluster: {"backend": "inductor"}, by_rate=False, is_priced=False),
@@ -91,8 +96,7 @@ MODES = {
             lambda cluster, level=level: {
                 "enable_parallel_optimizer": True,
                 "parallel_optimizer_config": {"level": level, "pad": True},
-                # Levels 2 and 3 are there for memory, which buckets of 64 MiB would take again.
-                **({"comm_fusion": {kind: {"mode": "size", "config": 4} for kind in BOTH}} if level > 1 else {}),
+                "comm_fusion": small_buckets(level),
             },
             by_rate=False,
             by_default=False,

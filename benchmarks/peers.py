@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
+from benchmarks.modes import small_buckets
 from benchmarks.workloads import LEARNING_RATE, Workload, eager_loss
 
 Step = Callable[[], Any]
@@ -72,6 +73,23 @@ def compiled_module(workload: Workload, model: nn.Module) -> Step:
     return _step(workload, cf.compile(model, backend="inductor"))
 
 
+def divided_module(level: int) -> Callable[[Workload, nn.Module], Step]:
+    """The module form with `ShardedOptimizer`. Its buckets are those of the compiled step of the same level."""
+
+    def build(workload: Workload, model: nn.Module) -> Step:
+        config = {"level": level, "pad": True}
+        options = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config} if level > 1 else {}
+        wrapped = cf.compile(model, comm_fusion=small_buckets(level), **options)
+        given = {"parallel_optimizer_config": config} if level == 1 else {}
+        optimizer = cf.ShardedOptimizer(wrapped, torch.optim.AdamW, lr=LEARNING_RATE, fused=True, **given)
+        return _step(workload, wrapped, optimizer=optimizer)
+
+    return build
+
+
+DIVIDED = {f"module form {level}": divided_module(level) for level in (1, 2, 3)}
+"""Measured where they are named."""
+
 PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
     "unfused after backward": unfused,
     "DDP": ddp,
@@ -79,6 +97,7 @@ PEERS: dict[str, Callable[[Workload, nn.Module], Step]] = {
     "FSDP2": fsdp2,
     "ZeRO + DDP": zero_with_ddp,
     "module form": module,
+    **DIVIDED,
 }
 
 

@@ -32,14 +32,17 @@ from benchmarks.launch import RanksFailed, run_ranks
 from benchmarks.measure import OUT, at_least, save
 from benchmarks.modes import MODES
 from benchmarks.netns import Network, Unavailable
-from benchmarks.peers import PEERS
+from benchmarks.peers import DIVIDED, PEERS
 from benchmarks.step_rank import run
 from benchmarks.step_summary import errors, means_over_limited, rows
 from benchmarks.step_task import UNLIMITED, Result, Task, label
 from benchmarks.workloads import WORKLOADS
 
 VARIANTS = (*PEERS, *MODES)
-BY_DEFAULT = (*PEERS, *(name for name, mode in MODES.items() if mode.by_default))
+BY_DEFAULT = (
+    *(name for name in PEERS if name not in DIVIDED),
+    *(name for name, mode in MODES.items() if mode.by_default),
+)
 _TIMED = ["mlp", "gpt2", "bert", "convnet", "many_small"]
 HEADER = (
     f"{'workload':10} {'Gbit/s':>9} {'variant':24} {'ms/step':>9} {'(quartiles)':>17} "
