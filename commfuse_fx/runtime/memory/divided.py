@@ -41,17 +41,15 @@ class DividedParameter:
     """A parameter of which this rank keeps a part, or of whose optimizer states it does.
 
     whole: the user's parameter.
-    part: what the graph reads of it: this rank's part, or the user's parameter if only its update is divided.
+    part: what the graph reads of it: this rank's part, or the user's parameter if only its update is divided. It may be
+        given: that of another one that divides the parameter itself, where this one divides its states alone.
+    updates: whether what is updated is bound here. Else gradients alone may be divided.
     updated: what this rank updates of the part: the part itself, or some rows of it.
+    rows: the shape of what a rank updates, which is that of its part of the gradient.
     state: the optimizer states of what is updated, by name.
     shown: the whole tensors that the user's optimizer has for states of the parameter's shape. Other states, such as a
         step count, are the same objects in both.
     changes: how often others have seen the part to have new values.
-
-    rows: the shape of what a rank updates, which is that of its part of the gradient.
-
-    part: that of another one that divides the parameter itself, where this one divides its states alone.
-    updates: whether what is updated is bound here. Else gradients alone may be divided.
     """
 
     def __init__(
