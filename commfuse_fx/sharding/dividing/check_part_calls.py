@@ -105,7 +105,7 @@ class _Rows:
     """
 
     def __init__(self, program: Program, own: Mapping[fx.Node, None]) -> None:
-        self._chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, 1)
+        self.chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, 1)
         self.dims: dict[fx.Node, tuple[int | None, ...]] = {}
         self.reducing: dict[int, None] = {}
         self._calls: dict[fx.Node, int] = {}
@@ -115,7 +115,7 @@ class _Rows:
 
     def strategies(self, node: fx.Node) -> tuple[Strategy, ...]:
         """Those of a node among one rank, where every size divides."""
-        return strategies_of(self._chooser.describe(node, (1,)).call)
+        return strategies_of(self.chooser.describe(node, (1,)).call)
 
     def check_result(self, node: fx.Node) -> None:
         (given,) = node.all_input_nodes
@@ -146,7 +146,7 @@ class _Rows:
 
     def _strategy(self, node: fx.Node) -> Strategy | None:
         """The one with which parts of the batch are parts of the result, or else summands; None if there is none."""
-        described = self._chooser.describe(node, (1,))
+        described = self.chooser.describe(node, (1,))
         wanted: list[Placement] = []
         for value in described.inputs:
             if value not in self.dims and value in self._calls:
@@ -183,7 +183,7 @@ def _users_in_forward(program: Program, node: fx.Node) -> Iterator[fx.Node]:
 def _is_linear(user: fx.Node, value: fx.Node, rows: _Rows) -> bool:
     if not isinstance(info(user).spec, TensorSpec):
         return False
-    inputs = rows._chooser.describe(user, (1,)).inputs
+    inputs = rows.chooser.describe(user, (1,)).inputs
     return any(
         each.outputs == (P,) and all(p == P for given, p in zip(inputs, each.inputs, strict=True) if given is value)
         for each in rows.strategies(user)
