@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 from commfuse_fx.capture.canonical_trace import canonicalize
 from commfuse_fx.capture.loss import LossFn, compute_loss
+from commfuse_fx.capture.meta_tensors import device_of
 from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
 from commfuse_fx.capture.rank_writes import warn_of_rank_writes
 from commfuse_fx.capture.reads import Reads
@@ -84,7 +86,7 @@ def describe(
 
     The graph's output is still that of the trace, and no mutation is written back yet.
     """
-    params = describe_parameters(model)
+    params = describe_parameters(model, [tensor for _, tensor in leaves])
     sources = canonicalize(
         traced,
         [
@@ -112,13 +114,17 @@ def describe(
     return program
 
 
-def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """The model's parameters in the order of named_parameters(), with their marks."""
+def describe_parameters(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> dict[str, Parameter]:
+    """The model's parameters in the order of named_parameters(), with their marks.
+
+    inputs: those of the call that is described, which say where parameters on the meta device are to be.
+    """
     params: dict[str, Parameter] = {}
     shared = overlaps(dict([*model.named_parameters(), *model.named_buffers()]))
-    sequence = 0
+    sequence, device = 0, str(device_of(model, inputs))
     for name, param in model.named_parameters():
         spec = TensorSpec.of(param)
+        spec = replace(spec, device=device) if param.is_meta else spec
         is_block = spec.is_dense and name not in shared
         params[name] = Parameter(
             name,
@@ -137,7 +143,7 @@ def describe_parameters(model: nn.Module) -> dict[str, Parameter]:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises CaptureError for a parameter that cannot be traced, such as a tensor subclass or one on meta."""
+    """Raises CaptureError for a parameter that cannot be traced, such as a tensor subclass."""
     for name, param in model.named_parameters():
         if not isinstance(param, nn.Parameter):
             raise CaptureError(
@@ -151,8 +157,6 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter {name} is a {type(param.data).__name__}: only plain tensors can be compiled "
                 "(unwrap DTensor and other tensor subclasses first)"
             )
-        if param.device.type == "meta":
-            raise CaptureError(f"parameter {name} is on the meta device: materialise it with to_empty() first")
     for name, buffer in model.named_buffers():
         if isinstance(buffer, nn.parameter.UninitializedBuffer):
             raise CaptureError(f"buffer {name} is not initialised yet: run the model once on a batch first")

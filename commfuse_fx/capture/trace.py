@@ -38,6 +38,7 @@ from commfuse_fx.capture.functional_collectives import functional_collectives
 from commfuse_fx.capture.functional_trace import make_functional
 from commfuse_fx.capture.kept_tensors import refuse_kept_tensors
 from commfuse_fx.capture.late_writes import return_early_values, take_early_values
+from commfuse_fx.capture.meta_tensors import OTHER_META, device_of, is_of_meta, traced_tensor
 from commfuse_fx.capture.other_leaves import other_gradients_kept
 from commfuse_fx.capture.own_mode import own_mode_kept
 from commfuse_fx.capture.provenance import OriginRecorder, innermost_function, origin_of
@@ -192,7 +193,9 @@ def trace_step(
 
     # Without symbolic shapes an op whose result depends on values raises at once, where the user wrote it.
     fake = FakeTensors(allow_fallback_kernels=True, allow_non_fake_inputs=True)
-    flat = [fake.from_tensor(value.detach()) for value in (*params.values(), *buffers.values(), *inputs)]
+    device = device_of(model, inputs)
+    own = (*params.values(), *buffers.values(), *inputs)
+    flat = [traced_tensor(fake, value.detach(), device) for value in own]
     with (
         ops.tracing_on(mesh),
         marks_traced(model, batch) if marked else nullcontext(),
@@ -226,6 +229,8 @@ def trace_step(
                 refuse_turned(recorder.turned)
             if _COMPILED in str(error):
                 raise _locate(CaptureError(_CALLS_COMPILED).with_traceback(error.__traceback__), recorder) from error
+            if is_of_meta(error):
+                raise _locate(CaptureError(OTHER_META).with_traceback(error.__traceback__), recorder) from error
             if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise _not_traceable(error, recorder) from error

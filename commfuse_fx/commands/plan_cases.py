@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from commfuse_fx.api import compile
+from commfuse_fx.capture.meta_tensors import device_of
 from commfuse_fx.commands.arguments import compile_options
 from commfuse_fx.commands.targets import Target
 from commfuse_fx.commands.what_if import Case
@@ -102,9 +103,8 @@ class Cases:
                     f"--set {name}={asked[name]!r}: a search of strategies has {value!r}; use {instead}"
                 )
         target = self._target
-        device = next((param.device.type for param in target.model.parameters()), "cpu")
         if asked.get("cluster") is None:
-            asked["cluster"] = default_cluster(device, devices)
+            asked["cluster"] = default_cluster(device_of(target.model).type, devices)
         step = compile(target.model, loss_fn=target.loss_fn, optimizer=target.optimizer, **asked)
         if not isinstance(step, CompiledStep):
             raise ConfigValueError("strategies are searched for a step")

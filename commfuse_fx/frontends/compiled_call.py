@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
+from commfuse_fx.capture.meta_tensors import device_of
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.frontends.session import Session
@@ -118,8 +119,7 @@ def _priced(config: CompileConfig, model: nn.Module, mesh: Mesh) -> CompileConfi
     if not config.plans_by_cost:
         return config
     params = dict(model.named_parameters())
-    device = next((param.device.type for param in params.values()), "cpu")
-    return replace(config, cluster=priced_for(config.cluster, device, mesh, params))
+    return replace(config, cluster=priced_for(config.cluster, device_of(model).type, mesh, params))
 
 
 def _mesh_of(config: CompileConfig) -> Mesh:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commfuse_fx.capture.absent_gradients import refuse_zeros
 from commfuse_fx.capture.build import check_parameters
+from commfuse_fx.capture.meta_tensors import check_memory
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.errors import CaptureError, PlanMismatchError
 from commfuse_fx.frontends.gradient_parts import GradientParts
@@ -78,11 +79,12 @@ class ModuleSession(Session):
     def send_start_values(self) -> None:
         """Compare what parameters there are, and let all ranks begin with rank 0's parameters and buffers.
 
-        Raises CaptureError where a parameter cannot be traced.
+        Raises CaptureError where a parameter cannot be traced or has no memory.
         """
         if self.agreement is None:
             return
         check_parameters(self.planner.model)
+        check_memory(self.planner.model, ())
         send_start_values(self.planner.model, self.agreement, self.planner.config.parameter_broadcast)
         if self.planner.config.parameter_broadcast:
             self._voting.is_started = True

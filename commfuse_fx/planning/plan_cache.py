@@ -25,6 +25,7 @@ class Plan:
         not use some outputs, given by their numbers.
     config: the options that it was planned with; None: those of its planner. common: as in `Planner.planned_as`.
     parts: of an evaluation of parameters that are divided, what the training step has made of these.
+    may_run: whether all tensors of the call are known to have memory; until then it has been read at most.
     """
 
     compiled: Compiled
@@ -36,6 +37,7 @@ class Plan:
     config: CompileConfig | None = None
     common: Seconds | None = None
     parts: Mapping[str, Parameter] | None = None
+    may_run: bool = False
 
 
 @dataclass

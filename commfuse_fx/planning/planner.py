@@ -13,6 +13,7 @@ from commfuse_fx.capture.absent_gradients import leave_out
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.capture.guards import Guards, OwnValues
 from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
+from commfuse_fx.capture.meta_tensors import check_memory
 from commfuse_fx.capture.model_structure import ModelStructure
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
@@ -120,14 +121,16 @@ class Planner:
         return plan
 
     def plan(self, call: Call) -> Plan:
-        """The plan for this call, traced anew where that is needed: shapes, modes, attributes or the optimizer have
-        changed."""
+        """The plan of a call that is to run, traced where there is none. Raises CaptureError for tensors on meta."""
         plan = self.known_plan(call)
+        if plan is None or not plan.may_run:
+            check_memory(self.model, call.leaves)
         if plan is None:
             signature = self.signature(call)
             self.plans.release_others(signature)
             self._traces.again(self._why(signature))
             plan = self.plans.last = self._keep(signature, self._compile(call))
+        plan.may_run = True
         return plan
 
     def retrace(self) -> None:
@@ -193,7 +196,7 @@ class Planner:
 
     @property
     def has_common_plan(self) -> bool:
-        """Whether plans for the model as it is now are already those that ranks have in common."""
+        """Whether plans for the present model are already those that ranks have in common."""
         return self._mode in self._common
 
     @property

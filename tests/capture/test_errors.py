@@ -125,12 +125,6 @@ def test_lazy_module() -> None:
         step(torch.randn(4, 8), None)
 
 
-def test_meta_device() -> None:
-    step = cf.compile(nn.Linear(8, 8, device="meta"), loss_fn=square)
-    with pytest.raises(cf.CaptureError, match="weight is on the meta device"):
-        step(torch.randn(4, 8), None)
-
-
 def test_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True))
     assert "sparse=False" in error_of(model, torch.randint(0, 10, (4,)), None)
