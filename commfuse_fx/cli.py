@@ -155,7 +155,20 @@ class _CommandParser(_Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.load()
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(None if args is None else self._with_values(args), namespace)
+
+    def _with_values(self, args: Sequence[str]) -> list[str]:
+        """An argument behind an option that takes one is its value, also one with a dash in front that is no option, as
+        in `--memory -1GiB`: argparse says that a value is missing there, and not which one is wrong."""
+        found: list[str] = []
+        for arg in args:
+            before = self._option_string_actions.get(found[-1]) if found else None
+            takes_one = before is not None and before.nargs is None
+            if takes_one and arg.startswith("-") and arg not in self._option_string_actions and "--" not in found:
+                found[-1] += f"={arg}"
+            else:
+                found.append(arg)
+        return found
 
 
 def _parser() -> _Parser:

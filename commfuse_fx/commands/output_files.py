@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.support.writing import write_whole
+from commfuse_fx.support.writing import problem_with, write_whole
 
 _HEAD_BYTES, _TITLE = 4096, b"<title>Compiled training step</title>"
 """What a report is known by."""
-
-
-def problem_with(path: Path, option: str) -> str:
-    """Why the file given with `option` cannot be written; "" when it can."""
-    folder = path.parent
-    if path.is_dir():
-        return f"{option} {path} is a folder: give the name of a file in it"
-    if not folder.is_dir():
-        return f"{option} {path}: there is no folder {folder}; make it first"
-    if not os.access(folder, os.W_OK):
-        return f"{option} {path}: the folder {folder} cannot be written; give another one"
-    return ""
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -15,7 +15,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
-from commfuse_fx.inspect.on_compile import Publisher
+from commfuse_fx.inspect.on_compile import Publisher, check_files
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.shard_rows import sharing_ranks
 from commfuse_fx.machine.source import Costs
@@ -54,6 +54,7 @@ class CompiledCall:
         self.optimizer = optimizer
         self.virtual = config.device_num is not None
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
+        check_files(config, self.rank)
         self.mesh = _mesh_of(config)
         measures = self._measures(config)
         first = config.first if measures else as_kept(config, config.unmeasured, self.form)

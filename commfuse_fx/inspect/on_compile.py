@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.lowered import lowered_of
 from commfuse_fx.inspect.table import collectives_table
@@ -17,6 +18,7 @@ from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.torch_trace import is_tracing, write_artifact
+from commfuse_fx.support.writing import problem_with
 
 VARIABLE = "COMMFUSE_DUMP"
 """The folder to which every compile is dumped, as NNN-train/rank<r> or NNN-eval/rank<r>."""
@@ -51,6 +53,14 @@ class Publisher:
             name = f"commfuse_{number:03d}_{_mode(compiled)}"
             write_artifact(f"{name}_graph", lowered.text)
             write_artifact(f"{name}_explain", lambda: lowered.explain().text())
+
+
+def check_files(config: CompileConfig, rank: int) -> None:
+    """Raises ConfigValueError where a file that a search is to write cannot be written, ahead of the search."""
+    path = config.strategy_ckpt_save_file
+    problem = "" if path is None or rank else problem_with(Path(path), "strategy_ckpt_save_file")
+    if problem:
+        raise ConfigValueError(problem)
 
 
 def _save_strategies(compiled: Compiled, rank: int) -> None:

@@ -17,3 +17,15 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def problem_with(path: Path, option: str) -> str:
+    """Why the file given with `option` cannot be written; "" when it can."""
+    folder = path.parent
+    if path.is_dir():
+        return f"{option} {path} is a folder: give the name of a file in it"
+    if not folder.is_dir():
+        return f"{option} {path}: there is no folder {folder}; make it first"
+    if not os.access(folder, os.W_OK):
+        return f"{option} {path}: the folder {folder} cannot be written; give another one"
+    return ""

@@ -240,6 +240,8 @@ def test_an_interrupt_takes_what_is_there(
         (("--bandwidth", "2"), "--bandwidth '2': give factors above 0, such as x2"),
         (("--bandwidth", "x0"), "--bandwidth 'x0': give factors above 0"),
         (("--bandwidth", "x1e30", "--cluster", "h100-node"), "--bandwidth x1e+30: levels[0].bandwidth is"),
+        (("--bandwidth", "-x2"), "--bandwidth '-x2': give factors above 0"),
+        (("--memory", "-1GiB"), "--memory '-1GiB': give bytes per rank with a unit, such as 40GiB"),
         (("--memory", "40"), "--memory '40': give bytes per rank with a unit, such as 40GiB"),
         (("--memory", "1GiB", "--schedule", "none"), "--memory needs a schedule: leave --schedule none out"),
         (("--mesh", "2x2", "--devices", "4,8"), "--mesh 2x2 has 4 devices: leave --devices out, or --mesh"),

@@ -136,7 +136,11 @@ Change = Callable[[dict[str, Any]], object]
         (lambda data: data["ops"].update({"0/addmm.0": "S(0)"}), ConfigValueError, "ops['0/addmm.0'] has 'S(0)'"),
         (lambda data: data["ops"].update({"0/addmm.0": "dp: S(0)"}), ConfigValueError, 'give inputs, "->" and results'),
         (lambda data: data["parameters"].update({"0.bias": "tp: R"}), ConfigValueError, "parameters['0.bias']"),
-        (lambda data: data["parameters"].update({"0.bias": "dp: Q"}), ConfigTypeError, "parameters['0.bias'] is 'Q'"),
+        (lambda data: data["parameters"].update({"0.bias": "dp: Q"}), ConfigValueError, "parameters['0.bias'] has 'Q'"),
+        (lambda data: data["parameters"].update({"0.bias": "dp: S(-1)"}), ConfigValueError, "['0.bias'] has 'S(-1)'"),
+        (lambda data: data["ops"].update({"0/addmm.0": "dp: R -> S(0;0)"}), ConfigValueError, "has 'S(0;0)'; give"),
+        (lambda data: data["ops"].update({"0/addmm.0": "dp: R -> "}), ConfigValueError, "['0/addmm.0'] has ''; give"),
+        (lambda data: data.update(mesh={}), ConfigValueError, "but mesh has no axes"),
         (lambda data: data["parameters"].update({"0.bias": 3}), ConfigTypeError, "give a str"),
         (lambda data: data["parameters"].update({"0.bias": "dp: P"}), ConfigValueError, "0.bias'] is P, a partial sum"),
         (lambda data: data["parameters"].update({"0.bias": "dp: R; dp: R"}), ConfigValueError, "has axis dp twice"),
@@ -161,8 +165,14 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     for path in (damaged, tmp_path / "none.json"):
         with pytest.raises(ConfigValueError, match=path.name):
             lowered(layers(), strategy_ckpt_load_file=path)
-    with pytest.raises(ConfigValueError, match="cannot be written"):
-        lowered(layers(), strategy_ckpt_save_file=tmp_path / "no folder" / "strategies.json")
+    with pytest.raises(ConfigValueError, match="is no regular file"):
+        lowered(layers(), strategy_ckpt_load_file=tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_ahead_of_the_search(tmp_path: Path) -> None:
+    for file, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder: give the name")):
+        with pytest.raises(ConfigValueError, match=f"strategy_ckpt_save_file .*{said}"):
+            cf.compile(layers(), loss_fn=F.mse_loss, parallel_mode="auto", device_num=8, strategy_ckpt_save_file=file)
 
 
 def test_calls_on_parts_of_the_batch_are_no_decisions(tmp_path: Path) -> None:

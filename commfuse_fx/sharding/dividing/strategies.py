@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,9 @@ NOT_APPLIED = "strategy file, not applied"
 
 _SHOWN = 5
 """Entries that an error lists."""
+
+_WRITTEN = re.compile(r"R|S\(\d{1,9}(;0*[1-9]\d{0,8})?\)")
+"""Placements other than P. Dimensions are counted from 0."""
 
 _KEYS = ("mesh", "blocks", "parameters", "ops")
 _LEVEL = "parallel_optimizer"
@@ -75,7 +79,10 @@ class Strategies(Document, kind="strategies"):
         states: dict[str, dict[str, State]] = {axis: {} for axis in blocks}
         for axis in blocks:
             if axis not in mesh:
-                raise ConfigValueError(f"{where}: blocks has axis {show(axis)}, but mesh has {', '.join(mesh)}")
+                raise ConfigValueError(
+                    f"{where}: blocks has axis {show(axis)}, but mesh has {', '.join(mesh) or 'no axes'}; use the "
+                    "same axes in both"
+                )
         for name, text in check_object(body["parameters"], f"{where}: parameters").items():
             place = f"{where}: parameters[{show(name)}]"
             for axis, rest in _by_axis(text, blocks, place):
@@ -177,7 +184,14 @@ def _state(text: str, where: str) -> State:
 
 
 def _placement(text: str, where: str) -> Placement:
-    return P if text == "P" else parse_placement(text, where)
+    if text == "P":
+        return P
+    if not _WRITTEN.fullmatch(text):
+        raise ConfigValueError(
+            f'{where} has {show(text)}; give "R" (whole), "S(dim)" or "S(dim;blocks)" (a part along a dimension), or '
+            '"P" (a summand) in an op'
+        )
+    return parse_placement(text, where)
 
 
 def _counts(value: object, where: str) -> list[int]:
