@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from commfuse_fx.commands.arguments import add_common
 from commfuse_fx.commands.console import say
-from commfuse_fx.commands.output_files import problem_with
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.measure.calibration import DEFAULT_SECONDS, Calibration, calibrate
 from commfuse_fx.runtime.ranks.world import init
 from commfuse_fx.support.ranks import is_distributed
-from commfuse_fx.support.writing import write_whole
+from commfuse_fx.support.writing import problem_with, write_whole
 
 _HOW_TO_START = "torchrun --nproc-per-node 2 -m commfuse_fx calibrate --out gloo.json"
 
