@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
@@ -24,6 +25,7 @@ Reader = Callable[[Mapping[str, Any], str], Any]
 """Makes an object of a document's keys (without schema and kind); the str says where the document comes from."""
 
 _RULES = JsonRules("correct it there", ConfigTypeError, ConfigKeyError, constants=True)
+_PATH = "give the path of a JSON file"
 
 _READERS: dict[str, Reader] = {}
 
@@ -34,14 +36,17 @@ _Made = TypeVar("_Made")
 class Document:
     """What can be kept as a document: a class made with `kind=`, such as "cluster", which `load_document` then reads.
 
-    A subclass says what its keys are: `_body` gives them, `_from_body` makes an object of them.
+    A subclass says what its keys are: `_body` gives them, `_from_body` makes an object of them. `fix=` is what errors
+    say to do about a file that cannot be read, for documents that nobody writes by hand.
     """
 
     kind: ClassVar[str]
+    _fix: ClassVar[str]
 
-    def __init_subclass__(cls, *, kind: str, **options: Any) -> None:
+    def __init_subclass__(cls, *, kind: str, fix: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.kind = kind
+        cls._fix = fix
         _READERS[kind] = cls._from_body
 
     def _body(self) -> Mapping[str, Any]:
@@ -63,7 +68,7 @@ class Document:
         """
         if not isinstance(text, str):
             raise ConfigTypeError(f"{where} is {show(text)}; give a str, or the path of a file to load()")
-        return document_of_data(cls, parse_json(text, where, _RULES), where)
+        return document_of_data(cls, parse_json(text, where, replace(_RULES, fix=cls._fix or _RULES.fix)), where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file. Raises ConfigTypeError for what is no path, OSError when writing fails."""
@@ -73,7 +78,7 @@ class Document:
     def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
         """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
         where = _checked_path(path)
-        return cls.from_json(_content(where), where)
+        return cls.from_json(_content(where, cls._fix or _PATH), where)
 
 
 def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -141,13 +146,13 @@ def check_keys(body: Mapping[str, Any], where: str, required: Collection[str], o
             raise ConfigKeyError(f"{where}: key {show(key)} is unknown; use {allowed}")
 
 
-def _content(path: str) -> str:
-    return read_file(Path(path), "path", "give the path of a JSON file")
+def _content(path: str, give: str = _PATH) -> str:
+    return read_file(Path(path), "path", give)
 
 
 def _checked_path(path: object) -> str:
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigTypeError(f"path is {show(path)}; give the path of a JSON file")
+        raise ConfigTypeError(f"path is {show(path)}; {_PATH}")
     return os.fspath(path)
 
 

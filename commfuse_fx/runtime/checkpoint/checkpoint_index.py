@@ -46,7 +46,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointIndex(Document, kind="checkpoint"):
+class CheckpointIndex(Document, kind="checkpoint", fix="copy the folder again, or take another checkpoint"):
     """A checkpoint index says what a checkpoint holds.
 
     torch: the version that wrote it. world: the number of ranks.
