@@ -10,7 +10,7 @@ from typing import Any
 from commfuse_fx.config.fusion_config import FusionConfig, KindFusion, check_cuts
 from commfuse_fx.config.options import DEFAULTS, validated
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
-from commfuse_fx.support.checks import show
+from commfuse_fx.support.checks import alternatives, show
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.support.warned import forget_given_warnings
 
@@ -102,7 +102,7 @@ def _fusion() -> FusionConfig:
 
 def _check_name(name: object) -> None:
     if name not in CONTEXT_NAMES:
-        raise ConfigKeyError(f"{show(name)} is not a context setting; use one of {', '.join(CONTEXT_NAMES)}")
+        raise ConfigKeyError(f"{show(name)} is not a context setting{alternatives(name, CONTEXT_NAMES)}")
 
 
 def _merged_fusion(fusion: FusionConfig, settings: Mapping[str, Any]) -> FusionConfig:

@@ -96,7 +96,7 @@ _INT = re.compile(r"-?\d{1,9}")
 
 
 def _check_threshold(value: object, where: str) -> int:
-    return check_int(value, where, 0, limit=" (KiB)")
+    return check_int(value, where, 0, limit=", in KiB")
 
 
 def _check_shard_size(value: object, where: str) -> int:

@@ -20,18 +20,25 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale all gradients of these parameters so that their norm is `max_norm` at most. Returns the norm they had.
 
-    Raises ConfigTypeError or ConfigValueError for a bad norm, and what a vote raises.
+    Raises ConfigTypeError or ConfigValueError for a bad norm, of which the other ranks hear where they have rows, and
+    what a vote raises.
     """
-    _check(max_norm, "max_norm", 0.0)
-    _check(norm_type, "norm_type", math.ulp(0.0))
+    held = session.parts.rows
+    try:
+        _check(max_norm, "max_norm", 0.0)
+        _check(norm_type, "norm_type", math.ulp(0.0))
+    except (ConfigTypeError, ConfigValueError) as error:
+        if held is not None:
+            session.tell(error)
+        raise
     with torch.no_grad():
-        held = session.parts.rows
         if held is None:
             return torch.nn.utils.clip_grad_norm_(list(params.values()), max_norm, norm_type)
         rows = {name: held.rows(name) for name, param in params.items() if held.holds(name, param.grad)}
         whole = [param.grad for name, param in params.items() if name not in rows and param.grad is not None]
         total = _sum_of_powers([*rows.values()], norm_type, session.device)
-        session.sum_over_rows(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+        what = f"clip_grad_norm_({float(max_norm)}, norm_type={float(norm_type)})"
+        session.combine_over_rows(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, what)
         total = _together(total, _sum_of_powers(whole, norm_type, session.device), norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in (*rows.values(), *whole):

@@ -137,6 +137,12 @@ def _check_parallel_optimizer_of_module(config: CompileConfig, sharded: Parallel
             'gradients, or {"level": 3}, by which it divides parameters as well; or pass loss_fn and optimizer for a '
             "step. Where the context has set it, pass enable_parallel_optimizer=False"
         )
+    if sharded.gradient_accumulation_shard:
+        raise ConfigValueError(
+            f'parallel_optimizer_config["gradient_accumulation_shard"] is True with the module form and '
+            f"level={sharded.level}, whose loop says when gradients are reduced: leave it out, and run micro-batches "
+            "without no_sync(), so that each backward reduces and scatters, and ranks add up rows"
+        )
     if sharded.mode == BROADCAST:
         raise NotAvailableError(
             f'{asked} is not available yet with mode="{BROADCAST}", where one rank has all of a gradient: leave mode '

@@ -215,14 +215,14 @@ class ModuleSession(Session):
         assert found is not None, "it divides some"
         return found
 
-    def sum_over_rows(self, value: torch.Tensor, op: Any) -> None:
+    def combine_over_rows(self, value: torch.Tensor, op: Any, what: str) -> None:
         """Combine numbers that the ranks have of their rows, in place. All ranks call this together, after a vote.
 
-        Raises what the vote raises, and CollectiveError.
+        what: they do, with its arguments. Raises what the vote raises, and CollectiveError.
         """
         agreement, shards, groups = self.agreement, self.runners.executors.shards, self.runners.groups
         assert agreement is not None and shards is not None and groups is not None, "several ranks have rows"
-        name, what = type(self.planner.model).__qualname__, "clip_grad_norm_"
+        name = type(self.planner.model).__qualname__
         ballot = Ballot(agreement.number, name, "", "", what, in_common=True, is_module=True, between_steps=what)
         with self.step_of_ranks():
             agreement.cast(ballot.signature)

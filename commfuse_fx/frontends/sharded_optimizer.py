@@ -60,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_module(model)
         _check_class(optimizer_class)
+        _check_params(params)
         config = _checked_config(parallel_optimizer_config, model)
         self._optimizer = optimizer_class(model.parameters() if params is None else params, **options)
         check_optimizer(self._optimizer, model.module)
@@ -184,9 +185,22 @@ def _check_class(optimizer_class: object) -> None:
             f"optimizer_class is an instance of {name}: pass the class and its options, as in "
             f"ShardedOptimizer(model, torch.optim.{name}, lr=...)"
         )
+    if optimizer_class is torch.optim.LBFGS:
+        raise ConfigValueError(
+            "optimizer_class is LBFGS, which evaluates the loss several times in one step: use LBFGS as it is, over "
+            "model.parameters(), or another optimizer"
+        )
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise ConfigTypeError(
             f"optimizer_class is {show(optimizer_class)}: pass a class of torch.optim, such as torch.optim.AdamW"
+        )
+
+
+def _check_params(params: object) -> None:
+    if params is not None and not isinstance(params, Iterable):
+        raise ConfigTypeError(
+            f"params is {show(params)}; give parameters or param groups, or leave it out for all parameters of the "
+            "model; options of the class have names, as in ShardedOptimizer(model, torch.optim.AdamW, lr=...)"
         )
 
 

@@ -36,11 +36,11 @@ def check_bool(value: object, where: str) -> bool:
 
 
 def check_int(value: object, where: str, low: int, high: int | None = None, limit: str = "") -> int:
-    """`value` if it is an int in `low`..`high` (`limit` says where `high` comes from).
+    """`value` if it is an int in `low`..`high` (`limit` says more of it, such as where `high` comes from).
 
     Raises ConfigTypeError for a bool or non-int, ConfigValueError out of range.
     """
-    allowed = f"an int >= {low}" if high is None else f"an int in {low}..{high}{limit}"
+    allowed = (f"an int >= {low}" if high is None else f"an int in {low}..{high}") + limit
     if not is_int(value):
         raise ConfigTypeError(f"{where} is {show(value)}; give {allowed}")
     if value < low or (high is not None and value > high):

@@ -29,7 +29,7 @@ def resolved(options: Any, **others: Any) -> CompileConfig:
         (
             {"parallel_optimizer_threshold": -1},
             ValueError,
-            f'{WHERE}["parallel_optimizer_threshold"] is -1; give an int',
+            f'{WHERE}["parallel_optimizer_threshold"] is -1; give an int >= 0, in KiB',
         ),
         ({"parallel_optimizer_threshold": 1.5}, TypeError, "is 1.5; give an int >= 0"),
         ({"parallel_optimizer_threshold": True}, TypeError, "is True; give an int >= 0"),

@@ -81,6 +81,16 @@ def clips_alone(net: Any, model: Any, optimizer: Any) -> None:
     model.clip_grad_norm_(1.0) if dist.get_rank() == 1 else optimizer.step()
 
 
+def clips_to_other_norms(net: Any, model: Any, optimizer: Any) -> None:
+    loss_of(model, 0).backward()
+    model.clip_grad_norm_(1 + dist.get_rank())
+
+
+def clips_badly(net: Any, model: Any, optimizer: Any) -> None:
+    loss_of(model, 0).backward()
+    model.clip_grad_norm_(0.5 - dist.get_rank())
+
+
 def joins(net: Any, model: Any, optimizer: Any) -> None:
     with model.join():
         loss_of(model, 0)
@@ -108,6 +118,8 @@ HOWS: tuple[Callable[[Any, Any, Any], None], ...] = (
     uses_others,
     goes_another_way,
     clips_alone,
+    clips_to_other_norms,
+    clips_badly,
     joins,
     steps_ahead_of_a_forward,
     steps_alone,
@@ -143,9 +155,15 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks) -> None:
         assert "called different methods of a step" in found["goes_another_way"]
         assert "rank 0: a forward" in found["goes_another_way"]
         assert "rank 1: a forward" in found["evaluates_alone"] and "rank 0: clip_grad_norm_" in found["evaluates_alone"]
+        assert "called different methods of a step" in found["clips_to_other_norms"]
+        assert "rank 1: clip_grad_norm_(2.0, norm_type=2.0)" in found["clips_to_other_norms"]
         assert "join() with enable_parallel_optimizer=True is not available yet" in found["joins"]
         assert "ahead of the first forward" in found["steps_ahead_of_a_forward"]
         assert "holds gradients of this rank alone" in found["steps_alone"]
+    assert (
+        "PeerFailedError" in one["clips_badly"] and "rank 1: ConfigValueError: max_norm is -0.5" in one["clips_badly"]
+    )
+    assert other["clips_badly"] == "ConfigValueError: max_norm is -0.5; give a number >= 0"
     for how in ("fails_in_forward", "fails_in_an_evaluation"):
         assert "PeerFailedError" in one[how] and "rank 1: RuntimeError" in one[how]
         assert other[how].startswith("RuntimeError")

@@ -125,7 +125,8 @@ def of_a_step() -> Any:
             r"is an instance of AdamW: pass the class and its options, as in ShardedOptimizer\(model, torch",
         ),
         (None, Lamb, {"lr": 0.1}, ValueError, "ShardedOptimizer with Lamb: Lamb has no rule in the compiler, so"),
-        (None, torch.optim.LBFGS, {}, ValueError, "LBFGS evaluates the loss several times"),
+        (None, torch.optim.LBFGS, {}, ValueError, "LBFGS, which evaluates the loss several times.*use LBFGS as it is"),
+        (None, torch.optim.AdamW, {"params": 0.1}, TypeError, "params is 0.1; give parameters or param groups.*lr="),
         (None, torch.optim.AdamW, {"params": [nn.Parameter(torch.ones(1))]}, ValueError, "is not a parameter of the"),
         (None, torch.optim.AdamW, {"params": []}, ValueError, "optimizer got an empty parameter list"),
         (
@@ -195,6 +196,11 @@ def divided(**options: Any) -> Any:
             {"parallel_optimizer_config": {"level": 2, "mode": "broadcast"}},
             cf.NotAvailableError,
             'level=2 is not available yet with mode="broadcast"',
+        ),
+        (
+            {"parallel_optimizer_config": {"level": 2, "gradient_accumulation_shard": True}},
+            ValueError,
+            r"True with the module form and level=2.*leave it out, and run micro-batches without no_sync\(\)",
         ),
         ({"capture": "dynamo"}, cf.NotAvailableError, r'level=3 is not available yet with capture="dynamo".*"trace"'),
         ({"schedule": "auto"}, cf.NotAvailableError, r'schedule="auto" is not available yet with .*level=3'),

@@ -220,7 +220,8 @@ class BoundUpdate:
         value = None if held is None else held.get(state)
         if state in self.names and value is not None and value.shape != param.shape:
             raise ConfigValueError(
-                f"the optimizer's {state} of {name} has the shape {tuple(value.shape)}, the parameter now has "
-                f"{tuple(param.shape)}: clear optimizer.state[parameter], or give it state of this shape"
+                f"the optimizer's {state} of {name} has the shape {tuple(value.shape)}, and what is updated here "
+                f"of the parameter has {tuple(param.shape)}: clear optimizer.state[parameter], or give it state of "
+                "this shape"
             )
         return value
