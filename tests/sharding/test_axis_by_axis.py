@@ -18,7 +18,7 @@ from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
 from commfuse_fx.sharding.search.axis_search import AxisSearch, Found
-from commfuse_fx.sharding.search.layout_moves import cheapest_way
+from commfuse_fx.sharding.search.layout_moves import cheapest_ways
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, TIED, Case
@@ -98,7 +98,7 @@ def way(have: tuple[Placement, ...], wanted: tuple[Placement, ...], merged: bool
     def nbytes(placements: tuple[Placement, ...]) -> float:
         return float(1 << 20) / 2 ** sum(each not in (R, P) for each in placements)
 
-    return cheapest_way(have, wanted, prices, nbytes, False)
+    return float(cheapest_ways([have], [wanted], prices, nbytes, False)[0, 0])
 
 
 @pytest.mark.parametrize(("have", "kind"), [((P, P), "sum"), ((S(0), S(0)), "gather")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from itertools import combinations
 from math import inf, prod
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free
@@ -20,8 +21,9 @@ from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Strategy
-from commfuse_fx.sharding.search.layout_moves import Placements, cheapest_way
+from commfuse_fx.sharding.search.layout_moves import Placements, cheapest_ways
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
+from commfuse_fx.solvers.factor_graph import Table
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,6 @@ TIME = Objective()
 
 PriceOf = Callable[[str], PlacementCosts]
 """The prices of a group of axes, written as in "dp,tp"."""
-
-Change = tuple[TensorSpec, Placements, Placements]
-"""A change of layout: of what, what it is, and what it becomes."""
-
-Changes = dict[Hashable, dict[Change, float]]
-"""Seconds of changes of layout."""
 
 COLLECTIVES: dict[Any, str] = {
     sum_partial: "all_reduce",
@@ -70,7 +66,6 @@ class AxisGrid:
     prices: of changes of layout, for each axis. device: what a rank computes with.
     price_of: the prices of several axes together, and of others. None: each change is on one axis.
     work: how many times the time of compute counts.
-    changes: what changes of layout take, as far as other grids have found it out.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class AxisGrid:
         device: Device,
         price_of: PriceOf | None = None,
         work: float = 1.0,
-        changes: Changes | None = None,
     ) -> None:
         self.axes = axes
         self.device = device
@@ -94,9 +88,6 @@ class AxisGrid:
             for number in range(2, len(axes) + 1):
                 for places in combinations(range(len(axes)), number):
                     self._together[places] = price_of(",".join(axes[at].group for at in places))
-        self._changes: Changes = {} if changes is None else changes
-        self._own_changes: dict[bool, dict[Change, float]] = {}
-        self._nbytes: dict[TensorSpec, dict[Placements, float]] = {}
 
     def key(self, fused: bool = False) -> tuple[object, ...]:
         """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
@@ -107,7 +98,6 @@ class AxisGrid:
         """The same with the prices of collectives of this kind."""
         if kind not in self._kinds:
             grid = copy(self)
-            grid._own_changes = {}
             grid._prices = [each.of(kind) for each in self._prices]
             grid._together = {places: each.of(kind) for places, each in self._together.items()}
             self._kinds[kind] = grid
@@ -182,29 +172,18 @@ class AxisGrid:
             if any(placement != R for placement in (*each.inputs, *each.outputs))
         )
 
-    def change(self, spec: TensorSpec, have: Placements, wanted: Placements, fused: bool) -> float:
-        """Seconds of a change, by the cheapest sequence of moves; infinity if it is impossible."""
-        if have == wanted:
-            return 0.0
-        if not self.fits(spec, wanted):
-            return inf
-        if len(have) == 1:
-            return self._prices[0].change(spec.nbytes, have[0], wanted[0], fused)
-        if fused not in self._own_changes:
-            self._own_changes[fused] = self._changes.setdefault((self.key(fused), fused), {})
-        known, key = self._own_changes[fused], (spec, have, wanted)
-        if key not in known:
-            nbytes_of = partial(self._nbytes_of, spec, self._nbytes.setdefault(spec, {}))
-            known[key] = cheapest_way(have, wanted, self._together, nbytes_of, fused)
-        return known[key]
+    def changes(self, spec: TensorSpec, have: Sequence[Placements], wanted: Sequence[Placements], fused: bool) -> Table:
+        """Seconds of changes from each layout to each of others, by the cheapest sequences of moves; infinity where
+        there is none."""
+        if len(self.axes) > 1:
+            return cheapest_ways(have, wanted, self._together, partial(self._nbytes_of, spec), fused)
+        prices = self._prices[0]
+        rows = [[prices.change(spec.nbytes, one, other, fused) for (other,) in wanted] for (one,) in have]
+        return np.where([self.fits(spec, other) for other in wanted], rows, inf)
 
-    def _nbytes_of(self, spec: TensorSpec, known: dict[Placements, float], placements: Placements) -> float:
-        """Bytes of a part; infinity if the tensor cannot lie so. known: what was asked of this tensor before."""
-        found = known.get(placements)
-        if found is None:
-            found = spec.nbytes / self.parts(placements) if self.fits(spec, placements) else inf
-            known[placements] = found
-        return found
+    def _nbytes_of(self, spec: TensorSpec, placements: Placements) -> float:
+        """Bytes of a part; infinity if the tensor cannot lie so."""
+        return spec.nbytes / self.parts(placements) if self.fits(spec, placements) else inf
 
 
 def joined(strategies: Sequence[Strategy]) -> LaidOut:

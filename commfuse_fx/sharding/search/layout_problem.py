@@ -70,7 +70,7 @@ class LayoutProblem:
     ) -> None:
         self.program = program
         self._known = KnownLayouts() if known is None else known
-        self.grid = AxisGrid(axes, prices, device, price_of, objective.work, self._known.changes)
+        self.grid = AxisGrid(axes, prices, device, price_of, objective.work)
         self._moved = objective.moved
         self._marked: dict[fx.Node, None] = {}  # parameters that a mark divides, and views of them
         self.graph = FactorGraph()
@@ -150,7 +150,7 @@ class LayoutProblem:
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
-            costs = np.array([self._update_seconds(source.name, _spec(node), each) for each in found])
+            costs = self._update_seconds(source.name, _spec(node), found)
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number
             if any(_is_marked(axis, source.name) for axis in self.grid.axes):
@@ -158,19 +158,26 @@ class LayoutProblem:
         else:
             self._variable(node, [self._given(self.grid.whole)])
 
-    def _update_seconds(self, name: str, spec: TensorSpec, placements: Placements) -> float:
+    def _update_seconds(self, name: str, spec: TensorSpec, layouts: Sequence[Placements]) -> Table:
         """What the update of a parameter takes that lies so, with what the parallel optimizer sends where it divides it
         further: the gradient is reduced to rows alone, and rows are gathered after the update, or for each use."""
-        grid, level = self.grid, level_of(self.program, name)
-        rows = tuple(S(0) if each == R else each for each in placements)
-        is_shared = level > 0 and rows != placements and grid.fits(spec, rows)
-        nbytes = moved_by_update(self.program, name) * spec.nbytes / grid.parts(rows if is_shared else placements)
-        seconds = grid.work * nbytes / grid.device.memory_bandwidth
-        if not is_shared or not nbytes:
-            return seconds
-        gathers = 2 if level == PARAMETERS else 1
-        sent = gathers * grid.of(PARAMETER).change(spec, rows, placements, True)
-        return seconds + sent - grid.change(spec, rows, placements, True)
+        grid, level, moved = self.grid, level_of(self.program, name), moved_by_update(self.program, name)
+        of_rows = grid.of(PARAMETER)
+        key = (grid.key(True), of_rows.key(True), spec, level, moved, tuple(layouts))
+        if key in self._known.updates:
+            return self._known.updates[key]
+        rows = [tuple(S(0) if each == R else each for each in one) for one in layouts]
+        shared = [at for at, one in enumerate(rows) if level > 0 and one != layouts[at] and grid.fits(spec, one)]
+        parts = np.array([float(grid.parts(one)) for one in layouts])
+        parts[shared] = [grid.parts(rows[at]) for at in shared]
+        seconds = grid.work * moved * spec.nbytes / parts / grid.device.memory_bandwidth
+        if shared and moved:
+            have, wanted = [rows[at] for at in shared], [layouts[at] for at in shared]
+            gathers = 2 if level == PARAMETERS else 1
+            sent, reduced = (np.diagonal(each.changes(spec, have, wanted, True)) for each in (of_rows, grid))
+            seconds[shared] += gathers * sent - reduced
+        self._known.updates[key] = seconds
+        return seconds
 
     def _of_parameter(self, axis: Axis, node: fx.Node, name: str) -> list[Placement]:
         pin = axis.parameters.get(name)

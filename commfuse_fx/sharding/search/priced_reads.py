@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P
-from commfuse_fx.sharding.search.axis_grid import AxisGrid, Changes, LaidOut
+from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.solvers.factor_graph import Table
 
@@ -67,13 +67,13 @@ class KnownLayouts:
     """What searches of one compile find out again and again. Equal lists and tuples that it has made are one object.
 
     calls: the states of a call and their costs. reads: what is paid for a value that is read in a certain way.
-    changes: what changes of layout take.
+    updates: what updates of a parameter cost in its layouts.
     """
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, tuple[list[LaidOut], Table]] = {}
         self.reads: dict[Hashable, PricedRead] = {}
-        self.changes: Changes = {}
+        self.updates: dict[Hashable, Table] = {}
         self._states: dict[tuple[LaidOut, ...], list[LaidOut]] = {}
         self._columns: dict[tuple[int, str, tuple[int, ...]], Needs] = {}
         self._same: dict[Any, Any] = {}
@@ -111,9 +111,10 @@ def _priced(read: LayoutRead, have: Needs, grid: AxisGrid, fused: bool) -> Price
     for reader in read.readers:
         for each in dict.fromkeys(each for needs in reader.wanted for each in needs):
             counts[each] = counts.get(each, 0) + 1
-    changes = {
-        each: np.array([read.times * grid.change(read.spec, one, each, fused) for (one,) in have]) for each in counts
-    }
+    layouts = {one: at for at, one in enumerate(dict.fromkeys(one for (one,) in have))}
+    table = read.times * grid.changes(read.spec, [*layouts], [*counts], fused)
+    rows = [layouts[one] for (one,) in have]
+    changes = {each: table[rows, at] for at, each in enumerate(counts)}
     if len(read.readers) > 1:  # a partial sum that several ops use is summed once, before them
         for each, costs in changes.items():
             costs[[any(one == each[at] == P for at, one in enumerate(placements)) for (placements,) in have]] = inf
