@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
     except SystemExit as done:  # --help, or bad usage
         return int(done.code or 0)
+    except KeyboardInterrupt:  # while a command is imported, which takes seconds
+        say("interrupted")
+        return INTERRUPTED
     if options.version:
         if rank() == 0:
             print(f"commfuse {__version__} (torch {version('torch')})")

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def register(command: argparse.ArgumentParser) -> None:
         "--report",
         metavar="FILE",
         type=Path,
-        help="write the page of `commfuse report` about the first case's plan",
+        help="write the page of `commfuse report` about the plan; for a second case FILE-2, for a third one FILE-3",
     )
     command.add_argument("--force", action="store_true", help="replace FILE even if it is no report")
     add_search(command.add_argument_group("what a target is compiled for"))
@@ -74,28 +74,49 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigValueError("--memory needs a schedule: leave --schedule none out")
     if options.mesh is not None and any(case.devices != default for case in asked):
         raise ConfigValueError(f"--mesh {options.mesh} has {default} devices: leave --devices out, or --mesh")
-    if options.report is not None:
-        check_report(options.report, "--report", options.force)
+    pages = _pages(options.report, len(asked))
+    for page in pages:
+        check_report(page, "--report", options.force)
     planner = Cases(load_target(options.target), options)
     found: list[PlannedCase] = []
     for case in asked:
-        found.append(planner.plan(case))
-        if options.report is not None and len(found) == 1:
-            assert planner.chosen is not None, "a first case that fits nowhere is an error"
-            write_result(options.report, report(CompiledGraph(planner.chosen, 0, (), dict)), "--report")
+        try:
+            this = planner.plan(case)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            break
+        if pages and planner.chosen is not None:
+            page = pages[len(found)]
+            write_result(page, report(CompiledGraph(planner.chosen, 0, (), dict)), "--report")
+            this = replace(this, report=str(page))
+        found.append(this)
         if not options.json:
             sys.stdout.write(_text(found))
             sys.stdout.flush()
-        if found[-1].was_interrupted:
+        if this.was_interrupted:
             break
     if options.json:
         print(json.dumps({"cases": [asdict(each) for each in found]}, indent=1))
-    if found[-1].was_interrupted:
-        left = len(asked) - len(found)
-        others = f"; {left} of {len(asked)} cases are left out" if left else ""
-        say(f"interrupted: the last plan is the fastest of those that were made until then{others}")
+    left = len(asked) - len(found)
+    if left or found[-1].was_interrupted:
+        say(_interrupted(found[-1].was_interrupted, left, len(asked)))
         return INTERRUPTED
     return DONE if all(each.table.rows for each in found) else NOTHING_FITS
+
+
+def _pages(first: Path | None, count: int) -> list[Path]:
+    """The files of the reports on so many cases: plan.html, plan-2.html, plan-3.html."""
+    if first is None:
+        return []
+    return [first, *(first.with_name(f"{first.stem}-{number}{first.suffix}") for number in range(2, count + 1))]
+
+
+def _interrupted(amid_plans: bool, left: int, cases: int) -> str:
+    """amid_plans: of the last case. left: cases of which there is no plan."""
+    said = ["the last plan is the fastest of those that were made until then"] if amid_plans else []
+    said += [f"{left} of {cases} cases {'is' if left == 1 else 'are'} left out"] if left else []
+    return f"interrupted: {'; '.join(said)}"
 
 
 def _text(found: Sequence[PlannedCase]) -> str:
@@ -112,4 +133,5 @@ def _text(found: Sequence[PlannedCase]) -> str:
             f"no plan fits: the smallest needs {in_bytes(needed)} per rank, {in_bytes(needed - limit)} too much"
         )
     blank = "\n" if before else ""
-    return blank + "\n".join(lines) + "\n" + this.table.text()
+    page = "" if this.report is None else f"report: {this.report}\n"
+    return blank + "\n".join(lines) + "\n" + this.table.text() + page

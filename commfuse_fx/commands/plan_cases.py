@@ -36,6 +36,7 @@ class PlannedCase:
 
     cluster: its name. global_batch: rows of the batch of all ranks; 0 where that is not known. traced: whether the
     model was traced for this case. table: of the plans. was_interrupted: the table has those before an interrupt.
+    report: the file of the page about the chosen plan; None where none was written.
     """
 
     case: Case
@@ -44,6 +45,7 @@ class PlannedCase:
     traced: bool
     table: StrategyTable
     was_interrupted: bool
+    report: str | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from commfuse_fx.planning.pipeline import PassPipeline
 class Attempt:
     """An attempt at a plan.
 
-    number, most: its number from 1, and how many there may be in all.
+    number, most: its number from 1, and how many there may be in all; mostly there are fewer.
     pipeline: the passes of the plan.
     program: the final one; None where no arrangement fits into memory.
     seconds: predicted for a step; None where nothing is compared, or nothing fits.
@@ -46,7 +46,7 @@ def shown_plans(what: str, show: Callable[[str], None], others: OnPlan | None = 
             best[:] = [min([made.seconds, *best])]
         if made.number < made.most:
             so_far = f", best so far {in_ms(best[0])}" if best else ""
-            show(f"{what}: plan {made.number + 1} of {made.most}{so_far}")
+            show(f"{what}: plan {made.number + 1} of at most {made.most}{so_far}")
         if others is not None:
             others(made)
 

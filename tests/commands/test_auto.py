@@ -149,15 +149,23 @@ def test_strategies_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_report_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--mesh", "8", "--cluster", "h100-node", "--report", "plan.html")
-    code, _, err = run(capsys, *arguments, "--bandwidth", "x2", factory="wide")
+    code, out, err = run(capsys, *arguments, "--bandwidth", "x2", factory="wide")
     page = Path("plan.html").read_text()
     assert (code, err) == (0, "") and '"name":"0-1.0.weight","kind":"parameter","count":2' in page
-    fingerprint = lowered("wide", mesh=(8,), device_num=8, cluster="h100-node").fingerprint
-    assert f'"fingerprint":"{fingerprint}"' in page
+    options = {"mesh": (8,), "device_num": 8}
+    plain = lowered("wide", cluster="h100-node", **options)
+    faster = Case(8, bandwidth=2.0).config(plain.program.config).cluster
+    assert f'"fingerprint":"{plain.fingerprint}"' in page
+    assert (
+        f'"fingerprint":"{lowered("wide", cluster=faster, **options).fingerprint}"' in Path("plan-2.html").read_text()
+    )
+    assert "report: plan.html\n" in out and out.endswith("report: plan-2.html\n")
     assert run(capsys, *arguments, factory="wide")[0] == 0
     Path("plan.html").write_text("something else")
     code, _, err = run(capsys, *arguments, factory="wide")
     assert code == 2 and "--report plan.html exists and is no report of commfuse" in err
+    code, _, err = run(capsys, *arguments[:-1], "other.html", "--memory", "1MiB", "--json", factory="wide")
+    assert code == 1 and Path("other.html").exists() and not Path("other-2.html").exists()
 
 
 def test_what_ifs_do_not_trace_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +236,20 @@ def test_an_interrupt_takes_what_is_there(
     code, out, err = run(capsys, "--devices", "4", "--cluster", "h100-node", *what_if)
     assert code == 130 and len(calls) == 2 and "search: interrupted: planning ended after 1 of" in out
     assert "commfuse: interrupted: the last plan is the fastest of those that were made until then" in err
-    assert ("1 of 2 cases are left out\n" in err) == bool(what_if) and out.count("\n*  ") == 1
+    assert ("1 of 2 cases is left out\n" in err) == bool(what_if) and out.count("\n*  ") == 1
+
+
+def test_an_interrupt_ahead_of_a_plan_leaves_the_cases_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_cases, "_plan_again", interrupted)
+    code, out, err = run(capsys, "--devices", "4", "--cluster", "h100-node", "--bandwidth", "x2,x4", "--json")
+    assert code == 130 and err == "commfuse: interrupted: 2 of 3 cases are left out\n"
+    (case,) = json.loads(out)["cases"]
+    assert chosen(case) and not case["was_interrupted"]
 
 
 @pytest.mark.parametrize(
