@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -82,6 +83,30 @@ def memory_of_steps(level: int) -> dict[str, float]:
         note("an evaluation")
     messages.all_gather_single = issue
     return {place: max(found) for place, found in at.items()} | {"gathers": float(len(at["a gather"]))}
+
+
+def is_dropped() -> dict[int, bool]:
+    """At which levels a parameter is freed with its module and optimizer, while it has a gradient."""
+    found = {}
+    for level in (2, 3):
+        net, model = divided({"level": level}, Deep())
+        optimizer = cf.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        model(torch.ones(4, WIDTH)).backward()
+        optimizer.step()
+        param = weakref.ref(net.layers[0].weight)
+        del model, optimizer
+        gc.collect()
+        if level == 2:
+            with pytest.raises(cf.CommFuseError, match="a compiled module that is gone.*keep what compile"):
+                net.layers[0].weight.grad.sum()
+        del net
+        gc.collect()
+        found[level] = param() is None
+    return found
+
+
+def test_a_module_that_is_dropped_lets_go_of_all(ranks: Ranks) -> None:
+    assert ranks.values(is_dropped) == [{2: True, 3: True}] * 2
 
 
 def test_a_rank_holds_rows_and_what_it_uses(ranks: Ranks) -> None:

@@ -7,7 +7,8 @@ the backward that adds to them, takes its rows from them again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -33,7 +34,7 @@ class DividedGradients:
         self._shown: dict[str, torch.Tensor] = {}
         """By the same names, what stands for the rows: `.grad`, unless the user has replaced it."""
         self._spare: dict[str, torch.Tensor] = {}
-        self._guard = Guard(self.open, alone=False)
+        self._guard = Guard(_opening(self), alone=False)
 
     def __contains__(self, name: str) -> bool:
         """Whether the parameter is divided."""
@@ -155,6 +156,23 @@ class DividedGradients:
             self._guard.release(self._shown[name])
             _gone.mark(self._shown.pop(name))
             del self._rows[name]
+
+
+def _opening(gradients: DividedGradients) -> Callable[[], None]:
+    """What a `.grad` calls. It does not keep alive what divides the parameter: no collection of garbage sees that a
+    parameter has a `.grad`, so neither of them would ever be freed."""
+    held = weakref.ref(gradients)
+
+    def finish() -> None:
+        found = held()
+        if found is None:
+            raise CommFuseError(
+                "this is the .grad of a parameter that was divided among ranks by a compiled module that is gone, and "
+                "its values with it: keep what compile() has returned, or copy the gradient (param.grad.clone()) before"
+            )
+        found.open()
+
+    return finish
 
 
 def _refuse() -> None:
