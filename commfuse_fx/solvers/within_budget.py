@@ -46,7 +46,7 @@ def within_budget(
     below_amount = amounts.cost(below.states)
     budget = budget_of(below_amount, most)
     bounds = [cheapest.bound, bound - price * budget]
-    while above_amount > budget:
+    while above_amount > budget and above.cost < below.cost and below_amount < above_amount:
         price = (below.cost - above.cost) / (above_amount - below_amount)
         found, bound = _at(costs, amounts, price, solve)
         bounds.append(bound - price * budget)
@@ -58,7 +58,9 @@ def within_budget(
             below, below_amount = found, amount
         else:
             above, above_amount = found, amount
-    else:
+    # Choices that are not exact may have more of both than another one.
+    is_less = (above_amount, above.cost) < (below_amount, below.cost)
+    if is_less or (above_amount <= budget and above.cost <= below.cost):
         below = above
     return replace(below, bound=min(below.cost, max(bounds)))
 

@@ -62,21 +62,26 @@ def random_step(seed: int, count: int, mesh: tuple[int, ...]) -> tuple[Any, list
     return caught(RandomNet(numbers, count, width), weighted, x, x, mesh)
 
 
+class SearchBegins(Exception):
+    """In place of a search: the program, and the mesh axes."""
+
+
 def caught(
     model: nn.Module, loss_fn: Any, x: torch.Tensor, y: torch.Tensor, mesh: tuple[int, ...]
 ) -> tuple[Any, list[Any]]:
-    found: list[tuple[Any, list[Any]]] = []
+    """A step before it is divided, and the mesh axes as a search is given them."""
 
-    def note(program: Any, axes: list[Any], *rest: Any) -> list[Any]:
-        found.append((program.copy(), axes))
-        return axes
+    def begin(program: Any, axes: list[Any], *rest: Any) -> None:
+        raise SearchBegins(program.copy(), axes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searched, "searched", note)
+        patch.setattr(searched, "searched", begin)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"parallel_mode": "auto", "search_mode": "recursive_programming"}
-        cf.compile(model, loss_fn=loss_fn, optimizer=optimizer, mesh=mesh, device_num=prod(mesh), **options).lower(x, y)
-    return found[0]
+        step = cf.compile(model, loss_fn=loss_fn, optimizer=optimizer, mesh=mesh, device_num=prod(mesh), **options)
+        with pytest.raises(SearchBegins) as found:
+            step.lower(x, y)
+    return found.value.args
 
 
 def none_is_cheaper(graph: Any, cost: float) -> bool:

@@ -315,14 +315,6 @@ def test_grids_of_a_free_mesh(ranks: int, near: int, sizes: list[tuple[int, int]
 # Several axes together
 
 
-def pairs_of(problem: LayoutProblem, monkeypatch: pytest.MonkeyPatch) -> cost_tables.CostTables:
-    """The costs of a problem as pairs of variables alone."""
-    monkeypatch.setattr(cost_tables, "FEW", 0)
-    found = cost_tables.CostTables(problem.graph)
-    monkeypatch.undo()
-    return found
-
-
 @pytest.mark.parametrize("name", ["h100-node", "gloo-1gbit"])
 @pytest.mark.parametrize("model", [nn.Linear(8, 4, bias=False), mlp(16, 1)], ids=["one layer", "two layers"])
 def test_two_axes_together_equal_the_integer_program(
@@ -335,8 +327,7 @@ def test_two_axes_together_equal_the_integer_program(
     cluster = slow_device(name, 1e-9, 1e-6)
     prices = [PlacementCosts(cluster, (0, 2)), PlacementCosts(cluster, (0, 1))]
     problem = LayoutProblem(program, axes, prices, cluster.device)
-    pairs = pairs_of(problem, monkeypatch)
-    best = by_integer_program(dict(enumerate(pairs.unary)), pairs.together).cost
+    best = by_integer_program(problem.graph).cost
     found = cheapest_choice(problem.graph, problem.parts)
     assert found.cost == pytest.approx(best) or (found.solver == "moves" and found.cost <= best * 1.01)
     assert found.bound <= best * (1 + 1e-9)

@@ -73,3 +73,24 @@ def test_few_graphs_are_solved() -> None:
     found = within_budget(costs, amounts, lambda least, most: (least + most) / 2, cheapest_choice(costs), solve)
     assert (amounts.cost(found.states), found.cost, found.gap) == (32, sum(range(1, 33)), pytest.approx(0.0))
     assert len(solved) < 12
+
+
+@given(graphs(), st.sampled_from([0.0, 0.5, 1.0]), st.data())
+@settings(max_examples=100, deadline=None)
+def test_choices_that_are_not_exact(given: tuple[FactorGraph, FactorGraph], part: float, data: st.DataObject) -> None:
+    """A choice with less of both may be found where only amounts count, or one with more of both."""
+    costs, amounts = given
+    choices = [each for each in product(*(range(len(table)) for table in costs.unary)) if costs.cost(each) < inf]
+    if not choices:
+        return
+    seen: list[tuple[int, ...]] = []
+
+    def solve(graph: FactorGraph) -> Choice:
+        assert all(table.min() >= 0 for table in graph.unary)
+        seen.append(data.draw(st.sampled_from(choices)))
+        return Choice(seen[-1], graph.cost(seen[-1]), 0.0, "at random")
+
+    found = within_budget(costs, amounts, lambda least, most: least + part * (most - least), solve(costs), solve)
+    cost, amount = costs.cost(found.states), amounts.cost(found.states)
+    assert found.cost == cost
+    assert all(costs.cost(each) >= cost or amounts.cost(each) >= amount for each in seen[:2])

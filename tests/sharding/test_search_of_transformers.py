@@ -1,0 +1,41 @@
+"""Searches of GPT-2 and Llama shapes: as cheap as the integer program says, and near that on several axes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.plain_models import GPT2
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.sharding.search.axis_search import AxisSearch
+from tests.sharding.random_steps import caught
+from tests.solvers.integer_program import by_integer_program
+
+LENGTH = 1024
+
+
+@cache
+def step_of(layers: int, mesh: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """A GPT-2 of so many layers before it is divided, with two rows on each rank, and the mesh axes. Nobody writes its
+    parameters, so they take no memory."""
+    with torch.device("meta"):
+        model: nn.Module = GPT2(layers)
+    model.to_empty(device="cpu")
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    return caught(model, None, ids, ids, mesh)
+
+
+@pytest.mark.parametrize(("layers", "is_whole"), [(2, True), (12, False)])
+def test_one_axis_equals_the_integer_program(layers: int, is_whole: bool) -> None:
+    """Of many layers the linear relaxation alone, which costs no more than the integer program."""
+    program, axes = step_of(layers, (8,))
+    search = AxisSearch(program, CostModel(resolve_cluster("h100-node")))
+    found = search.cheapest(axes)
+    best = by_integer_program(search.problem(axes).graph, is_whole)
+    assert found.solver == "elimination" and found.gap == 0.0
+    assert best.bound == pytest.approx(found.cost, rel=1e-9)
