@@ -130,7 +130,7 @@ class Divide(PricedPass):
         check_part_calls(program)
         for node in program.graph.nodes:
             info(node).varies = ""
-        ops = {info(node).name: None for node in program.graph.nodes}
+        ops = {info(node).name: node.target for node in program.graph.nodes}
         specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved)
         data = [axis for axis in axes if axis.is_data]
@@ -152,6 +152,8 @@ class Divide(PricedPass):
             results.add(division)
             if given is not None:
                 for node in division.not_taken:
+                    if ops[info(node).name] != node.target:  # what dividing over other axes has made of an op
+                        continue
                     program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
         if given is not None and program.config.strategy_ckpt_load_strict:
             refuse_differences(program)
