@@ -1,12 +1,13 @@
 """Programs of two ranks on one device that end in different ways, while a step is live or after it was closed.
 
-`ending_ranks.py DEVICE FOLDER WAY...` imports once what ranks need and forks two of them for each way. No agent starts
-them, since it would end a rank whose neighbour has died. Each rank ends as an interpreter does, and leaves in FOLDER
-what it has printed.
+`ending_ranks.py DEVICE FOLDER WAY...` imports once what ranks need, also what an optimizer and a compilation import at
+their first use, and forks two of them for each way. No agent starts them, since it would end a rank whose neighbour has
+died. Each rank ends as an interpreter does, and leaves in FOLDER what it has printed.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 import commfuse_fx as cf
+import commfuse_fx.api
 from benchmarks.two_ranks import join_as_host_of_its_own
 from tests.gpu.device_models import MODELS
 from tests.gpu.step_checks import OPTIMIZERS
@@ -108,6 +111,7 @@ def start(device: torch.device, folder: Path, ways: Sequence[str]) -> Callable[[
     """Fork the ranks. Returns what this process is to call then: a fork trains, and the first process says how they
     ended."""
     assert not torch.cuda.is_initialized()
+    gc.freeze()  # or every collection of a rank copies what it shares with this process
     codes: dict[str, list[int | None]] = {}
     for first in range(0, len(ways), AT_ONCE):
         together = ways[first : first + AT_ONCE]
