@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.checkpoint import folders, tensor_writer
+from commfuse_fx.runtime.execute import messages
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw
 from tests.distributed.programs import Ended, run_programs
@@ -68,6 +69,8 @@ def train(folder: str, steps: int, options: dict[str, Any], deaths: dict[int, tu
             dies = rank in ranks and what
             if dies == "step":
                 kill()
+            if dies == "update":  # ranks have voted, and the others wait for what this one has updated
+                killing.enter_context(pytest.MonkeyPatch.context()).setattr(messages, "all_gather_single", kill)
             batch = torch.randn(4, 16, generator=data), torch.randint(0, 4, (4,), generator=data)
             loss = float(step(*batch))
             scheduler.step()
@@ -109,9 +112,16 @@ def run_and_leave(function: Any, *args: Any) -> None:
     os._exit(0)
 
 
+SHARED = {"parallel_optimizer_threshold": 0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "in an update": {"enable_parallel_optimizer": True, "parallel_optimizer_config": SHARED},
+    "writing on one rank": {"enable_parallel_optimizer": True, "parallel_optimizer_config": {**SHARED, "level": 3}},
+}
+"""Where ranks share the updates. On two ranks these are the bits of plain data parallel."""
+
 DEATHS: dict[str, tuple[int, dict[int, tuple[str, Sequence[int]]]]] = {
     "between steps": (8, {10: ("step", (0, 1))}),
-    "of one rank": (8, {10: ("step", (1,))}),
+    "in an update": (8, {10: ("update", (1,))}),
     "writing on one rank": (4, {7: ("write", (1,))}),
     "writing on rank 0": (4, {7: ("write", (0,))}),
     "writing on all": (4, {7: ("write", (0, 1))}),
@@ -134,13 +144,14 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_restart_goes_on_with_the_same_bits(ranks: Ranks, whole: Path, tmp_path: Path, when: str) -> None:
     last, deaths = DEATHS[when]
     broken = tmp_path
-    ended = start(ranks, broken, train, 12, {}, deaths)
+    options = OPTIONS.get(when, {})
+    ended = start(ranks, broken, train, 12, options, deaths)
     dead = [rank for rank, each in enumerate(ended) if each.code == -signal.SIGKILL]
     assert dead == [*next(iter(deaths.values()))[1]]
     for each in ended:
         assert each.code in (0, -signal.SIGKILL) or "CollectiveError" in each.err, each.err
     assert (broken / "kept").exists() == (last > 0)
-    ended = start(ranks, broken, train, 12, {}, {})
+    ended = start(ranks, broken, train, 12, options, {})
     assert [each.code for each in ended] == [0, 0], ended
     for rank in range(2):
         (want, count), (have, again) = losses(whole, rank), losses(broken, rank)
@@ -175,7 +186,8 @@ RESTARTS: list[dict[int, tuple[str, Sequence[int]]]] = [
 
 def train_again(folder: str) -> None:
     """One start of all ranks by the agent of torchrun, which counts them."""
-    train(folder, 12, {}, RESTARTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+    shared = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {**SHARED, "level": 3}}
+    train(folder, 12, shared, RESTARTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
 
 
 def launch(folder: str) -> None:
