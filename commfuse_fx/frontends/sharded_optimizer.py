@@ -66,7 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_optimizer(self._optimizer, model.module)
         refuse_unknown(describe_optimizer(self._optimizer, model.module), "ShardedOptimizer", "use it as it is")
         self._update = CompiledUpdate(model._compiled, self._optimizer, config)
+        begins_with = self._optimizer.state  # that of Adagrad
         super().__init__(self._optimizer.param_groups, self._optimizer.defaults)
+        self.state = begins_with
 
     @property
     def state(self) -> Any:

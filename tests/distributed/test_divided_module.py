@@ -22,6 +22,7 @@ from commfuse_fx.ir.meta import info
 from commfuse_fx.runtime.execute.messages import Flight
 from commfuse_fx.runtime.execute.wire import Wire
 from tests.distributed.harness import Ranks
+from tests.distributed.test_sharded_optimizer import CLASSES as OF_SHARDED
 from tests.distributed.test_sharded_optimizer import (
     STEPS,
     Pair,
@@ -46,9 +47,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "none, as all are small": {"level": 3, "parallel_optimizer_threshold": 1000},
 }
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    **OF_SHARDED,
 }
 Tensors = list[torch.Tensor]
 Loop = Callable[[nn.Module, Any, Any], Tensors | None]
@@ -88,7 +88,7 @@ def trains_alike(cases: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
     for name, which in cases:
         ours, theirs = sharded(name, CONFIGS[which]), as_ddp(name)
         for pair in (ours, theirs):
-            a_loop("adamw" if name == "adam" else name, pair)
+            a_loop(name, pair)
         found[name, which] = largest_difference(ours, theirs)
     return found
 
@@ -100,9 +100,9 @@ CASES = {
         ("adam", "that divide"),
         ("sgd", "from 2.4 KiB on"),
         ("adamw", "none, as all are small"),
-        ("adamw", "gradients alone"),
+        ("rmsprop", "gradients alone"),
     ],
-    3: [("adamw", "from 2.4 KiB on"), ("sgd", "all"), ("adam", "all"), ("sgd", "gradients alone")],
+    3: [("nadam", "from 2.4 KiB on"), ("sgd", "all"), ("adagrad", "all"), ("adam", "gradients alone")],
 }
 
 
@@ -359,6 +359,29 @@ def with_several_optimizers(level: int) -> float:
     return differ(*(net.parameters() for net in nets))
 
 
+def under_autocast() -> None:
+    """Compute in bf16 with float32 parameters: ranks cast their rows, gather bf16, and sum gradients in float32."""
+    nets: list[nn.Module] = []
+    for is_ours in (True, False):
+        net = WithSpare().float()
+        model: Any = divided(net=net)[1] if is_ours else cf.compile(net, cpu_kernels=False)
+        cls, options = CLASSES["sgd"]
+        optimizer = cf.ShardedOptimizer(model, cls, **options) if is_ours else cls(net.parameters(), **options)
+        for number in range(3):
+            optimizer.zero_grad()
+            x, y = batch(number)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x.float()), y)
+            loss.backward()
+            optimizer.step()
+        nets.append(net)
+        if is_ours:
+            with torch.autocast("cpu", torch.bfloat16):
+                sent = {(each.kind, each.dtype) for each in model.lower(x.float()).collectives}
+            assert ("all_gather", torch.bfloat16) in sent and ("reduce_scatter", torch.bfloat16) not in sent
+    assert (found := differ(*(net.parameters() for net in nets))) < 1e-6, found
+
+
 def more_loops_alike() -> dict[str, float]:
     found = {}
     for loop in (of_torch, has_hooks, computes_again):
@@ -371,6 +394,7 @@ def more_loops_alike() -> dict[str, float]:
         for pair in (ours, theirs):
             sums(*pair) if name == "sums" else a_loop("adamw", pair)
         found[name] = largest_difference(ours, theirs)
+    under_autocast()
     found["saved"] = through_checkpoints()
     found |= {f"several optimizers, level {level}": with_several_optimizers(level) for level in (2, 3)}
     return found
@@ -398,7 +422,8 @@ def in_pairs() -> float:
     theirs = as_ddp("adamw")
     seen = [clips(*pair) for pair in (ours, theirs)]
     a_loop("adamw", ours), a_loop("adamw", theirs)
-    return max(differ(*seen), largest_difference(ours, theirs))
+    (found,) = trains_alike([("rmsprop", "all")]).values()
+    return max(differ(*seen), largest_difference(ours, theirs), found)
 
 
 def test_rows_are_shared_among_some_of_the_ranks(ranks: Ranks) -> None:

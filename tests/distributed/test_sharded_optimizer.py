@@ -41,6 +41,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
 }
 
 
@@ -86,7 +89,7 @@ def largest_difference(ours: Pair, theirs: Pair) -> float:
 def a_loop(name: str, pair: Pair, begin: int = 0) -> None:
     """Learning rates that change, clipped gradients, micro-batches, a step with a closure, and unused parameters."""
     net, model, optimizer = pair
-    scheduler = SCHEDULERS[name](optimizer)
+    scheduler = SCHEDULERS["sgd" if name == "sgd" else "adamw"](optimizer)
     for number in range(begin, begin + STEPS):
         optimizer.zero_grad()
         if number % 2:
@@ -113,8 +116,8 @@ def all_beside_ddp(cases: list[tuple[str, str]]) -> dict[tuple[str, str], float]
 
 CASES = {
     1: [("adamw", "rows")],
-    2: [("adamw", "owners"), ("adamw", "apart"), ("sgd", "rows"), ("sgd", "no sharing")],
-    3: [("adamw", "rows"), ("sgd", "rows that divide")],
+    2: [("nadam", "owners"), ("adamw", "apart"), ("sgd", "rows"), ("sgd", "no sharing")],
+    3: [("adagrad", "rows"), ("rmsprop", "rows that divide")],
 }
 
 
