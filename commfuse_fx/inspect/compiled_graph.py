@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import networkx as nx
@@ -13,6 +15,7 @@ from torch import fx
 
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.priced import priced_for
+from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.explanation import Explanation, explain
 from commfuse_fx.inspect.network import to_networkx
 from commfuse_fx.ir.collectives import collective_of
@@ -118,6 +121,24 @@ class CompiledGraph:
         """
         costs = self._costs(cluster)
         return explain(self._program, cost_model(costs), costs_label(costs))
+
+    @user_frames_only
+    def search_proof(self) -> Any:
+        """What shows how far the strategies of `parallel_mode="auto"` are from the cheapest ones by the prices of their
+        search, which runs once more: a SearchProof. None where nothing was searched, or three mesh axes or more.
+
+        Under a memory limit its bound is that of all strategies, whatever memory they take. Raises ConfigValueError for
+        a graph that was loaded.
+        """
+        if self._captured is None or self.pipeline is None:
+            raise ConfigValueError("a graph that was loaded has no proof of its search: lower the step again")
+        numbers = [number for number, each in enumerate(self.pipeline.passes) if each.name == "divide"]
+        if not numbers or not getattr(self.pipeline.passes[numbers[0]], "searched", False):
+            return None
+        proofs = import_module("commfuse_fx.sharding.search.search_proof").SearchProofs()
+        context = replace(self.pipeline.context, kept={type(proofs): proofs})
+        replace(self.pipeline, context=context).run(self._captured.copy(), part=slice(numbers[0] + 1))
+        return proofs[0] if proofs else None
 
     @user_frames_only
     def simulate(self, cluster: Any = None) -> Simulation:

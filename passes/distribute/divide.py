@@ -178,7 +178,10 @@ class Divide(PricedPass):
                 "parallel_mode='semi_auto', which completes what cf.shard marks"
             ) from error
         known = context.known(search.KnownLayouts)
-        found: list[Axis] = search.searched(program, axes, context.costs, self.exposed, self.saving, known, self.quick)
+        proofs = None if context.kept is None else context.kept.get(search.SearchProofs)
+        found: list[Axis] = search.searched(
+            program, axes, context.costs, self.exposed, self.saving, known, self.quick, proofs
+        )
         return found
 
     def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:

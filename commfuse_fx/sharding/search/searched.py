@@ -13,6 +13,7 @@ from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis, together
 from commfuse_fx.sharding.search.axis_grid import Objective
 from commfuse_fx.sharding.search.axis_search import AxisSearch
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
+from commfuse_fx.sharding.search.search_proof import SearchProofs, prove
 
 SEARCH = "search"
 """Topic of notes that say what a search has found."""
@@ -35,13 +36,14 @@ def searched(
     saving: int = 0,
     known: KnownLayouts | None = None,
     quick: bool = False,
+    proofs: SearchProofs | None = None,
 ) -> list[Axis]:
     """The axes with the strategies and the placements of parameters that a step takes least time with.
 
     Those that are pinned already are kept. exposed: the part of the time of collectives that counts, as `Exposure`
     writes it. saving: bytes that a rank is to hold less than with the fastest choice.
     known: what other searches of the same compile have found out. quick: whether the first choice that is found is
-    taken, also where it is far from proven to be the cheapest.
+    taken, also where it is far from proven to be the cheapest. proofs: where that of this search is added.
     """
     propagates = program.config.propagates
     if propagates:
@@ -58,7 +60,11 @@ def searched(
     if not propagates:
         program.search_seconds = found.cost
     meaning = " of communication" if propagates else ""
-    gap = "nothing proven" if found.gap is None else f"proven gap {found.gap:.2%}"
+    gap = "nothing proven"
+    if found.gap is not None:
+        gap = f"no choice takes less than {found.cost * (1 - found.gap) * 1e3:.3f} ms (proven gap {found.gap:.2%})"
+    if proofs is not None and len(axes) <= TOGETHER:
+        proofs.append(prove(search, axes, found))
     program.note(
         SEARCH,
         ", ".join(axis.group for axis in axes),
