@@ -66,12 +66,16 @@ class CostModel:
     node_seconds: measured seconds by `profile_key`. Updates, whose size changes with fusion, have seconds per
         element by `PER_ELEMENT` and the op's name; views that have no measurement of their own have seconds by
         `PER_VIEW` and the op's name.
+    node_roofline: what the roofline says of the same nodes as they were measured, on the device of the cluster. A node
+        that is another part of a divided op now takes so many times as long as the roofline says now. One without an
+        entry takes what was measured.
 
     Raises ConfigTypeError for other things than mappings, ConfigValueError for times below 0 or not finite.
     """
 
     cluster: ClusterSpec
     node_seconds: Mapping[str, float] | None = None
+    node_roofline: Mapping[str, float] | None = None
     _costs: dict[Any, CollectiveCost] = field(default_factory=dict, init=False, repr=False, compare=False)
     _distinct: dict[Any, list[tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -105,12 +109,28 @@ class CostModel:
                     return self.cluster.device.op_overhead + each * update_elements(node)
             seconds = measured.get(profile_key(node))
             if seconds is not None:
-                return seconds * info(node).share
+                return self._of_part(node, seconds)
             if is_free(node):
                 seconds = measured.get(PER_VIEW + op_label(node.target))
             if seconds is not None:
                 return seconds
         return roofline_seconds(node, self.cluster.device)
+
+    def measured(self, node: fx.Node) -> tuple[float, float] | None:
+        """Seconds of a node as it was measured, and those of the roofline for the same part; None if either is not
+        known."""
+        if not self.node_seconds or not self.node_roofline or node.op != "call_function":
+            return None
+        seconds, modelled = (known.get(profile_key(node)) for known in (self.node_seconds, self.node_roofline))
+        return (seconds, modelled) if seconds is not None and modelled else None
+
+    def _of_part(self, node: fx.Node, seconds: float) -> float:
+        """seconds: what was measured under this node's name, of which it may be one of several pieces."""
+        share, known = info(node).share, self.measured(node)
+        if share != 1.0 or known is None:
+            return seconds * share
+        now = roofline_seconds(node, self.cluster.device)
+        return seconds if now == known[1] else seconds * now / known[1]
 
     def cost_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> CollectiveCost:
         """What the collective of a start node costs; `nbytes` for a piece of its payload.
@@ -137,7 +157,7 @@ class CostModel:
 
     def remembering(self) -> RememberingModel:
         """The same prices, for asking again and again about one graph."""
-        return RememberingModel(self.cluster, self.node_seconds)
+        return RememberingModel(self.cluster, self.node_seconds, self.node_roofline)
 
     def _distinct_groups(self, mesh: Mesh, group: str) -> list[tuple[int, ...]]:
         """Of the groups along these axes, one of each way in which they lie in the cluster."""
@@ -170,4 +190,4 @@ def cost_model(costs: Costs) -> CostModel:
     """The prices of compute nodes and collectives on a cluster, or by a profile of the step."""
     if isinstance(costs, ClusterSpec):
         return CostModel(costs)
-    return CostModel(costs.cluster, costs.node_seconds)
+    return CostModel(costs.cluster, costs.node_seconds, costs.node_roofline)

@@ -30,6 +30,8 @@ class StepProfile(Document, kind="profile"):
     node_seconds: seconds of every compute node by name, with nothing on the wire. Other keys are
         `update.per_element/<op>` (seconds per element of the parameters that an update works on), `view.each/<op>`
         (of nodes that move no data and have no entry) and `step.overhead` (what a step takes besides).
+    node_roofline: what the roofline of the cluster's device says of the same nodes, in seconds by name. A plan in which
+        they are other parts of divided ops counts so much more or less for them. May be empty.
     torch, device: the version and the device that it was measured with.
     plan: the name of the plan that a step with `schedule="auto"` has come to stay with; "" if it was not tried.
     step_seconds: what a step with that plan took, on the slowest rank; 0 if that is not known.
@@ -45,6 +47,7 @@ class StepProfile(Document, kind="profile"):
     device: str = ""
     plan: str = ""
     step_seconds: float = 0.0
+    node_roofline: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cluster, ClusterSpec):
@@ -52,15 +55,10 @@ class StepProfile(Document, kind="profile"):
         check_int(self.world, "world", 1, MOST_RANKS)
         if not re.fullmatch("[0-9a-f]{64}", check_text(self.model, "model")):
             raise ConfigValueError(f"model is {show(self.model)}; give the 64 hex digits of model_fingerprint()")
-        if not isinstance(self.node_seconds, Mapping):
-            raise ConfigTypeError(f"node_seconds is {show(self.node_seconds)}; give seconds by the name of a node")
+        object.__setattr__(self, "node_seconds", _by_name(self.node_seconds, "node_seconds"))
         if not self.node_seconds:
             raise ConfigValueError("node_seconds is empty; measure at least one step")
-        checked = {
-            check_text(key, "a key of node_seconds"): NODE_SECONDS.check(value, f"node_seconds[{show(key)}]")
-            for key, value in self.node_seconds.items()
-        }
-        object.__setattr__(self, "node_seconds", checked)
+        object.__setattr__(self, "node_roofline", _by_name(self.node_roofline, "node_roofline"))
         check_text(self.torch, "torch", empty=True)
         check_text(self.device, "device", empty=True)
         check_text(self.plan, "plan", empty=True)
@@ -85,11 +83,22 @@ class StepProfile(Document, kind="profile"):
             **({"plan": self.plan} if self.plan else {}),
             **({"step_seconds": self.step_seconds} if self.step_seconds else {}),
             "node_seconds": dict(self.node_seconds),
+            **({"node_roofline": dict(self.node_roofline)} if self.node_roofline else {}),
         }
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> StepProfile:
-        check_keys(body, where, _KEYS, ("plan", "step_seconds"))
+        check_keys(body, where, _KEYS, ("plan", "step_seconds", "node_roofline"))
         cluster = document_of_data(ClusterSpec, body["cluster"], f"{where}: cluster")
         check_object(body["node_seconds"], f"{where}: node_seconds")
+        check_object(body.get("node_roofline", {}), f"{where}: node_roofline")
         return made_of(cls, {**body, "cluster": cluster}, where)
+
+
+def _by_name(value: object, where: str) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise ConfigTypeError(f"{where} is {show(value)}; give seconds by the name of a node")
+    return {
+        check_text(key, f"a key of {where}"): NODE_SECONDS.check(each, f"{where}[{show(key)}]")
+        for key, each in value.items()
+    }

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_fx.cost.model import OVERHEAD, CostModel
+from commfuse_fx.cost.model import OVERHEAD, cost_model, profile_key
+from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
+from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.measure.clocks import HostClock, clock_of
 from commfuse_fx.measure.stopwatch import Stopwatch
@@ -51,9 +55,20 @@ def profile_step(
         world=executor.program.mesh.world,
         model=model_fingerprint,
         node_seconds=seconds,
+        node_roofline=roofline_by_key(executor.program, cluster.device, seconds),
         torch=torch.__version__,
         device=cluster.device.name,
     )
+
+
+def roofline_by_key(program: Program, device: Device, measured: Mapping[str, float]) -> dict[str, float]:
+    """What the roofline says of the nodes that were measured. Nodes with one key share their mean, as in
+    `measure_step`; what takes no time by it has no entry."""
+    found: dict[str, list[float]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and profile_key(node) in measured and not info(node).once:
+            found.setdefault(profile_key(node), []).append(roofline_seconds(node, device) / info(node).share)
+    return {key: mean(each) for key, each in found.items() if any(each)}
 
 
 def with_overhead(
@@ -80,7 +95,7 @@ def with_overhead(
         times = _periods(run, max(rounds, min(fitting, MOST_STEPS)), clock)
         finish()
     everybody = _gather(typical(times), world)
-    played = play(executor.program, CostModel(profile.cluster, profile.node_seconds))
+    played = play(executor.program, cost_model(profile))
     overhead = max(max(everybody) - (played.ended - played.began), 0.0)
     return replace(profile, node_seconds={**profile.node_seconds, OVERHEAD: overhead})
 

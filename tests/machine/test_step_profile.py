@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, profile_key
+from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, cost_model, profile_key
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.ir.collectives import is_start, is_wait
@@ -58,7 +58,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert (document["kind"], document["schema"], document["cluster"]["kind"]) == ("profile", 1, "cluster")
     assert list(StepProfile.load(path).node_seconds) == list(original.node_seconds)
     assert "plan" not in document and "step_seconds" not in document
-    chosen = profile(plan="size 4", step_seconds=0.25)
+    assert "node_roofline" not in document
+    chosen = profile(plan="size 4", step_seconds=0.25, node_roofline={"0/addmm.0": 5e-5})
     assert StepProfile.from_json(chosen.to_json()) == chosen
 
 
@@ -87,6 +88,8 @@ def test_a_profile_stands_for_its_cluster(tmp_path: Path) -> None:
         ({"model": "abc"}, ConfigValueError, "model is 'abc'; give the 64 hex digits"),
         ({"model": 3}, ConfigTypeError, "model is 3"),
         ({"node_seconds": [1.0]}, ConfigTypeError, r"node_seconds is \[1.0\]"),
+        ({"node_roofline": [1.0]}, ConfigTypeError, r"node_roofline is \[1.0\]"),
+        ({"node_roofline": {"a": -1.0}}, ConfigValueError, r"node_roofline\['a'\] is -1.0"),
         ({"node_seconds": {}}, ConfigValueError, "node_seconds is empty"),
         ({"node_seconds": {"a": -1.0}}, ConfigValueError, r"node_seconds\['a'\] is -1.0"),
         ({"node_seconds": {"a": float("nan")}}, ConfigValueError, r"node_seconds\['a'\] is nan"),
@@ -358,6 +361,13 @@ def test_a_profile_of_one_process() -> None:
     assert found.torch == torch.__version__
     assert found.device == preset("gloo-10gbit").device.name
     assert StepProfile.from_json(found.to_json()) == found
+    costs = cost_model(found)
+    computing = [node for node in ready.executor.program.graph.nodes if costs.measured(node) is not None]
+    assert len(computing) >= 6 and set(found.node_roofline) <= set(found.node_seconds)
+    for node in computing:  # on the program that was measured a node takes what it took
+        assert costs.compute_seconds(node) == pytest.approx(
+            CostModel(found.cluster, found.node_seconds).compute_seconds(node)
+        )
 
 
 def test_a_typical_step_counts_disturbed_ones_and_forgets_a_long_pause() -> None:

@@ -124,8 +124,9 @@ class AxisGrid:
         pairs = (*zip(call.inputs, state.inputs, strict=True), *zip(call.outputs, state.outputs, strict=True))
         return all(spec is None or self.fits(spec, placements) for spec, placements in pairs)
 
-    def seconds_of(self, node: fx.Node, call: OpCall, strategies: Sequence[Strategy]) -> float:
-        """What every rank computes and sends in an op. call: that of the node, on whole tensors."""
+    def seconds_of(self, node: fx.Node, call: OpCall, strategies: Sequence[Strategy], times: float = 1.0) -> float:
+        """What every rank computes and sends in an op. call: that of the node, on whole tensors. times: how many times
+        as long as the roofline says computing takes."""
         sent = 0.0
         for prices, strategy in zip(self._prices, strategies, strict=True):
             sums = sum(isinstance(step, AllReduce) for step in strategy.steps)
@@ -142,7 +143,7 @@ class AxisGrid:
         seconds = max(device.op_overhead, nbytes * share / device.memory_bandwidth)
         if flops:
             seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
-        return seconds * self.work + sent
+        return seconds * times * self.work + sent
 
     def _on_other_axes(self, node: fx.Node, call: OpCall, state: LaidOut) -> float:
         """What a collective sends that dividing over other axes has added: a rank's parts on these axes."""

@@ -14,6 +14,7 @@ from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.search.axis_grid import TIME, Objective
 from commfuse_fx.sharding.search.exposure import Exposure
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
+from commfuse_fx.sharding.search.measured_ops import times_roofline
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from commfuse_fx.solvers.cheapest_choice import cheapest_choice
@@ -70,7 +71,8 @@ class AxisSearch:
         """The choices on these axes together. Pins are kept, and so are the states that an axis has."""
         prices = [self._price(axis.group) for axis in axes]
         device = self._costs.cluster.device
-        return LayoutProblem(self._program, axes, prices, device, self._known, self._price, self._objective)
+        times = times_roofline(self._program, self._costs)
+        return LayoutProblem(self._program, axes, prices, device, self._known, self._price, self._objective, times)
 
     def cheapest(self, axes: Sequence[Axis], budget: Budget | None = None) -> Found:
         """The cheapest choice on these axes together, of those that take no more memory than a budget says."""

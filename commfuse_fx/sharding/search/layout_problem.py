@@ -8,7 +8,7 @@ changes once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -56,6 +56,7 @@ class LayoutProblem:
     known: what other problems of the same compile have found out.
     price_of: the prices of several axes together.
     objective: what counts.
+    times: how many times as long as the roofline says a node takes; 1.0 where it is not among them.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class LayoutProblem:
         known: KnownLayouts | None = None,
         price_of: PriceOf | None = None,
         objective: Objective = TIME,
+        times: Mapping[fx.Node, float] | None = None,
     ) -> None:
         self.program = program
+        self._times = times or {}
         self._known = KnownLayouts() if known is None else known
         self.grid = AxisGrid(axes, prices, device, price_of, objective.work)
         self._moved = objective.moved
@@ -240,7 +243,8 @@ class LayoutProblem:
         calls = [replace(described.call, ways=axis.ways) for axis in self.grid.axes]
         own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
         fixed = tuple(axis.states.get(info(node).name) for axis in self.grid.axes)
-        key: Any = (self.grid.key(), described.call, info(node).phase, own, fixed)
+        times = self._times.get(node, 1.0)
+        key: Any = (self.grid.key(), described.call, info(node).phase, own, fixed, times)
         try:
             known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash
@@ -252,7 +256,7 @@ class LayoutProblem:
             ]
             together = [each for each in product(*by_axis) if self.grid.all_fit(described.call, each)]
             states = self._known.states([joined(each) for each in together])
-            known = states, np.array([self.grid.seconds_of(node, described.call, each) for each in together])
+            known = states, np.array([self.grid.seconds_of(node, described.call, each, times) for each in together])
             if key is not None:
                 self._known.calls[key] = known
         number = self._variable(node, *known)
