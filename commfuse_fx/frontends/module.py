@@ -148,8 +148,9 @@ class CompiledModule(nn.Module, Joinable):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does it.
 
-        Where the module divides its parameters, the norm is that of all ranks' rows, and no gradient is gathered: all
-        ranks call it together. Returns the norm that the gradients had.
+        Where the module divides gradients, the norm is that of all ranks' rows, and no gradient is gathered. In
+        hybrid_parallel, what each rank has of parameters with `layerwise_parallel` counts as well. All ranks call it
+        together in both cases. Returns the norm that the gradients had.
         """
         return clip_grad_norm(self._session, dict(self.module.named_parameters()), max_norm, norm_type)
 

@@ -215,21 +215,26 @@ class ModuleSession(Session):
         assert found is not None, "it divides some"
         return found
 
-    def combine_over_rows(self, value: torch.Tensor, op: Any, what: str) -> None:
-        """Combine numbers that the ranks have of their rows, in place. All ranks call this together, after a vote.
+    @property
+    def ranks_with_same_rows(self) -> int:
+        """How many ranks hold the same rows of gradients."""
+        shards = self.runners.executors.shards
+        return 1 if shards is None else shards.mesh.world // shards.mesh.size(shards.group_of_rows)
+
+    def combine_over_ranks(self, value: torch.Tensor, op: Any, what: str) -> None:
+        """Combine numbers that all ranks have, in place. All of them call this together, and vote on it first.
 
         what: they do, with its arguments. Raises what the vote raises, and CollectiveError.
         """
-        agreement, shards, groups = self.agreement, self.runners.executors.shards, self.runners.groups
-        assert agreement is not None and shards is not None and groups is not None, "several ranks have rows"
+        agreement, groups = self.agreement, self.runners.groups
+        assert agreement is not None and groups is not None, "several ranks"
         name = type(self.planner.model).__qualname__
         ballot = Ballot(agreement.number, name, "", "", what, in_common=True, is_module=True, between_steps=what)
         with self.step_of_ranks():
             agreement.cast(ballot.signature)
             agreement.settle(ballot)
             with agreement.outside_of_steps(what) as heed:
-                group = groups.on(shards.mesh)[shards.group_of_rows]
-                heed(dist.all_reduce(value, op, group=group, async_op=True)).wait()
+                heed(dist.all_reduce(value, op, group=groups[groups.mesh.all_axes], async_op=True)).wait()
 
     def backward(
         self, forward: Forward, gradients: tuple[torch.Tensor | None, ...], mode: str, keep: bool

@@ -382,6 +382,49 @@ def under_autocast() -> None:
     assert (found := differ(*(net.parameters() for net in nets))) < 1e-6, found
 
 
+def with_parameters_of_each_rank() -> float:
+    """In hybrid_parallel: the gradients that all ranks have of such a parameter count in the norm."""
+
+    def made() -> WithSpare:
+        net = WithSpare()
+        net.back.weight.layerwise_parallel = True
+        return net
+
+    want = made()
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(want, number).backward()
+        square = want.back.weight.grad.square().sum()
+        for param in want.parameters():
+            if param.grad is not None and param is not want.back.weight:
+                dist.all_reduce(param.grad)
+                param.grad.div_(dist.get_world_size())
+        dist.all_reduce(square)
+        square += sum(
+            param.grad.square().sum()
+            for param in want.parameters()
+            if param.grad is not None and param is not want.back.weight
+        )
+        for param in want.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.1 / (square.sqrt() + 1e-6))
+        optimizer.step()
+    found = 0.0
+    for config in (None, CONFIGS["gradients alone"], ROWS):
+        net = made()
+        options: dict[str, Any] = {"parallel_mode": "hybrid_parallel", "cpu_kernels": False}
+        model = cf.compile(net, **options) if config is None else divided(config, net, **options)[1]
+        mine = cf.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for number in range(3):
+            mine.zero_grad()
+            loss_of(model, number).backward()
+            model.clip_grad_norm_(0.1)
+            mine.step()
+        found = max(found, differ(net.parameters(), want.parameters()))
+    return found
+
+
 def more_loops_alike() -> dict[str, float]:
     found = {}
     for loop in (of_torch, has_hooks, computes_again):
@@ -395,6 +438,7 @@ def more_loops_alike() -> dict[str, float]:
             sums(*pair) if name == "sums" else a_loop("adamw", pair)
         found[name] = largest_difference(ours, theirs)
     under_autocast()
+    found["of each rank"] = with_parameters_of_each_rank()
     found["saved"] = through_checkpoints()
     found |= {f"several optimizers, level {level}": with_several_optimizers(level) for level in (2, 3)}
     return found
