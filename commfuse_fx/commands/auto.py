@@ -132,6 +132,7 @@ def _text(found: Sequence[PlannedCase]) -> str:
         lines.append(
             f"no plan fits: the smallest needs {in_bytes(needed)} per rank, {in_bytes(needed - limit)} too much"
         )
+        lines += (f"what would help: {each}" for each in this.helps)
     blank = "\n" if before else ""
     page = "" if this.report is None else f"report: {this.report}\n"
     return blank + "\n".join(lines) + "\n" + this.table.text() + page

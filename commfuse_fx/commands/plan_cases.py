@@ -36,7 +36,8 @@ class PlannedCase:
 
     cluster: its name. global_batch: rows of the batch of all ranks; 0 where that is not known. traced: whether the
     model was traced for this case. table: of the plans. was_interrupted: the table has those before an interrupt.
-    report: the file of the page about the chosen plan; None where none was written.
+    report: the file of the page about the chosen plan; None where none was written. helps: where no plan fits, what
+    would make one fit.
     """
 
     case: Case
@@ -46,6 +47,7 @@ class PlannedCase:
     table: StrategyTable
     was_interrupted: bool
     report: str | None = None
+    helps: tuple[str, ...] = ()
 
 
 @dataclass
@@ -73,8 +75,9 @@ class Cases:
         reuses = known is not None and (known.step.mesh.world == case.devices or step.config.full_batch)
         made: list[Attempt] = []
         chosen: Program | None
+        helps: tuple[str, ...] = ()
         if known is not None and reuses:
-            chosen = _plan_again(str(case), _captured(known, step, config), config, known, made)
+            chosen, helps = _plan_again(str(case), _captured(known, step, config), config, known, made)
         else:
             self._known = None  # before there are two large graphs
             known = self._known = self._trace(step, made)
@@ -94,6 +97,7 @@ class Cases:
             not reuses,
             strategy_table(made, chosen, cost_model(config.cluster), config.strategy_ckpt_load_file is not None),
             STOPPED in notes,
+            helps=helps,
         )
 
     def _step(self, devices: int) -> CompiledStep:
@@ -137,14 +141,16 @@ def _captured(known: _Traced, step: CompiledStep, config: CompileConfig) -> Prog
 
 def _plan_again(
     what: str, captured: Program, config: CompileConfig, known: _Traced, made: list[Attempt]
-) -> Program | None:
-    """The program of the fastest plan, None where nothing fits. Adds the plans to those that were made."""
+) -> tuple[Program | None, tuple[str, ...]]:
+    """The program of the fastest plan. Where nothing fits None, and what would help. Adds the plans to those that were
+    made."""
     what = f"planning for {what}"
     with progress(what) as show:
         try:
-            return plan_step(captured, config, known.compiled.asked, on_plan=shown_plans(what, show, made.append))[0]
-        except TooLittleMemory:
-            return None
+            planned = plan_step(captured, config, known.compiled.asked, on_plan=shown_plans(what, show, made.append))
+            return planned[0], ()
+        except TooLittleMemory as error:
+            return None, error.helps
 
 
 def _rows(captured: Program | None) -> int:

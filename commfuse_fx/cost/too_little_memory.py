@@ -14,7 +14,7 @@ from commfuse_fx.ir.program import Parameter, Program
 
 
 class TooLittleMemory(ConfigValueError):
-    """No arrangement fits; `needed`: bytes of the one that needs least."""
+    """No arrangement fits. needed: bytes of the one that needs least. helps: what would make a step take less."""
 
     def __init__(self, limit: int, needed: int, helps: tuple[str, ...], tried: str = "") -> None:
         super().__init__(
@@ -24,7 +24,7 @@ class TooLittleMemory(ConfigValueError):
             f"{'; '.join(helps)}{tried}"
         )
         self.limit, self.needed = limit, needed
-        self._helps = helps
+        self.helps = helps
 
     @classmethod
     def of(cls, limit: int, needed: int, program: Program) -> TooLittleMemory:
@@ -34,17 +34,22 @@ class TooLittleMemory(ConfigValueError):
     def on_levels(self, needed: Mapping[int, int], are_tried: bool) -> TooLittleMemory:
         """The same, with what a step takes on levels of the parallel optimizer; 0 stands for that without it.
 
-        are_tried: by a search, so that there is no need to turn it on.
+        are_tried: by a search, so that there is no need to turn it on. Else levels on which it takes no less are left
+            out.
         """
         if not needed:
             return self
+        others = tuple(each for each in self.helps if not each.startswith(_SHARING))
+        if not are_tried:
+            needed = {level: nbytes for level, nbytes in needed.items() if nbytes < self.needed}
+            if not needed:
+                return TooLittleMemory(self.limit, self.needed, others)
         found = {f"on level {level}" if level else "without it": nbytes for level, nbytes in needed.items()}
         text = ", ".join(f"{in_bytes(nbytes)} {level}" for level, nbytes in found.items())
         if are_tried:
-            helps = tuple(each for each in self._helps if not each.startswith(_SHARING))
             tried = f". The search has tried the parallel optimizer: the step needs {text}"
-            return TooLittleMemory(self.limit, self.needed, helps, tried)
-        helps = (f"{self._helps[0]}: the step needs {text}", *self._helps[1:])
+            return TooLittleMemory(self.limit, self.needed, others, tried)
+        helps = (f"{self.helps[0]}: the step needs {text}", *self.helps[1:])
         return TooLittleMemory(self.limit, self.needed, helps)
 
 

@@ -201,6 +201,8 @@ def test_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     _, limited = planned(capsys, "--devices", "4", "--cluster", "h100-node", "--memory", "1MiB")
     needed = min(each["needed"] for each in limited["table"]["too_large"])
     assert code == 1 and limited["table"]["rows"] == [] and needed > 2**20
+    assert any(each.startswith("more devices: twice as many") for each in limited["helps"])
+    assert all(f"what would help: {each}\n" in out for each in limited["helps"])
     text = f"no plan fits: the smallest needs {needed / 2**20:.3g} MiB per rank, {needed / 2**20 - 1:.3g} MiB too much"
     assert f"4 devices, at most 1 MiB per rank, cluster h100-node\n{text}\n" in out
 
