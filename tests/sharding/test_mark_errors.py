@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import commfuse_fx as cf
+from commfuse_fx.config.options import SEARCH_MODES
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.sharding.marking.layout_op import mark_of
 from tests.sharding.marked_models import EIGHT, TWO_FOUR, Net, Run, here, x8
@@ -53,6 +54,31 @@ def test_tied_parameters_are_one():
     message = failing(net)
     assert "two marks give parameter h.0.up.weight two layouts" in message
     assert "weight of h.1.up, (8, 1)" in message and "weight of h.0.up, (1, 8)" in message
+
+
+def two_marks(first, second, **options):
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    cf.shard(net, "0", **first)
+    cf.shard(net, "*", **second)
+    steps = {"parallel_mode": "semi_auto", "mesh": (2, 4), "device_num": 8, **options}
+    return cf.compile(net, loss_fn=torch.nn.functional.mse_loss, **steps).lower(torch.zeros(8, 8), torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize("mode", [*SEARCH_MODES, "semi_auto"])
+@pytest.mark.parametrize("which", ["out_strategy", "in_strategy"])
+def test_two_marks_of_one_module_that_disagree(which, mode):
+    options = {} if mode == "semi_auto" else {"parallel_mode": "auto", "search_mode": mode, "cluster": "h100-node"}
+    with pytest.raises(
+        ConfigValueError,
+        match=rf"two marks give {which}\[0\] of 0 two layouts: \('dp', None\) at \S*mark_errors.py:\d+ means S\(0\) on "
+        r"dp, R on tp, but \(None, 'tp'\) at \S*mark_errors.py:\d+ means R on dp, S\(1\) on tp; give both the same",
+    ):
+        two_marks({which: (("dp", None),)}, {which: ((None, "tp"),)}, **options)
+
+
+def test_two_marks_of_one_module_that_agree():
+    lowered = two_marks({"out_strategy": ({"dp": "S(0)"},)}, {"out_strategy": ({"tp": "S(1)"},)})
+    assert "all_gather" in lowered.text()
 
 
 def test_a_module_that_is_called_twice_needs_one_layout():

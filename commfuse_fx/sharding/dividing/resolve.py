@@ -70,7 +70,7 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
     """Fit all marks to the program's mesh, together.
 
     Raises ConfigValueError, with marks, values and a fix, if a strategy does not fit its tensor or the mesh, or if two
-    marks give one parameter two layouts.
+    marks give one parameter, or one input or result of a module, two layouts.
     """
     names = {node: source.name for node, source in program.sources.items() if source.kind == "parameter"}
     nodes = {node: mark_of(node) for node in program.graph.nodes if is_mark(node)}
@@ -100,6 +100,7 @@ def resolve_marks(marks: Marks, program: Program) -> Resolved:
                 by_position[subject.number, subject.position] = layout
     at = {node: (mark.number, mark.position) for node, mark in nodes.items()}
     activations = {node: by_position[key] for node, key in at.items() if key in by_position}
+    _check_modules(nodes, activations)
     on_parameters = tuple(node for node, key in at.items() if key in pinning)
     is_searched = program.config.parallel_mode == "auto" and not program.config.propagates
     data = mesh.names if is_searched else data_axes(pins.values(), activations.values(), mesh)
@@ -272,6 +273,23 @@ def _of_parameter(layout: Layout, dims: tuple[int | None, ...]) -> Layout:
             placement = Shard(dim, placement.blocks)
         found.append((axis, placement))
     return Layout(tuple(found))
+
+
+def _check_modules(nodes: Mapping[fx.Node, NodeMark], layouts: Mapping[fx.Node, Layout]) -> None:
+    """Raise ConfigValueError where two marks of one module speak of one of its inputs or results and disagree. Layouts
+    may follow each other in one plan, and where tensors and functions are marked."""
+    for node, mark in nodes.items():
+        (before,) = node.all_input_nodes
+        below = nodes.get(before)
+        if below is None or mark.gradient or below.index == mark.index or below.place == mark.place:
+            continue
+        is_same = (below.subject, below.position) == (mark.subject, mark.position)
+        if is_same and before in layouts and node in layouts and not layouts[before].agrees(layouts[node]):
+            raise ConfigValueError(
+                f"two marks give {_member(node, mark).label} two layouts: {below.strategy} at {below.place} means "
+                f"{layouts[before]}, but {mark.strategy} at {mark.place} means {layouts[node]}; give both the same "
+                "layout, or remove one"
+            )
 
 
 def _pin(pins: dict[str, ParameterPin], pin: ParameterPin, mesh: Mesh) -> None:
