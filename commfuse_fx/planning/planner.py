@@ -90,8 +90,8 @@ class Planner:
         """Told of each plan that is made and compared when a call is traced."""
         self.watch = Watch(model, optimizer, trains_in_eval_mode=form != "step")
         self.plans = PlanCache()
-        self.keeps_captured = config.accumulate_steps > 1
-        """Whether plans keep what was captured, so that they can be made anew with other options."""
+        self.keeps_captured = config.accumulate_steps > 1 or config.parallel_mode == "auto"
+        """Whether plans keep what was captured: to be made with other options, or read without another search."""
         self._traces = Traces(type(model).__qualname__)
         self._findings = Findings()
         self._reads: Reads | None = None  # of a trace whose guards have not been made yet
@@ -146,7 +146,7 @@ class Planner:
         if plan is not None and plan.compiled.captured is not None:
             return plan.compiled
         if plan is not None:  # as it was planned, which the optimizer's state may have had a say in
-            return self._compile(call, True, plan.flat_updates, plan.opaque)
+            return self._compile(call, keep_captured=True, like=plan)
         compiled = self._compile(call, keep_captured=True)
         self._keep(signature, compiled)
         return compiled
@@ -184,7 +184,7 @@ class Planner:
         _PLAN.info("re-planning the update: %s", conflict)
         plan.flat_updates = plan.flat_updates and conflict.remedy == "capture"
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
-        compiled = self._compile(call, False, plan.flat_updates, plan.opaque)
+        compiled = self._compile(call, like=plan)
         plan.guards = self._guards()
         asked, common = plan.config, plan.common
         plan.compiled = compiled if asked is None else self.planned_as(compiled, asked, common, plan.flat_updates)
@@ -235,9 +235,8 @@ class Planner:
         self._findings.report_numbers(() if reads is None else reads.python_numbers)
         return guards
 
-    def _compile(
-        self, call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = ""
-    ) -> Compiled:
+    def _compile(self, call: Call, keep_captured: bool = False, like: Plan | None = None) -> Compiled:
+        """like: a plan of this call, with whose strategies and treatment of the update it is compiled again."""
         training = self.watch.trains
         if not training and self.form == "step":
             self._findings.report_evaluation(self.model, is_first=not self._has_compiled)
@@ -250,8 +249,8 @@ class Planner:
             self.mesh,
             self.config,
             training,
-            self._describe_optimizer(opaque) if training else None,
-            self._asked(flat_updates=flat_updates),
+            self._describe_optimizer("" if like is None else like.opaque) if training else None,
+            self._asked(flat_updates=like is None or like.flat_updates),
             keep_captured or self.form == "module" or self._on_compile.keeps_captured(),
             self.form,
         )
@@ -259,7 +258,7 @@ class Planner:
         with progress(f"compiling the {what}") as show:
             request = replace(request, on_plan=shown_plans(f"compiling the {what}", show, self.on_plan))
             divides = self.config.divides_graphs
-            compiled = self._compile_divided(request) if divides else self._trace(on_one_part(request))
+            compiled = self._compile_divided(request, like) if divides else self._trace(on_one_part(request))
         self._on_compile(compiled)
         if not keep_captured and self.form != "module":
             compiled.captured = None
@@ -363,7 +362,7 @@ class Planner:
         gradients = gradients or ("accumulated" if self.config.accumulate_steps > 1 else "reduced")
         return PassRequest(flat_updates=flat_updates, common=common, gradients=gradients, by_rules=self._by_rules)
 
-    def _compile_divided(self, request: CompileRequest) -> Compiled:
+    def _compile_divided(self, request: CompileRequest, like: Plan | None) -> Compiled:
         """Ranks keep their parts of parameters where one call is a whole step, with an update made of ops."""
         described = self._describe_optimizer("")
         local = described is not None and described.rule != "opaque"
@@ -372,9 +371,10 @@ class Planner:
             self._laid_out, self._layouts, self._level = self.watch.structure, None, None
         request = replace(request, config=self._as_chosen(request.config))
         parts = batch_ways(marks, self.mesh, self.config)
+        strategies = self._strategies if like is None else like.compiled.program.strategies
         while True:
             ways = 1 if self.config.full_batch else parts
-            sharding = Sharding(marks, ways, parts, local, self._layouts, self._strategies)
+            sharding = Sharding(marks, ways, parts, local, self._layouts, strategies)
             try:
                 compiled = self._trace(on_whole_batch(request, sharding))
             except OtherBatch as other:

@@ -88,13 +88,6 @@ class Divide(PricedPass):
     def candidates(cls, situation: Situation, program: Program, found: Variants) -> Variants:
         if not situation.searches:
             return found
-        if program.layouts is not None:  # parameters lie already, and what else is divided is left to choose
-            if situation.config.memory_limit is None:
-                return found
-            first, *others = found.searched
-            both = (first, first.but(searched=False))
-            levels = [each.but(level=level) for level in situation.free_levels(program) for each in both]
-            return replace(found, searched=(*both, *levels, *others))
         if program.strategies is not None:
             given: Strategies = program.strategies
             choices: dict[str, Scalar] = {"searched": bool(given.axes)}
@@ -102,6 +95,13 @@ class Divide(PricedPass):
                 choices["level"] = given.level
             searched, fixed = ([each.but(**choices) for each in part] for part in (found.searched, found.fixed))
             return Variants(tuple(searched), tuple(fixed))
+        if program.layouts is not None:  # parameters lie already, and what else is divided is left to choose
+            if situation.config.memory_limit is None:
+                return found
+            first, *others = found.searched
+            both = (first, first.but(searched=False))
+            levels = [each.but(level=level) for level in situation.free_levels(program) for each in both]
+            return replace(found, searched=(*both, *levels, *others))
         if situation.config.propagates:
             return found
         first, *others = found.searched

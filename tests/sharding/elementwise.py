@@ -19,6 +19,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import R, S, local_shape
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.planning.request import Call
 from tests import captures
@@ -105,9 +106,9 @@ def _compiler(step: cf.CompiledStep, layouts: Layouts) -> Any:
     mine = type(optimizer)(model.parameters(), **_options(optimizer))
     planner = Planner(model, None, mine, step.config, Mesh((mesh.shape[0],), ("dp",)), Publisher(0))
 
-    def compile_parts(call: Call, keep_captured: bool = False, flat_updates: bool = True, opaque: str = "") -> Compiled:
+    def compile_parts(call: Call, keep_captured: bool = False, like: Plan | None = None) -> Compiled:
         model.train(step.model.training)
-        compiled = Planner._compile(planner, call, keep_captured, flat_updates, opaque)
+        compiled = Planner._compile(planner, call, keep_captured, like)
         program = compiled.program
         program.mesh, program.batch_axes = mesh, "dp"
         for name, layout in layouts.items():

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.sharding.dividing.strategies import Strategies
 
 WIDE = 1024
@@ -187,3 +189,20 @@ def test_calls_on_parts_of_the_batch_are_no_decisions(tmp_path: Path) -> None:
     second = normed(strategy_ckpt_load_file=file)
     assert first.text() == second.text() and not_applied(second) == {}
     assert "1/sum.0" not in Strategies.load(file).to_json() and '"1.weight"' in file.read_text()
+
+
+def test_a_plan_of_a_later_round_stays_when_it_is_read_and_when_it_is_planned_again() -> None:
+    torch.manual_seed(0)
+    pairs = ((nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)) for _ in range(2))
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"parallel_mode": "auto", "cluster": "h100-ib-8", "device_num": 64, "mesh": (64,)}
+    step, x = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, **options), torch.empty(8, 256)
+    call = step.planner.take_apart((x, x), {})
+    plan = step.planner.plan(call)
+    program, found = plan.compiled.program, plan.compiled.program.strategies
+    assert not any("exposed=''" in str(each) for each in plan.compiled.pipeline.passes), "an example of such a plan"
+    assert step.lower(x, x).text() == canonical_text(program)
+    step.planner.replan(plan, call, LayoutConflict("separate", "an example"))
+    assert plan.compiled.program is not program
+    assert plan.compiled.program.strategies.to_json() == found.to_json()
