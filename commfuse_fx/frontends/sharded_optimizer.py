@@ -40,8 +40,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     model: what `compile` has returned without `loss_fn` and `optimizer`.
     optimizer_class: a class of torch.optim whose update is known to the compiler.
     params: parameters or param groups, as for the class. None: all parameters of the model.
-    parallel_optimizer_config: which parameters are divided, as for `compile`, at level 1. By default that of a module
-        that divides gradients or parameters, else that of `set_auto_parallel_context`.
+    parallel_optimizer_config: which parameters are divided, as for `compile`, at level 1. By default that of the
+        module, else that of `set_auto_parallel_context`.
     options: what the class takes besides, such as `lr`.
 
     Raises ConfigTypeError or ConfigValueError for what is no compiled module, for another optimizer and for bad
@@ -212,7 +212,7 @@ def _checked_config(given: Any, model: CompiledModule) -> dict[str, Any] | None:
     if of_module.parallel_optimizer is not None:
         return _as_of_module(given, of_module.parallel_optimizer, of_module.parallel_optimizer_config)
     if isinstance(given, Default):
-        given = context_settings().get(_NAME, given.value)
+        given = of_module.parallel_optimizer_config or context_settings().get(_NAME, given.value)
     options = ParallelOptimizer.parse(given, _NAME)
     if options.gradient_accumulation_shard:
         raise NotAvailableError(

@@ -98,6 +98,8 @@ def test_options_come_from_the_context_and_fusion_from_the_module() -> None:
         apart = cf.compile(net(), {"openstate": False}, device_num=4)
         assert len(cf.ShardedOptimizer(apart, torch.optim.AdamW).lower().collectives) == 4
         assert not made(parallel_optimizer_config={"parallel_optimizer_threshold": 999}).lower().collectives
+        asked = cf.compile(net(), device_num=4, parallel_optimizer_config={"parallel_optimizer_threshold": 999})
+        assert not cf.ShardedOptimizer(asked, torch.optim.AdamW).lower().collectives
     finally:
         cf.reset_auto_parallel_context()
     marked = net()
@@ -133,6 +135,13 @@ def of_a_step() -> Any:
             None,
             torch.optim.AdamW,
             {"parallel_optimizer_config": {"level": 3}},
+            ValueError,
+            "compile it with enable_parallel_optimizer=True",
+        ),
+        (
+            lambda: cf.compile(net(), device_num=4, parallel_optimizer_config={"level": 3}),
+            torch.optim.AdamW,
+            {},
             ValueError,
             "compile it with enable_parallel_optimizer=True",
         ),
