@@ -18,7 +18,7 @@ from commfuse_fx.simulate.simulation import simulate
 
 FROM_FILE = "strategy file"
 
-_HEAD = ("", "plan", "mesh", "priced ms", "step ms", "exposed ms", "peak", "sent")
+_HEAD = ("", "mesh", "priced ms", "step ms", "exposed ms", "peak", "sent", "plan")
 _TO_THE_RIGHT = ("priced ms", "step ms", "exposed ms", "peak")
 
 
@@ -73,13 +73,13 @@ class StrategyTable:
             rows = [
                 (
                     "*" if row.chosen else "",
-                    row.plan,
                     row.mesh,
                     "" if row.search_seconds is None else f"{row.search_seconds * 1e3:.3f}",
                     f"{row.step_seconds * 1e3:.3f}",
                     f"{row.exposed_seconds * 1e3:.3f}",
                     in_bytes(row.peak_memory),
                     ", ".join(f"{kind} {in_bytes(count)}" for kind, count in row.sent.items()) or "nothing",
+                    row.plan,
                 )
                 for row in self.rows
             ]

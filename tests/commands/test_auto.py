@@ -109,10 +109,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--mesh", "8", "--cluster", "h100-node", factory="wide")
     lines = out.splitlines()
     assert (code, err) == (0, "") and lines[0] == "8 devices, cluster h100-node"
-    assert lines[1].split() == ["plan", "mesh", "priced", "ms", "step", "ms", "exposed", "ms", "peak", "sent"]
+    assert lines[1].split() == ["mesh", "priced", "ms", "step", "ms", "exposed", "ms", "peak", "sent", "plan"]
     starred = [line for line in lines if line.startswith("*")]
-    assert starred == [lines[2]] and lines[2].startswith("*  search") and " dp=8 " in lines[2]
-    assert sum(line.startswith("   data parallel ") for line in lines) == 1
+    assert starred == [lines[2]] and lines[2].startswith("*  dp=8 ") and "  search" in lines[2]
+    assert sum(line.startswith("   dp=8 ") and line.endswith("  data parallel") for line in lines) == 1
     at = lines.index("parameters of the chosen plan")
     assert lines[at - 2].startswith("search: dp: ") and lines[at - 1].startswith("search: the whole step: ")
     assert [tuple(line.split("  ")[1:]) for line in lines[at + 1 :]] == [
