@@ -24,7 +24,7 @@ def quickly(winner: str = "") -> Iterator[None]:
 
     with (
         patch.object(measured_plans, "NETWORK_SECONDS", 0.05),
-        patch.object(network_probe, "PAUSE", 1e-3),
+        patch.multiple(network_probe, PAUSE=1e-3, PIPELINED_BYTES=1 << 16),
         patch.multiple(contention_probe, RUNS=(1, 1), ROW=1e-3, LEAST_IN_ROW=2, SPARSE=2, UPDATED=6 << 12),
         patch.object(MeasuredPlans, "pays_after", lambda self, seconds: True),
         patch.multiple(plan_turns, TURN_SECONDS=0.001, FEWEST=2),
