@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests import captures
+
 
 class OddRows(nn.Module):
     """Weights whose rows divide and others, a scalar, a tied weight, a frozen one and one of a single row."""
@@ -38,6 +40,7 @@ class WithSpare(OddRows):
         super().__init__()
         self.spare = nn.Linear(13, 13)
         self.double()
+        captures.share(self, WithSpare, any_mesh=True)
 
     def forward(self, x: torch.Tensor, spares: bool = False) -> torch.Tensor:
         hidden = self.begin(x)

@@ -109,14 +109,19 @@ def needed(*names: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("asked", ["tests/gpu", "tests/gpu/test_steps.py::test_inductor"])
-def test_who_asks_for_the_checks_of_a_gpu_where_there_is_none_learns_why_they_do_not_run(asked: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", asked]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
-    assert ended.stderr.strip() == "ERROR: tests/gpu needs a CUDA device, and PyTorch sees none here"
+ASKING = """
+import sys, pytest
+print(*(int(pytest.main(["-q", asked])) for asked in sys.argv[1:]))
+"""
+
+
+def test_who_asks_for_the_checks_of_a_gpu_where_there_is_none_learns_why_they_do_not_run() -> None:
+    command = [sys.executable, "-c", ASKING, "tests/gpu", "tests/gpu/test_steps.py::test_inductor"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert ended.stdout.split() == 2 * [str(int(pytest.ExitCode.USAGE_ERROR))], ended
+    said = "ERROR: tests/gpu needs a CUDA device, and PyTorch sees none here"
+    assert [line for line in ended.stderr.splitlines() if line] == [said, said]
 
 
 def test_checks_and_benchmark_of_a_gpu_need_no_other_packages() -> None:

@@ -31,10 +31,10 @@ from tests.distributed.programs import run_module, run_programs
 def calibrated(group_rank: list[str] | None = None) -> Calibration:
     """`group_rank`: the node that torchrun would put each rank on."""
     if group_rank is None:
-        return calibrate(seconds=0.5)
+        return calibrate(seconds=0.1)
     os.environ["GROUP_RANK"] = group_rank[cf.get_rank()]
     try:
-        return calibrate(seconds=0.5)
+        return calibrate(seconds=0.1)
     finally:
         del os.environ["GROUP_RANK"]
 
@@ -145,7 +145,7 @@ def test_every_rank_gets_the_same_profile(ranks: Ranks) -> None:
 def test_the_command_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     folder.mkdir()
-    arguments = ("calibrate", "--seconds", "0.3", "--out", "mine.json", "--json")
+    arguments = ("calibrate", "--seconds", "0.1", "--out", "mine.json", "--json")
     ended = run_programs(ranks, run_module, "commfuse_fx", *arguments, files=tmp_path, folder=folder)
     assert [each.code for each in ended] == [0, 0], ended
     report = json.loads(ended[0].out)

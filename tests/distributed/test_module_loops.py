@@ -134,6 +134,7 @@ def unused(name: str, wrap: Callable[..., Any]) -> Iterator[Any]:
 def uneven(name: str, wrap: Callable[..., Any]) -> Iterator[Any]:
     """Rank 0 has more batches than the others."""
     model = made(name)
+    captures.share(model, name, any_mesh=True)
     call, optimizer = wrap(model), sgd(model)
     torch.manual_seed(3 + dist.get_rank())
     with call.join():
