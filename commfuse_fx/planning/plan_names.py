@@ -22,4 +22,5 @@ def plan_name(made: Attempt) -> str:
         return f"{DATA_PARALLEL}{level}"
     counted = f" that counts {divide.exposed}" if divide.exposed else ""
     saving = f", saving {in_bytes(divide.saving)}" if divide.saving else ""
-    return f"search{counted}{saving}{level}"
+    where = " inside of data parallel" if divide.inner else ""
+    return f"search{where}{counted}{saving}{level}"

@@ -163,11 +163,12 @@ class StrategyRounds:
     # Overlap
 
     def _priced_as_simulated(self) -> Iterator[list[Variant]]:
-        """Searches with the prices of the fastest plan on each grid, and of data parallel, and then of the fastest that
-        these have found. Grids are searched quickly, and the best one once more at the end."""
+        """Searches with the prices of the fastest plan on each grid, of data parallel and of one inside of it, then of
+        the fastest that these have found. Grids are searched quickly, and the best one once more at the end."""
         fastest: dict[tuple[bool, str], Variant] = {}
         for each in sorted((each for each in self._made if self._fits(each)), key=self._seconds):
-            fastest.setdefault((bool(each.get("searched", True)), str(each.get("split", ""))), each)
+            where = str(each.get("split", "")) or ("inner" if each.get("inner", False) else "")
+            fastest.setdefault((bool(each.get("searched", True)), where), each)
         begin = list(fastest.values())
         for _ in range(ALTERNATIONS):
             asked = [self._as_simulated(each) for each in dict.fromkeys(begin)]

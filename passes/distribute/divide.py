@@ -49,6 +49,7 @@ class Divide(PricedPass):
     split: sizes of axes that the ranks become, as "64x8", so that neighbours may divide other things than nodes do; "":
         they stay as the mesh is.
     quick: the search is content with what it finds first, also where it is far from proven to be the cheapest.
+    inner: over the first mesh axis the batch alone is divided, and strategies are searched on the others.
     level: of the parallel optimizer, which the search has chosen as a part of the strategy; 0: it is off. None: it is
         as the user has said.
     """
@@ -67,6 +68,7 @@ class Divide(PricedPass):
     saving: int = 0
     split: str = ""
     quick: bool = False
+    inner: bool = False
     level: int | None = None
 
     @classmethod
@@ -81,6 +83,7 @@ class Divide(PricedPass):
             saving=int(situation.variant.get("saving", 0)),
             split=str(situation.variant.get("split", "")),
             quick=bool(situation.variant.get("quick", False)),
+            inner=bool(situation.variant.get("inner", False)),
             level=situation.variant.get("level", None),
         )
 
@@ -106,8 +109,10 @@ class Divide(PricedPass):
             return found
         first, *others = found.searched
         splits = _free_grids(situation, program)
-        meshes = (first, *(first.but(split="x".join(map(str, sizes)), quick=True) for sizes in splits))
-        return replace(found, searched=(*meshes, first.but(searched=False), *others))
+        grids = [first.but(split="x".join(map(str, sizes)), quick=True) for sizes in splits]
+        has_inner = sum(size > 1 for size in program.mesh.shape) > 1
+        inner = [each.but(inner=True) for each in ([first] if has_inner else grids)]
+        return replace(found, searched=(first, *grids, *inner, first.but(searched=False), *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         _refuse_user_collectives(program)
@@ -132,7 +137,7 @@ class Divide(PricedPass):
             info(node).varies = ""
         ops = {info(node).name: node.target for node in program.graph.nodes}
         specs = context.known(LocalSpecs)
-        axes = self._axes(program, resolved)
+        axes = self._axes(program, resolved, given)
         data = [axis for axis in axes if axis.is_data]
         rest = [axis for axis in axes if not axis.is_data]
         is_searched = self.searched and given is None
@@ -184,11 +189,15 @@ class Divide(PricedPass):
         )
         return found
 
-    def _axes(self, program: Program, resolved: Resolved) -> list[Axis]:
-        """Axes on which everything is marked alike count as one."""
+    def _axes(self, program: Program, resolved: Resolved, given: Strategies | None) -> list[Axis]:
+        """Axes on which everything is marked alike count as one. given: strategies from a file."""
         mesh, data = resolved.mesh, resolved.data_axes
         is_searched = program.config.parallel_mode == "auto"
-        is_fixed = data if program.config.propagates else ()
+        is_fixed: Sequence[str] = data if program.config.propagates else ()
+        if given is not None and given.axes:
+            is_fixed = [name for name in data if name not in given.axes]
+        elif self.inner:
+            is_fixed = [name for name in mesh.names if mesh.size(name) > 1][:1]
         marks = {info(node).name: layout for node, layout in resolved.activations.items()}
         pins = {name: pin.layout for name, pin in resolved.parameters.items()}
         order = [name for name in mesh.names if name in data] + [name for name in mesh.names if name not in data]
@@ -206,9 +215,9 @@ class Divide(PricedPass):
                 classes[-1][1].append(axis)
             else:
                 classes.append((key, [axis]))
-        return [self._axis(program, resolved, names) for _, names in classes]
+        return [self._axis(program, resolved, names, names[0] in is_fixed) for _, names in classes]
 
-    def _axis(self, program: Program, resolved: Resolved, names: Sequence[str]) -> Axis:
+    def _axis(self, program: Program, resolved: Resolved, names: Sequence[str], is_fixed: bool) -> Axis:
         group = ",".join(names)
         ways = prod(resolved.mesh.size(name) for name in names)
         first = names[0]
@@ -225,7 +234,7 @@ class Divide(PricedPass):
             },
             local_inputs=self.local_inputs,
             local_parameters=self.local_parameters,
-            is_data=is_data and (not self.searched or program.config.propagates),
+            is_data=is_data and (not self.searched or is_fixed),
         )
 
     def _inputs(self, program: Program, group: str, resolved: Resolved) -> dict[str, Placement]:

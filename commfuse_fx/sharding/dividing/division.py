@@ -90,7 +90,7 @@ class Division:
         placement = self.axis.inputs.get(source.name, R) if source.kind == "input" else R
         if isinstance(placement, Shard) and self.axis.local_inputs:
             self.local.localize(made, placement)
-        elif isinstance(placement, Shard) and (part := _part_over_other_axes(node)) is not None:
+        elif isinstance(placement, Shard) and (part := part_over_other_axes(node)) is not None:
             self._cut_again[part] = placement
             placement = R
         elif isinstance(placement, Shard):
@@ -391,7 +391,7 @@ class Division:
         program.replace_graph(self.local.graph, self.local.inputs)
 
 
-def _part_over_other_axes(node: fx.Node) -> fx.Node | None:
+def part_over_other_axes(node: fx.Node) -> fx.Node | None:
     """The part of an input that is all that is used of it."""
     users = [*node.users]
     return users[0] if len(users) == 1 and users[0].target is own_part else None

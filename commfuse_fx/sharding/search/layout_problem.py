@@ -29,6 +29,7 @@ from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.dividing.division import part_over_other_axes
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
@@ -76,6 +77,7 @@ class LayoutProblem:
         self.grid = AxisGrid(axes, prices, device, price_of, objective.work)
         self._moved = objective.moved
         self._marked: dict[fx.Node, None] = {}  # parameters that a mark divides, and views of them
+        self._cut: dict[fx.Node, Placements] = {}  # parts of inputs over other axes
         self.graph = FactorGraph()
         self.memory = FactorGraph()
         self.states: list[list[LaidOut]] = []
@@ -149,7 +151,12 @@ class LayoutProblem:
     def _placeholder(self, node: fx.Node) -> None:
         source = self.program.sources[node]
         if source.kind == "input":
-            self._variable(node, [self._given(tuple(axis.inputs.get(source.name, R) for axis in self.grid.axes))])
+            lies = tuple(axis.inputs.get(source.name, R) for axis in self.grid.axes)
+            part = None if self.grid.axes[0].local_inputs else part_over_other_axes(node)
+            if part is not None and lies != self.grid.whole:  # it is cut further
+                self._cut[part] = lies
+                lies = self.grid.whole
+            self._variable(node, [self._given(lies)])
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
@@ -202,6 +209,8 @@ class LayoutProblem:
             self._at[node] = (self._at[args[0]][0], args[1])
         elif writes_input(node):
             pass
+        elif node in self._cut:
+            self._variable(node, [self._given(self._cut[node])])
         elif is_mark(node):
             self._mark(node)
         elif node.target is aten.ones_like.default and _spec(node).numel == 1:
