@@ -24,6 +24,9 @@ from commfuse_fx.simulate.rounds import play
 SAVINGS = 2
 """Searches for strategies that take less memory, on each level of the parallel optimizer."""
 
+PARTS_OF_SAVING = (0.75, 0.5)
+"""How much less to save, where nothing fits with all of it."""
+
 SHOWN = 5
 """Plans whose figures are noted."""
 
@@ -136,9 +139,14 @@ class StrategyRounds:
             yield [each.but(saving=count) for each, count in saving.items()]
             more = {each: self._more(each, count, limit) for each, count in saving.items()}
             saving = {each: count for each, count in more.items() if count}
-        if saving and not any(each.program is not None for each in self._made.values()):
+        if saving and not self._any_fits:
             last = [*saving][-1]
             yield [last.but(saving=self._made[last].needed)]
+        for part in PARTS_OF_SAVING:  # the peak may lie elsewhere where more is saved, and be higher there
+            if self._any_fits:
+                return
+            missing = {each: self._made[each].needed - limit for each in ends if each in self._made}
+            yield [each.but(saving=int(part * count)) for each, count in missing.items()]
 
     def _is_of_use(self, too_large: Sequence[Variant]) -> bool:
         """Whether the level of gradients may be: it takes no less memory than that of parameters, and no less time than
@@ -148,6 +156,10 @@ class StrategyRounds:
             for level in (STATES, PARAMETERS)
         )
         return not (states and all(states)) and (parameters is None or any(parameters))
+
+    @property
+    def _any_fits(self) -> bool:
+        return any(each.program is not None for each in self._made.values())
 
     def _fits(self, variant: Variant) -> bool:
         return variant in self._made and self._made[variant].program is not None

@@ -175,3 +175,19 @@ def test_the_bytes_that_a_search_counts_are_about_those_of_the_plan(rows: int, m
     found = lowered(None, rows=torch.empty(rows, 512), layers=3)
     taken = [re.search(r"and (.*) MiB taken", note.reason) for note in found.program.notes if note.topic == "search"]
     assert float(taken[0][1]) * MIB == pytest.approx(peak_memory(found.program), rel=0.25)
+
+
+def test_a_plan_that_a_higher_limit_has_found_is_found_below_it() -> None:
+    """The peak of strategies that save more may lie elsewhere, and be higher there."""
+
+    def peak(limit: int) -> int:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(2))
+        model, x = nn.Sequential(*layers), torch.empty(512, 256)
+        options = {"schedule": cf.ScheduleConfig(memory_limit=limit), "device_num": 16, "cluster": "h100-ib-2"}
+        adamw = torch.optim.AdamW(model.parameters())
+        step = cf.compile(model, loss_fn=nn.functional.mse_loss, optimizer=adamw, parallel_mode="auto", **options)
+        return step.lower(x, x).simulate().peak_memory
+
+    first = peak(18_900_000)
+    assert peak(int(1.05 * first)) <= 1.05 * first
