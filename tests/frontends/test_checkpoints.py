@@ -170,6 +170,12 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
     assert step.load(tmp_path / "kept", {"one": one}) == {"other": {"value": 13}} and one.value == 1
 
 
+def part_of_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["me"] = found
+    return found
+
+
 @pytest.mark.parametrize(
     ("extra", "error", "said"),
     [
@@ -177,6 +183,7 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
         ({3: 4}, TypeError, "extra has the name 3; give a str"),
         ({"a": object()}, cf.CheckpointError, "extra/values/a is <object.* which a checkpoint cannot hold"),
         ({"a": {"b": [torch.zeros(2).to_sparse()]}}, cf.CheckpointError, "extra/values/a/b/0 is a tensor that"),
+        ({"a": part_of_itself()}, cf.CheckpointError, "extra/values/a/me/me/.* or is a part of itself.*nested less"),
         ({"a": torch.zeros(2, device="meta")}, cf.CheckpointError, "cannot hold \\(meta\\)"),
     ],
 )

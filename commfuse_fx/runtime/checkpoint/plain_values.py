@@ -22,6 +22,9 @@ from commfuse_fx.support.checks import is_unicode, show
 Leaf = Callable[[str, Any], str | None]
 """Gets a path and a value, and returns the name of the tensor that the value stands for; None if it stands for none."""
 
+MOST_NESTED = 64
+"""How deep dicts, lists and tuples may be nested. What is written here has to be read with any stack of a caller."""
+
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _MAPPINGS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
@@ -101,14 +104,26 @@ def _tagged(tag: str, given: Any, tensor: Callable[[str], Any]) -> Any:
     raise ValueError(tag)
 
 
-def replaced(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of nested dicts, lists and tuples. leaf: gets the path of anything else and the value, and replaces it."""
+def replaced(value: Any, leaf: Callable[[str, Any], Any], path: str = "", depth: int = 0) -> Any:
+    """A copy of nested dicts, lists and tuples. leaf: gets the path of anything else and the value, and replaces it.
+
+    depth: in how many of them the value is. Raises CheckpointError for more than MOST_NESTED.
+    """
+    if depth > MOST_NESTED:
+        raise CheckpointError(
+            f"{path[:80]}... is nested more than {MOST_NESTED} deep, or is a part of itself, which a checkpoint cannot "
+            "hold: give values that are nested less"
+        )
+
+    def inner(key: object, item: Any) -> Any:
+        return replaced(item, leaf, f"{path}/{key}" if path else str(key), depth + 1)
+
     if isinstance(value, Mapping):
-        items = {key: replaced(item, leaf, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
+        items = {key: inner(key, item) for key, item in value.items()}
         made: type = next((made for made in (OrderedDict, Counter) if isinstance(value, made)), dict)
         return made(items)
     if isinstance(value, (list, tuple)):
-        parts = [replaced(item, leaf, f"{path}/{number}" if path else str(number)) for number, item in enumerate(value)]
+        parts = [inner(number, item) for number, item in enumerate(value)]
         if isinstance(value, list):
             return parts
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
