@@ -20,6 +20,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAMS = 4  # independent numbers per element that one call can draw
 
+_AT_ONCE = 1 << 16
+"""Elements that are mixed at once on a CPU: they stay in its cache from one op to the next."""
+
 
 def _signed(value: int, bits: int) -> int:
     """The integer of that many bits with the same low bits."""
@@ -103,8 +106,23 @@ def random_bits(
     """32 random bits for every element, as int32."""
     first, second = _keys(seed, call, stream)
     x, high = _positions(shape, starts, whole_shape, device)
-    scratch = torch.empty_like(x)
+    at_once = _AT_ONCE if x.device.type == "cpu" else max(x.numel(), 1)
+    scratch = torch.empty_like(x[:at_once])
+    highs = [None] * -(-x.numel() // at_once) if high is None else high.split(at_once)
+    for low, upper in zip(x.split(at_once), highs, strict=False):
+        _mix_(low, upper, first, second, scratch[: low.numel()])
+    return x.view(tuple(shape))
+
+
+def _mix_(
+    x: torch.Tensor,
+    high: torch.Tensor | None,
+    first: torch.Tensor | int,
+    second: torch.Tensor | int,
+    scratch: torch.Tensor,
+) -> None:
+    """Make positions the random bits that they have, in place."""
     _lowbias32_(x.bitwise_xor_(first), scratch).add_(second)
     if high is not None:
         x.add_(_lowbias32_(high, scratch))
-    return _lowbias32_(x, scratch).view(tuple(shape))
+    _lowbias32_(x, scratch)

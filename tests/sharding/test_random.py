@@ -374,3 +374,14 @@ def test_inputs_stay_as_they_are() -> None:
     probability = torch.full((64,), 0.5)
     bernoulli_of_at(probability, seed, 0, *whole((64,)))
     assert torch.equal(probability, torch.full((64,), 0.5))
+
+
+@pytest.mark.parametrize("start", [0, (1 << 31) - 70_000], ids=["positions of 32 bits", "positions of 64 bits"])
+def test_what_is_mixed_at_once_does_not_show(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * position_bits._AT_ONCE + 3
+    draw = position_bits.random_bits
+    rest = (5, 1, 2, (start,), (start + size + 1,), torch.device("cpu"))
+    found = draw((size,), *rest)
+    monkeypatch.setattr(position_bits, "_AT_ONCE", size)
+    assert torch.equal(found, draw((size,), *rest))
+    assert draw((0,), *rest).shape == (0,)
