@@ -123,7 +123,6 @@ DEATHS: dict[str, tuple[int, dict[int, tuple[str, Sequence[int]]]]] = {
     "between steps": (8, {10: ("step", (0, 1))}),
     "in an update": (8, {10: ("update", (1,))}),
     "writing on one rank": (4, {7: ("write", (1,))}),
-    "writing on rank 0": (4, {7: ("write", (0,))}),
     "writing on all": (4, {7: ("write", (0, 1))}),
     "writing asynchronously": (4, {7: ("write asynchronously", (1,))}),
     "completing": (4, {7: ("complete", (0,))}),

@@ -323,6 +323,31 @@ def test_fusion_ids_sizes_and_modes_hold_for_both_kinds(case: str) -> None:
             assert sorted(found[kind]) == sorted(sizes.split())
 
 
+OPTIMAL = {"mode": "optimal", "config": None}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "level", "buckets"),  # of reduce_scatters and of all_gathers
+    [("h100-ib-8", 1, (1, 1)), ("h100-ib-8", 3, (1, 2)), ("gloo-1gbit", 1, (2, 6)), ("gloo-1gbit", 3, (2, 4))],
+)
+def test_optimal_buckets_of_both_kinds_are_the_fastest(cluster: str, level: int, buckets: tuple[int, int]) -> None:
+    """Where starting a collective takes longest they are few, and several where bytes do."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    x = torch.randn(64, 256)
+    both = {"allgather": SIZE, "reducescatter": SIZE}, {"allgather": OPTIMAL, "reducescatter": OPTIMAL}
+    seconds, found = [], [""]
+    for fusion in (None, APART, *both):
+        step = cf.compile(
+            model, fusion, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device_num=4,
+            cluster=cluster, enable_parallel_optimizer=True, parallel_optimizer_config={"level": level},
+        )  # fmt: skip
+        lowered = step.lower(x, x)
+        seconds.append(lowered.simulate().step_seconds)
+        found = [each.kind for each in lowered.collectives]
+    assert seconds[-1] == min(seconds)
+    assert (found.count("reduce_scatter"), found.count("all_gather")) == buckets
+
+
 def test_parameters_are_gathered_for_the_forward_and_again_for_the_backward() -> None:
     found: dict[str, list[str]] = {}
     for each in collectives(compiled(2, "adamw", ROWS_ALONE, comm_fusion={"openstate": False})):
