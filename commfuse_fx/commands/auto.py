@@ -68,12 +68,18 @@ def register(command: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    default = compile_options(argparse.Namespace(**{**vars(options), "devices": None}))["device_num"]
+    given = compile_options(argparse.Namespace(**{**vars(options), "devices": None}))
+    default = given["device_num"]
     asked = cases(options.devices, options.bandwidth, options.memory, default)
     if options.memory and options.schedule == "none":
         raise ConfigValueError("--memory needs a schedule: leave --schedule none out")
     if options.mesh is not None and any(case.devices != default for case in asked):
         raise ConfigValueError(f"--mesh {options.mesh} has {default} devices: leave --devices out, or --mesh")
+    if given.get("strategy_ckpt_save_file") is not None and len({case.devices for case in asked}) > 1:
+        raise ConfigValueError(
+            f"--set strategy_ckpt_save_file={given['strategy_ckpt_save_file']!r} is one file for several numbers of "
+            "devices: give one of them as --devices"
+        )
     pages = _pages(options.report, len(asked))
     for page in pages:
         check_report(page, "--report", options.force)

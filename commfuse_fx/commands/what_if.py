@@ -93,7 +93,9 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGT]?i?B)", text)
     found = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if not 1 <= found < 1 << 60:
-        raise ConfigValueError(f"--memory {text!r}: give bytes per rank with a unit, such as 40GiB, 512MiB or 80GB")
+        raise ConfigValueError(
+            f"--memory {text!r}: give bytes per rank, above 0 and with a unit, such as 40GiB or 80GB"
+        )
     return found
 
 
