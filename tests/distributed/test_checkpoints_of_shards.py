@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.runtime.checkpoint import tensor_reader, tensor_writer
 from commfuse_fx.runtime.ranks.exchange import ProcessExchange
+from tests import captures
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import assert_same
 from tests.distributed.test_parallel_optimizer import batch, model
@@ -134,6 +135,7 @@ def of_strange_parameters(folder: str, before: str, after: str) -> None:
         torch.manual_seed(0)
         net = Mixed(13).double()
         net.norm.weight.requires_grad_(False)
+        captures.share(net, Mixed, any_mesh=True)
         groups = [{"params": [*net.first.parameters()]}, {"params": [net.tied.weight, net.scale], "lr": 3e-3}]
         config = LEVELS[level]
         shared = {} if config is None else {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from tests import captures
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import assert_same
 
@@ -65,6 +66,7 @@ def in_every_layout(name: str, dtype: torch.dtype) -> list[dict[str, torch.Tenso
     found.append(eager.state_dict())
     for layout in LAYOUTS:
         ours = model(dtype)
+        captures.share(ours, model, any_mesh=True)
         optimizer = OPTIMIZERS[name](ours.parameters())
         step = cf.compile(ours, loss_fn=F.cross_entropy, optimizer=optimizer, cpu_kernels=False, **layout)
         for number in range(STEPS):
