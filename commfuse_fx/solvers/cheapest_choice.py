@@ -1,18 +1,20 @@
 """The cheapest choice in a graph of variables with costs: by elimination where tables stay small.
 
 Elsewhere costs are levelled out, which gives a bound below all choices, and a choice is improved until it is close to
-that. States that the bound excludes go, and elimination may then be possible after all. Nothing looks at a clock.
+that. States that the bound excludes go, and elimination may then be possible after all; where the choice stays far from
+the bound and variables are few, elimination with large tables is tried. Nothing looks at a clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.solvers.certificate import Certificate
-from commfuse_fx.solvers.cost_tables import CostTables
+from commfuse_fx.solvers.cost_tables import stays_as_it_is
 from commfuse_fx.solvers.eliminate import WIDE, Elimination, TooWideError
 from commfuse_fx.solvers.factor_graph import FactorGraph
 from commfuse_fx.solvers.fewer_states import with_states
@@ -24,6 +26,18 @@ LARGEST = 1 << 20
 
 CLOSE = 0.01
 """A gap that is small enough, as a part of the cost."""
+
+TOGETHER = 12
+"""Walks there and back over the classes of variables that lie alike."""
+
+AGAIN = 4
+"""The same, where they begin with shifts for other costs."""
+
+SMALL = 64
+"""Variables of a graph for which large tables are tried where a choice of several parts stays far from the bound."""
+
+GUESSES = 4
+"""Choices that are read off on the last of these, of which the best one is improved."""
 
 WALKS = 4
 """Walks over all variables between two looks at the bound."""
@@ -42,6 +56,7 @@ class Choice:
     solver: what has found it: "elimination", which is exact, or "moves", with a bound.
     largest: entries of the largest table on the way.
     certificate: how the bound can be worked out from the graph; None where elimination has found the choice.
+    shifts: like the certificate, of variables that lie alike together: with what a search of other costs may begin.
     """
 
     states: tuple[int, ...]
@@ -50,6 +65,7 @@ class Choice:
     solver: str
     largest: int = 0
     certificate: Certificate | None = None
+    shifts: Certificate | None = None
 
     @property
     def gap(self) -> float:
@@ -57,19 +73,25 @@ class Choice:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
 
-def cheapest_choice(graph: FactorGraph, parts: Parts = (), largest: int = LARGEST) -> Choice:
+def cheapest_choice(
+    graph: FactorGraph, parts: Parts = (), largest: int = LARGEST, earlier: Sequence[Choice] = ()
+) -> Choice:
     """The cheapest choice; of equal ones, always the same.
 
     parts: of what parts the states of each variable are made, for moves that change one part. largest: entries of a
-    table that elimination may make.
+    table that elimination may make. earlier: choices for graphs of the same variables with other costs, of which the
+    one that costs least here is begun with.
 
     Raises NoChoiceError if every choice is forbidden, and CommFuseError if none that is allowed was found.
     """
     several = max((len(each) for each in parts), default=1) > 1
     found = None
-    if not (several and len(CostTables(graph).unary) > len(graph.unary)):
+    if not several or stays_as_it_is(graph, [len(table) for table in graph.unary]):
         found = _exact(graph, min(largest, WIDE) if several else largest)
-    return found or _by_moves(graph, parts, largest)
+    found = found or _by_moves(graph, parts, largest, earlier)
+    if several and found.gap > CLOSE and len(graph.unary) <= SMALL:
+        found = _exact(graph, largest) or found
+    return found
 
 
 def _exact(graph: FactorGraph, largest: int) -> Choice | None:
@@ -85,14 +107,25 @@ def _exact(graph: FactorGraph, largest: int) -> Choice | None:
     return Choice(states, cost, cost, "elimination", elimination.largest)
 
 
-def _by_moves(graph: FactorGraph, parts: Parts, largest: int) -> Choice:
-    levelled = Levelled(graph)
-    states = improve(graph, min(levelled.guesses, key=graph.cost), levelled.above(), parts)
-    cost = graph.cost(states)
+def _by_moves(graph: FactorGraph, parts: Parts, largest: int, earlier: Sequence[Choice]) -> Choice:
+    known = min(earlier, key=lambda each: graph.cost(each.states), default=None)
+    levelled = Levelled(graph, None if known is None else known.shifts)
+    levelled.walk(TOGETHER if known is None else AGAIN)
+    starts = [*levelled.guesses[-GUESSES:], *(() if known is None else (known.states,))]
+    states, cost = _improved(graph, starts, levelled, parts)
+    if known is not None and not _is_close(cost, levelled):
+        levelled.walk(TOGETHER)
+    shifts = levelled.certificate()
+    if not _is_close(cost, levelled):
+        levelled.take_apart()
+        levelled.walk(1)
     for _ in range(LOOKS):
-        if cost - levelled.bound() <= CLOSE * cost:
+        if cost == np.inf or _is_close(cost, levelled):
             break
         levelled.walk(WALKS)
+    if not _is_close(cost, levelled):
+        other, less = _improved(graph, levelled.guesses, levelled, parts)
+        states, cost = (other, less) if less < cost else (states, cost)
     if cost == np.inf:
         raise CommFuseError("the search for strategies has found none that is allowed: give fewer marks")
     certificate = levelled.certificate()
@@ -101,11 +134,22 @@ def _by_moves(graph: FactorGraph, parts: Parts, largest: int) -> Choice:
         np.union1d(np.flatnonzero(above <= cost - bound), own)
         for above, own in zip(levelled.above(), states, strict=True)
     ]
-    rest = with_states(graph, left)
-    if len(CostTables(rest).unary) == len(graph.unary):
-        found = _exact(rest, largest)
+    if stays_as_it_is(graph, [len(each) for each in left]):
+        found = _exact(with_states(graph, left), largest)
         if found is not None:
             exact = tuple(int(each[own]) for each, own in zip(left, found.states, strict=True))
             if graph.cost(exact) <= cost:
-                return replace(found, states=exact, cost=graph.cost(exact), bound=graph.cost(exact))
-    return Choice(states, cost, bound, "moves", certificate=certificate)
+                return replace(found, states=exact, cost=graph.cost(exact), bound=graph.cost(exact), shifts=shifts)
+    return Choice(states, cost, bound, "moves", certificate=certificate, shifts=shifts)
+
+
+def _improved(
+    graph: FactorGraph, starts: Sequence[Sequence[int]], levelled: Levelled, parts: Parts
+) -> tuple[tuple[int, ...], float]:
+    """The best of these choices, improved, and what it costs."""
+    states = improve(graph, min(starts, key=graph.cost), levelled.above(), parts)
+    return states, graph.cost(states)
+
+
+def _is_close(cost: float, levelled: Levelled) -> bool:
+    return cost < np.inf and cost - levelled.bound() <= CLOSE * cost

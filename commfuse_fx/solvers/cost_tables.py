@@ -74,6 +74,11 @@ class CostTables:
             self.together[key.payer, before] = np.stack([np.zeros(len(costs)), costs], axis=1)
 
 
+def stays_as_it_is(graph: FactorGraph, counts: Sequence[int]) -> bool:
+    """Whether the tables of a graph have no variables but its own, if its variables have so many states."""
+    return all(prod([counts[key.payer], *(counts[number] for number, _ in key.needs)]) <= FEW for key in graph.once)
+
+
 def _of_all(key: Once, costs: Table) -> Table:
     """What is paid, by the states of the payer and those of all who may need it."""
     nobody = np.ones(())

@@ -81,7 +81,9 @@ class Elimination:
         self._left: dict[tuple[object, ...], list[int]] = {}
         self._same: dict[tuple[object, ...], Table] = {}
         self._ones: dict[int, Table] = {}  # what `_one` has made, by its id
-        self._near: dict[int, Scope] = {}  # the neighbours of variables, as far as somebody has asked
+        self._sums: dict[tuple[int, int], Table] = {}  # of tables that `_one` has made
+        self._near: dict[int, set[int]] = {number: set() for number in self.unary}
+        self._counts = [len(table) for table in given.unary]  # of states
         ones = {id(table): self._one(table) for table in (*given.unary, *given.together.values())}
         for number, table in self.unary.items():
             self.unary[number] = ones[id(table)]
@@ -134,7 +136,11 @@ class Elimination:
         table, best = self._best(number, scope, scopes)
         for each in scopes:
             self._take_off(each)
-        del self.unary[number], self.around[number]
+        self._leave(number)
+        for other in scope:
+            near = self._near[other]
+            near.update(scope)
+            near.discard(other)
         self._folded.append(_Folded(number, scope, best, self.kept[number], tuple(self.kept[each] for each in scope)))
         self.largest = max(self.largest, table.size)
         if not scope:
@@ -161,7 +167,7 @@ class Elimination:
             self._add(rest, table.take([0], axis=scope.index(number)).squeeze(scope.index(number)))
         if self.unary[number][0] == inf:
             raise NoChoiceError(f"every state of variable {number} is forbidden")
-        del self.unary[number], self.around[number]
+        self._leave(number)
         self._folded.append(_Folded(number, (), _FIRST, self.kept[number], ()))
 
     def _best(self, number: int, scope: Scope, scopes: Sequence[Scope]) -> tuple[Table, NDArray[np.intp]]:
@@ -247,6 +253,7 @@ class Elimination:
 
     def _keep(self, number: int, left: Sequence[int]) -> None:
         self.kept[number] = self.kept[number][left]
+        self._counts[number] = len(left)
         self.unary[number] = self._one(self.unary[number][left])
         for scope in self.around[number]:
             self.tables[scope] = self._one(self.tables[scope].take(left, axis=scope.index(number)))
@@ -256,23 +263,38 @@ class Elimination:
     def _add(self, scope: Scope, table: Table) -> None:
         """Add a table to the costs of these variables."""
         if len(scope) == 1:
-            self.unary[scope[0]] = self._one(self.unary[scope[0]] + table)
+            self.unary[scope[0]] = self._sum(self.unary[scope[0]], table)
             return
         known = self.tables.get(scope)
         if known is None:
             self.tables[scope] = self._one(table)
             for number in scope:
                 self.around[number][scope] = None
-                self._near.pop(number, None)
+                self._near[number].update(scope)
+                self._near[number].discard(number)
         else:
-            self.tables[scope] = self._one(known + table)
+            self.tables[scope] = self._sum(known, table)
 
     def _take_off(self, scope: Scope) -> Table:
         """Take a table away."""
         for number in scope:
             del self.around[number][scope]
-            self._near.pop(number, None)
         return self.tables.pop(scope)
+
+    def _leave(self, number: int) -> None:
+        """Take a variable away that no table has any more."""
+        del self.unary[number], self.around[number]
+        for other in self._near.pop(number):
+            self._near[other].discard(number)
+
+    def _sum(self, one: Table, other: Table) -> Table:
+        key = (id(one), id(other))
+        if key not in self._sums:
+            total = self._one(one + other)
+            if id(one) not in self._ones or id(other) not in self._ones:
+                return total
+            self._sums[key] = total
+        return self._sums[key]
 
     def _one(self, table: Table) -> Table:
         """The table less its least entry, which no choice depends on; equal tables are one object.
@@ -291,17 +313,12 @@ class Elimination:
         return one
 
     def _neighbours(self, number: int) -> Scope:
-        near = self._near.get(number)
-        if near is None:
-            found = {other for scope in self.around[number] for other in scope}
-            found.discard(number)
-            near = self._near[number] = tuple(sorted(found))
-        return near
+        return tuple(sorted(self._near[number]))
 
     def _size(self, number: int) -> int:
         """Entries of the table that folding a variable leaves; 0 where it leaves none."""
-        near = self._neighbours(number)
-        return prod([len(self.unary[other]) for other in near]) if len(near) > 1 else 0
+        near = self._near[number]
+        return prod(map(self._counts.__getitem__, near)) if len(near) > 1 else 0
 
 
 def _spread(table: Table, axes: Sequence[int], count: int) -> Table:

@@ -15,6 +15,7 @@ def with_states(graph: FactorGraph, left: Sequence[NDArray[np.intp]]) -> FactorG
     keys = [each.tobytes() for each in left]
     known: dict[tuple[object, ...], Table] = {}
     known_needs: dict[tuple[bytes, bytes], bytes] = {}
+    is_paid: dict[int, bool] = {}
 
     def take(table: Table, *numbers: int) -> Table:
         key = (id(table), *(keys[number] for number in numbers))
@@ -28,13 +29,20 @@ def with_states(graph: FactorGraph, left: Sequence[NDArray[np.intp]]) -> FactorG
             known_needs[key] = bytes(needed[state] for state in left[number])
         return known_needs[key]
 
+    def counts(table: Table) -> bool:
+        if id(table) not in is_paid:
+            is_paid[id(table)] = bool(table.any())
+        return is_paid[id(table)]
+
     found = FactorGraph()
     found.unary = [take(table, number) for number, table in enumerate(graph.unary)]
     found.pairs = {pair: take(table, *pair) for pair, table in graph.pairs.items()}
     for key, costs in graph.once.items():
-        needs = tuple((number, rest) for number, needed in key.needs if any(rest := rest_of(number, needed)))
         costs = take(costs, key.payer)
-        if needs and costs.any():
+        if not counts(costs):
+            continue
+        needs = tuple((number, rest) for number, needed in key.needs if any(rest := rest_of(number, needed)))
+        if needs:
             one = Once(key.payer, needs)
             found.once[one] = found.once[one] + costs if one in found.once else costs
     return found

@@ -42,7 +42,7 @@ def improve(graph: FactorGraph, states: Sequence[int], above: Sequence[Table], p
     for number in range(MOST):
         part = number % (count + 1)
         if part < count:
-            left = [_alike_but(part, each, own) for each, own in zip(parts, best, strict=True)]
+            left = _all_alike_but(part, parts, best)
         else:
             left = [np.union1d(each, own) for each, own in zip(nearest, best, strict=True)]
         before = graph.cost(best)
@@ -51,6 +51,14 @@ def improve(graph: FactorGraph, states: Sequence[int], above: Sequence[Table], p
         if in_vain > count // 2:
             break
     return best
+
+
+def _all_alike_but(part: int, parts: Parts, states: Sequence[int]) -> list[NDArray[np.intp]]:
+    known: dict[tuple[int, int], NDArray[np.intp]] = {}
+    for each, own in zip(parts, states, strict=True):
+        if (id(each), own) not in known:
+            known[id(each), own] = _alike_but(part, each, own)
+    return [known[id(each), own] for each, own in zip(parts, states, strict=True)]
 
 
 def _alike_but(part: int, parts: NDArray[np.intp], state: int) -> NDArray[np.intp]:

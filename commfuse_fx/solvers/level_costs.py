@@ -20,29 +20,29 @@ from commfuse_fx.solvers.certificate import Certificate, Paid, paid_once
 from commfuse_fx.solvers.factor_graph import FactorGraph, Pair, Table
 from commfuse_fx.solvers.shifted_costs import PaidShares, Side
 
-TOGETHER = 12
-"""Walks there and back over the classes of variables that lie alike."""
-
 
 class Levelled:
-    """The costs of a graph, while they are shifted.
+    """The costs of a graph, while they are shifted: at first of variables that lie alike together.
 
+    begin: how costs were shifted in a graph of the same variables; None: not at all.
     guesses: choices that were read off on the way, the last ones last.
     """
 
-    def __init__(self, graph: FactorGraph) -> None:
+    def __init__(self, graph: FactorGraph, begin: Certificate | None = None) -> None:
         self._graph = graph
-        paid = paid_once(graph)
-        found = alike(graph)
-        together = Walks(graph, paid, found)
-        self.guesses = [guess for _ in range(TOGETHER) for guess in together.there_and_back()]
-        self._walks = Walks(graph, paid, apart(found), together.certificate())
-        self.walk(1)
+        self._paid = paid_once(graph)
+        self._alike = alike(graph)
+        self._walks = Walks(graph, self._paid, self._alike, begin)
+        self.guesses: list[Sequence[int]] = []
 
     def walk(self, times: int) -> None:
-        """So many walks there and back over all variables."""
+        """So many walks there and back."""
         for _ in range(times):
             self.guesses += self._walks.there_and_back()
+
+    def take_apart(self) -> None:
+        """From now on, each variable by itself."""
+        self._walks = Walks(self._graph, self._paid, apart(self._alike), self.certificate())
 
     def bound(self) -> float:
         """No choice costs less, but for rounding."""
@@ -70,17 +70,20 @@ class Walks:
         for number, own in enumerate(found.classes):
             members.setdefault(own, []).append(number)
         self._order = sorted(each[len(each) // 2] for each in members.values())
+        self._sizes = {own: len(each) for own, each in members.items()}
         stand_ins = dict.fromkeys(self._order)
         self._sides: dict[tuple[int, int, int], Side] = {}
-        known: dict[tuple[int, int, int], Table] = {}
+        self._left: dict[tuple[int, int, int], Table] = {}
+        self._pairs: dict[tuple[int, int, int], int] = {}  # that have what is left in common
         for pair, kind in found.kinds.items():
             one, other = (found.classes[number] for number in pair)
-            left = known.get((kind, one, other))
+            left = self._left.get((kind, one, other))
+            self._pairs[kind, one, other] = self._pairs.get((kind, one, other), 0) + 1
             if left is None:
                 costs = graph.pairs.get(pair)
                 sizes = len(graph.unary[pair[0]]), len(graph.unary[pair[1]])
                 left = np.zeros(sizes) if costs is None else np.minimum(costs, most)
-                known[kind, one, other] = left
+                self._left[kind, one, other] = left
                 for side, own in enumerate((one, other)):
                     found_side = self._sides.get((own, kind, side))
                     if found_side is None:
@@ -103,11 +106,14 @@ class Walks:
 
     def _side(self, pair: Pair, side: int, states: int, begin: Certificate | None) -> Side:
         payer, reader = pair if side == 0 else pair[::-1]
-        given = np.zeros(states) if begin is None else begin.shifts[pair][side].copy()
+        known = begin.shifts.get(pair) if begin is not None else None
+        given = np.zeros(states) if known is None else known[side].copy()
         needs = self._paid[payer].needs.get(reader) if payer in self._paid else None
         if needs is None:
             return Side(side == 0, given, None)
-        taken = np.zeros((states, len(needs))) if begin is None else begin.shares[payer, reader]
+        taken = begin.shares.get((payer, reader)) if begin is not None else None
+        if taken is None or taken.shape != (states, len(needs)):  # it pays for other things now
+            taken = np.zeros((states, len(needs)))
         return Side(side == 0, given, PaidShares(needs, taken))
 
     def there_and_back(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -167,19 +173,18 @@ class Walks:
         return Certificate(shifts, shares)
 
     def bound(self) -> float:
-        """The sum of all least entries; of variables that nothing else is like."""
-        firsts = (each.left for each in self._sides.values() if each.follows)
-        return sum(float(own.min()) for own in self._own.values()) + sum(float(left.min()) for left in firsts)
+        """The sum of all least entries."""
+        sizes, classes = self._sizes, self._found.classes
+        found = sum(sizes[classes[number]] * float(costs.min()) for number, costs in self._own.items())
+        return found + sum(self._pairs[key] * float(left.min()) for key, left in self._left.items())
 
     def above(self) -> list[Table]:
         """What a choice with each state of each variable costs more than the bound at the least."""
-        found = []
-        for number in self._order:
-            costs = self._own[number].copy()
-            least = costs.min()
-            for each in self._around[self._found.classes[number]]:
-                rows = each.left.min(axis=1)
-                costs += rows
-                least += rows.min()
-            found.append(costs - least)
-        return found
+        found: dict[int, Table] = {}
+        for number, costs in self._own.items():
+            own = self._found.classes[number]
+            costs = costs.copy()
+            for each in self._around[own]:
+                costs += each.count * each.left.min(axis=1)
+            found[own] = costs - costs.min()
+        return [found[own] for own in self._found.classes]

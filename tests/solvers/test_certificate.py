@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.solvers.alike import alike
+from commfuse_fx.solvers.certificate import Certificate
 from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
 from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError
-from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 from commfuse_fx.solvers.level_costs import Levelled
 from tests.solvers.test_factor_graph import brute_force, chain, complete, graphs
 
@@ -42,10 +43,19 @@ def test_the_bound_is_below_all_choices(graph: FactorGraph) -> None:
         assert min(found.cost, found.certificate.bound(graph)) == pytest.approx(found.bound)
 
 
-@given(graph=graphs())
+def walked(graph: FactorGraph, is_apart: bool = True, begin: Certificate | None = None) -> Levelled:
+    levelled = Levelled(graph, begin)
+    levelled.walk(12)
+    if is_apart:
+        levelled.take_apart()
+        levelled.walk(1)
+    return levelled
+
+
+@given(graph=graphs(), is_apart=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_what_states_cost_at_the_least(graph: FactorGraph) -> None:
-    levelled = Levelled(graph)
+def test_what_states_cost_at_the_least(graph: FactorGraph, is_apart: bool) -> None:
+    levelled = walked(graph, is_apart)
     bound, above = levelled.bound(), levelled.above()
     for number, table in enumerate(graph.unary):
         for state in range(len(table)):
@@ -56,10 +66,53 @@ def test_what_states_cost_at_the_least(graph: FactorGraph) -> None:
             assert bound + above[number][state] <= brute_force(only) + 1e-6
 
 
+def other_costs(graph: FactorGraph, seed: int) -> FactorGraph:
+    """The same variables with other costs, of which some are gone, as where other prices count."""
+    random = np.random.default_rng(seed)
+
+    def other(table: Table) -> Table:
+        return table * random.choice([0.0, 0.3, 1.0, 2.0]) if np.isfinite(table).all() else table
+
+    found = FactorGraph()
+    found.unary = [other(table) for table in graph.unary]
+    found.pairs = {pair: other(table) for pair, table in graph.pairs.items()}
+    found.once = {key: other(table) for key, table in graph.once.items() if random.random() < 0.8}
+    return found
+
+
+@given(graph=graphs(), seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_a_search_that_begins_with_what_another_one_has_found(graph: FactorGraph, seed: int) -> None:
+    """Its bound is below all choices again, and can be worked out from its certificate alone."""
+    before, now = by_moves(graph), other_costs(graph, seed)
+    if before is None or before.shifts is None:
+        return
+    found, best = cheapest_choice(now, largest=NEVER, earlier=[before]), brute_force(now)
+    assert found.cost == pytest.approx(now.cost(found.states)) and found.cost <= now.cost(before.states)
+    assert found.bound <= best * (1 + 1e-9) + 1e-9 and best <= found.cost * (1 + 1e-9)
+    if found.certificate is not None:
+        assert min(found.cost, found.certificate.bound(now)) == pytest.approx(found.bound)
+
+
+def test_shifts_of_other_costs_are_close_at_once() -> None:
+    graph = complete(7, 4)
+    now = graph.plus(graph, 0.1)
+    cold, warm = (Levelled(now, begin) for begin in (None, walked(graph, is_apart=False).certificate()))
+    for levelled in (cold, warm):
+        levelled.walk(1)
+    assert cold.bound() * 1.001 < warm.bound() <= cheapest_choice(now).cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("graph", [chain(20), complete(7, 4)], ids=["chain", "complete"])
+def test_the_bound_of_alike_variables_is_that_of_their_certificate(graph: FactorGraph) -> None:
+    levelled = walked(graph, is_apart=False)
+    assert levelled.bound() == pytest.approx(levelled.certificate().bound(graph))
+
+
 def test_more_walks_come_closer() -> None:
     graph = chain(12)
     best = cheapest_choice(graph).cost
-    levelled = Levelled(graph)
+    levelled = walked(graph)
     bounds = [levelled.bound()]
     for _ in range(3):
         levelled.walk(10)
@@ -91,14 +144,14 @@ def test_costs_that_are_paid_once_are_divided(costs: list[float], readers: int) 
     needs = {graph.variable([0.5, 0.0]): np.array([True, True]) for _ in range(readers)}
     graph.pay_once(payer, costs, needs)
     best = min(costs[0], 1 + costs[1])
-    assert Levelled(graph).certificate().bound(graph) == pytest.approx(best) == pytest.approx(brute_force(graph))
+    assert walked(graph).certificate().bound(graph) == pytest.approx(best) == pytest.approx(brute_force(graph))
 
 
 def test_a_certificate_that_divides_more_than_there_is() -> None:
     graph = FactorGraph()
     payer, *readers = (graph.variable([0.0, 1.0]) for _ in range(3))
     graph.pay_once(payer, [2.0, 3.0], {number: np.array([True, False]) for number in readers})
-    levelled = Levelled(graph)
+    levelled = walked(graph)
     certificate = levelled.certificate()
     assert certificate.bound(graph) == pytest.approx(2.0) == pytest.approx(brute_force(graph))
     twice = replace(certificate, shares={key: 2 * share + 1 for key, share in certificate.shares.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
@@ -17,7 +16,8 @@ from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.measured_ops import times_roofline
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.factor_graph import FactorGraph
 from commfuse_fx.solvers.within_budget import within_budget
 
 Budget = Callable[[float, float], float]
@@ -77,7 +77,14 @@ class AxisSearch:
     def cheapest(self, axes: Sequence[Axis], budget: Budget | None = None) -> Found:
         """The cheapest choice on these axes together, of those that take no more memory than a budget says."""
         problem = self.problem(axes)
-        solve = partial(cheapest_choice, parts=problem.parts)
+        parts, earlier = problem.parts, self._known.choices_of(problem.states)
+
+        def solve(graph: FactorGraph) -> Choice:
+            found = cheapest_choice(graph, parts, earlier=earlier)
+            if found.shifts is not None:
+                earlier.append(replace(found, certificate=None))
+            return found
+
         found = solve(problem.graph)
         if budget is not None:
             found = within_budget(problem.graph, problem.memory, budget, found, solve)

@@ -14,6 +14,7 @@ from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.layout_moves import Placements
+from commfuse_fx.solvers.cheapest_choice import Choice
 from commfuse_fx.solvers.factor_graph import Table
 
 Needs = tuple[tuple[Placements, ...], ...]
@@ -74,12 +75,18 @@ class KnownLayouts:
         self.calls: dict[Hashable, tuple[list[LaidOut], Table]] = {}
         self.reads: dict[Hashable, PricedRead] = {}
         self.updates: dict[Hashable, Table] = {}
+        self._choices: dict[tuple[int, ...], list[Choice]] = {}
         self._states: dict[tuple[LaidOut, ...], list[LaidOut]] = {}
         self._columns: dict[tuple[int, str, tuple[int, ...]], Needs] = {}
         self._same: dict[Any, Any] = {}
 
     def states(self, states: list[LaidOut]) -> list[LaidOut]:
         return self._states.setdefault(tuple(states), states)
+
+    def choices_of(self, states: Sequence[list[LaidOut]]) -> list[Choice]:
+        """The choices that have been found for variables with these states, for more to be added. states: lists that
+        `states` has returned."""
+        return self._choices.setdefault(tuple(map(id, states)), [])
 
     def columns(self, states: list[LaidOut], part: str, places: tuple[int, ...]) -> Needs:
         """For each state, the placements at these places of its "inputs" or "outputs", each once. states: a list that

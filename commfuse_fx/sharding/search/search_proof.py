@@ -13,8 +13,8 @@ from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from commfuse_fx.solvers.factor_graph import FactorGraph
 from commfuse_fx.solvers.level_costs import Levelled
 
-WALKS = 8
-"""Walks over all variables for a bound, where an exact search has needed none."""
+WALKS = 12
+"""Walks there and back for a bound, over variables that lie alike together and then over all."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,12 @@ class SearchProofs(list[SearchProof]):
 def prove(search: AxisSearch, axes: Sequence[Axis], found: Found) -> SearchProof:
     """The proof for strategies that were found on these axes."""
     free, fixed = search.problem(axes), search.problem(found.axes)
-    solved = cheapest_choice(free.graph, free.parts)
-    certificate = solved.certificate
-    if certificate is None:
-        levelled = Levelled(free.graph)
-        levelled.walk(WALKS)
-        certificate = levelled.certificate()
-    return SearchProof(tuple(axis.group for axis in axes), free.graph, _chosen(free, fixed), certificate)
+    levelled = Levelled(free.graph)
+    levelled.walk(WALKS)
+    levelled.take_apart()
+    levelled.walk(WALKS)
+    chosen = _chosen(free, fixed)
+    return SearchProof(tuple(axis.group for axis in axes), free.graph, chosen, levelled.certificate())
 
 
 def _chosen(free: LayoutProblem, fixed: LayoutProblem) -> tuple[int, ...]:
