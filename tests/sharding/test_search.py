@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def test_next_to_no_bandwidth_avoids_communication() -> None:
     assert sum(each.bytes for each in found.collectives) <= 2 * 8 * x.nbytes  # the batch, which everybody computes
 
 
+def test_more_bandwidth_takes_no_longer() -> None:
+    """Whole plans, as they are simulated."""
+    cluster, x = resolve_cluster("gloo-1gbit"), torch.empty(128, 256)
+    seconds = []
+    for times in (0.25, 1, 4, 16, 64):
+        levels = tuple(replace(level, bandwidth=times * level.bandwidth) for level in cluster.levels)
+        found = lowered(mlp(256, 2), F.mse_loss, x, x, mesh=(8,), cluster=replace(cluster, levels=levels))
+        seconds.append(found.simulate().step_seconds)
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
+
+
 @pytest.mark.parametrize("cluster", ["h100-node", "gloo-10gbit"])
 @pytest.mark.parametrize(("rows", "width"), [(4096, 64), (64, 512), (8, 1024)])
 def test_no_strategy_is_worse_than_data_parallel(rows: int, width: int, cluster: str) -> None:
@@ -247,6 +259,9 @@ for mesh in (None, (2, 2)):
     for mode in ("dynamic_programming", "recursive_programming"):
         step = cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, search_mode=mode, mesh=mesh, **options)
         print(step.lower(x, x).fingerprint)
+cf.shard(model, "2", weight=(None, "tp"))
+options["search_mode"] = "sharding_propagation"
+print(cf.compile(model, loss_fn=nn.MSELoss(), optimizer=optimizer, mesh=(2, 2), **options).lower(x, x).fingerprint)
 """
 
 

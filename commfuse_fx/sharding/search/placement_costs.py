@@ -57,7 +57,7 @@ class PlacementCosts:
         if isinstance(have, Replicate):
             return copied / self._ways
         if isinstance(have, Partial) and isinstance(wanted, Shard):
-            return self._seconds("reduce_scatter", nbytes, fused) + copied * _is_rearranged(wanted)
+            return self._seconds("reduce_scatter", nbytes, fused) + copied * (fused or _is_rearranged(wanted))
         if isinstance(have, Partial):
             return self._seconds("all_reduce", nbytes, fused)
         gathered = self._seconds("all_gather", nbytes, fused) + copied * _is_rearranged(have)
