@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         clip_grad_norm: Any
         schedule: Any
         replan: Any
+        memory_limit: Any
         backend: Any
         inductor_regions: Any
         cuda_graph: Any
@@ -154,6 +155,7 @@ def compile(
     clip_grad_norm: Any = Default(None),
     schedule: Any = Default("overlap"),
     replan: Any = Default(True),
+    memory_limit: Any = Default(None),
     backend: Any = Default("eager"),
     inductor_regions: Any = Default("stretches"),
     cuda_graph: Any = Default("auto"),
@@ -232,6 +234,9 @@ def compile(
         ScheduleConfig(mode="auto") a memory limit and, with across_steps=False, updates within the step.
     replan: whether a plan may change while a step trains. False: never, as after
         torch.use_deterministic_algorithms(True). A TrialLimits limits the time and the steps that finding it may take.
+    memory_limit: bytes that a step may have allocated at most on a device, as its simulation predicts: parameters,
+        gradients, optimizer state and activations. It is ScheduleConfig's, and holds for the schedule as well as for
+        the strategies that "auto" searches. Where no plan fits, the error says by how much, and what would help.
     backend: "eager" runs the graph op by op. "inductor" lets PyTorch's Inductor compile the compute between starts and
         waits of collectives. The first step then takes as long as with torch.compile, and dropout draws other masks.
     inductor_regions: with backend="inductor", "stretches" compiles what lies between two collectives as a whole.

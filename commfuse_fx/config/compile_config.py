@@ -19,6 +19,7 @@ from commfuse_fx.config.options import (
     Default,
     ScheduleConfig,
     TrialLimits,
+    limited,
     validated,
 )
 from commfuse_fx.config.parallel_optimizer import BROADCAST, LEVELS, ParallelOptimizer
@@ -129,6 +130,7 @@ class CompileConfig:
         if fusion.optimal_cluster is not None:
             settings["cluster"] = resolve_costs(fusion.optimal_cluster)
         settings["global_rank"] = _resolve_rank(settings["device_num"], settings["global_rank"])
+        settings["schedule"] = limited(settings["schedule"], settings.pop("memory_limit"))
         mode = settings["parallel_mode"]
         settings["parallel_mode"] = PARALLEL_MODE_ALIASES.get(mode, mode)
         _check_available(settings)

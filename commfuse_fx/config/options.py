@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "clip_grad_norm": None,
         "schedule": "overlap",
         "replan": True,
+        "memory_limit": None,
         "backend": "eager",
         "inductor_regions": "stretches",
         "cuda_graph": "auto",
@@ -107,13 +108,30 @@ class ScheduleConfig:
     """"overlap", or "auto"."""
 
     def __post_init__(self) -> None:
-        if self.memory_limit is not None:
-            check_int(self.memory_limit, "ScheduleConfig.memory_limit", 1)
+        _check_memory_limit(self.memory_limit, "ScheduleConfig.memory_limit")
         check_choice(self.mode, "ScheduleConfig.mode", ("overlap", "auto"))
         if self.across_steps is not None:
             check_bool(self.across_steps, "ScheduleConfig.across_steps")
         elif self.mode == "overlap":
             object.__setattr__(self, "across_steps", False)
+
+
+def limited(schedule: str | ScheduleConfig, limit: int | None) -> str | ScheduleConfig:
+    """The schedule with `compile`'s memory_limit. Raises ConfigValueError for one that has none, or another."""
+    if limit is None:
+        return schedule
+    if schedule == "none":
+        raise ConfigValueError(
+            f'memory_limit={limit} with schedule="none", which plans nothing: leave one of them out, or use '
+            'schedule="overlap"'
+        )
+    if not isinstance(schedule, ScheduleConfig):
+        return ScheduleConfig(mode=schedule, memory_limit=limit)
+    if schedule.memory_limit not in (None, limit):
+        raise ConfigValueError(
+            f"memory_limit={limit} and schedule=ScheduleConfig(memory_limit={schedule.memory_limit}): give one of them"
+        )
+    return replace(schedule, memory_limit=limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +218,10 @@ def _check_schedule(value: object, where: str) -> str | ScheduleConfig:
     return value if isinstance(value, ScheduleConfig) else check_choice(value, where, SCHEDULES)
 
 
+def _check_memory_limit(value: object, where: str) -> int | None:
+    return None if value is None else check_int(value, where, 1, limit=" (bytes), or None")
+
+
 def _check_cuda_graph(value: object, where: str) -> object:
     if isinstance(value, bool) or value == "auto":
         return value
@@ -280,6 +302,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "clip_grad_norm": _check_clip_grad_norm,
         "schedule": _check_schedule,
         "replan": _check_replan,
+        "memory_limit": _check_memory_limit,
         "backend": partial(check_choice, choices=BACKENDS),
         "inductor_regions": partial(check_choice, choices=REGIONS),
         "cuda_graph": _check_cuda_graph,

@@ -28,7 +28,8 @@ _OF_THE_SESSION = (
     "strategy_ckpt_save_file",
     "replan",
 )
-_SAVED = tuple(name for name in DEFAULTS if name not in _OF_THE_SESSION)
+_OF_THE_SCHEDULE = "memory_limit"
+_SAVED = tuple(name for name in DEFAULTS if name not in (*_OF_THE_SESSION, _OF_THE_SCHEDULE))
 _OBJECTS = ("comm_fusion", "schedule", "cluster")
 
 

@@ -18,7 +18,7 @@ class TooLittleMemory(ConfigValueError):
 
     def __init__(self, limit: int, needed: int, helps: tuple[str, ...], tried: str = "") -> None:
         super().__init__(
-            f"ScheduleConfig.memory_limit={limit} is below what the step needs: {needed} bytes "
+            f"memory_limit={limit} is below what the step needs: {needed} bytes "
             f"({needed / 2**20:.1f} MiB, {(needed - limit) / 2**20:.1f} MiB too much) for parameters, optimizer state, "
             "gradients and activations, with communication held back as far as it goes; raise the limit, or try "
             f"{'; '.join(helps)}{tried}"

@@ -56,7 +56,9 @@ def test_errors_derive_from_the_base_and_a_builtin_and_print_plainly(name, built
 
 
 def test_every_option_has_a_default_and_the_defaults_resolve():
-    assert [field.name for field in fields(CompileConfig) if field.compare] == list(DEFAULTS)
+    assert [field.name for field in fields(CompileConfig) if field.compare] == [
+        name for name in DEFAULTS if name != "memory_limit"
+    ]  # it is in the schedule
     config = CompileConfig.resolve({})
     expected = {**DEFAULTS, "comm_fusion": FusionConfig()}
     assert {name: getattr(config, name) for name in DEFAULTS} == expected
@@ -474,3 +476,33 @@ def test_what_runs_before_anything_is_measured() -> None:
     limited = CompileConfig.resolve({"schedule": ScheduleConfig(mode="auto", memory_limit=5)})
     assert limited.first.schedule == ScheduleConfig(memory_limit=5)
     assert CompileConfig.resolve({"schedule": "none", "cluster": "measured"}).first.schedule == "none"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, ScheduleConfig(memory_limit=7)),
+        ({"schedule": "auto"}, ScheduleConfig(mode="auto", memory_limit=7)),
+        ({"schedule": ScheduleConfig(across_steps=True)}, ScheduleConfig(memory_limit=7, across_steps=True)),
+        ({"schedule": ScheduleConfig(memory_limit=7)}, ScheduleConfig(memory_limit=7)),
+    ],
+    ids=str,
+)
+def test_a_memory_limit_is_one_of_the_schedule(schedule: dict[str, Any], expected: ScheduleConfig) -> None:
+    assert CompileConfig.resolve({**schedule, "memory_limit": 7}).schedule == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"memory_limit": 7, "schedule": "none"}, ConfigValueError, 'memory_limit=7 with schedule="none".*leave one'),
+        ({"memory_limit": 7, "schedule": ScheduleConfig(memory_limit=8)}, ConfigValueError, "give one of them"),
+        ({"memory_limit": 0}, ConfigValueError, r"memory_limit is 0; give an int >= 1 \(bytes\), or None"),
+        ({"memory_limit": "40GiB"}, ConfigTypeError, r"memory_limit is '40GiB'; give an int >= 1 \(bytes\)"),
+        ({"memory_limit": True}, ConfigTypeError, "memory_limit is True"),
+    ],
+    ids=str,
+)
+def test_a_memory_limit_that_does_not_go(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        CompileConfig.resolve(options)

@@ -209,7 +209,7 @@ def least_memory(case: Case, across: bool) -> int:
     with pytest.raises(ConfigValueError) as caught:
         lower(case, schedule=cf.ScheduleConfig(memory_limit=1, across_steps=across))
     message = str(caught.value)
-    assert message.startswith("ScheduleConfig.memory_limit=1 is below what the step needs: ")
+    assert message.startswith("memory_limit=1 is below what the step needs: ")
     assert "raise the limit" in message
     return int(message.split("needs: ")[1].split(" bytes")[0])
 
