@@ -1,4 +1,4 @@
-"""Searches of GPT-2 and Llama shapes: as cheap as the integer program says, and near that on several axes."""
+"""Searches of GPT-2 and other models: as cheap as the integer program says, and near that on two axes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from torch import nn
 from benchmarks.plain_models import GPT2
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.machine.presets import resolve_cluster
+from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
 from commfuse_fx.sharding.search.axis_search import AxisSearch
+from tests.models import CONV, MLP_CASE, Case
 from tests.sharding.random_steps import caught
+from tests.sharding.test_searched_models import CASES
 from tests.solvers.integer_program import by_integer_program
 
 LENGTH = 1024
+EXPERTS = CASES[0]
 
 
 @cache
@@ -39,3 +43,20 @@ def test_one_axis_equals_the_integer_program(layers: int, is_whole: bool) -> Non
     best = by_integer_program(search.problem(axes).graph, is_whole)
     assert found.solver == "elimination" and found.gap == 0.0
     assert best.bound == pytest.approx(found.cost, rel=1e-9)
+
+
+def close_to_the_bound(program: Any, axes: list[Any], cluster: str) -> None:
+    """One axis at a time, against what no choice on all axes costs less than."""
+    search = AxisSearch(program, CostModel(resolve_cluster(cluster)))
+    found, best = axis_by_axis(search, axes), search.cheapest(axes)
+    assert best.gap is not None and found.cost <= 1.1 * best.cost * (1 - best.gap)
+
+
+@pytest.mark.parametrize("cluster", ["h100-node", "gloo-1gbit"])
+def test_one_axis_at_a_time_is_close_to_both_together(cluster: str) -> None:
+    close_to_the_bound(*step_of(2, (2, 4)), cluster)
+
+
+@pytest.mark.parametrize("case", [MLP_CASE, CONV, EXPERTS], ids=lambda case: case.name)
+def test_small_models_one_axis_at_a_time(case: Case) -> None:
+    close_to_the_bound(*caught(case.model(), case.loss_fn, *case.batches(1)[0], (2, 4)), "gloo-1gbit")
