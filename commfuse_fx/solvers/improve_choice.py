@@ -23,7 +23,7 @@ LARGEST = 1 << 14
 NEAREST = 4
 """States of a variable in a move to those that cost the least above the bound."""
 
-WORTH = 1e-3
+WORTH = 2e-4
 """A part of the cost; moves that save less are among the last."""
 
 MOST = 12
