@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
+from commfuse_fx.ir.placement import P
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.sharding.dividing.strategies import Strategies
+from tests.sharding.test_search import SLOW_MEMORY
 
 WIDE = 1024
 
@@ -56,6 +58,28 @@ def test_a_file_gives_the_same_graph(mesh: Any, tmp_path: Path) -> None:
     assert not_applied(second) == {}
     again = Strategies.load(file)
     assert again.to_json() == file.read_text()
+
+
+def test_an_op_that_dividing_over_another_axis_has_replaced(tmp_path: Path) -> None:
+    """A mean over parts is a sum over parts and a division, which cannot have the mean's strategy."""
+    found = []
+    for key in ("save", "load"):
+        model = nn.Linear(16, 16)
+        step = cf.compile(
+            model,
+            loss_fn=lambda output, wanted: (output * wanted).mean(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            parallel_mode="auto",
+            search_mode="recursive_programming",
+            mesh=(2, 2),
+            device_num=4,
+            cluster=SLOW_MEMORY,
+            **{f"strategy_ckpt_{key}_file": tmp_path / "strategies.json", "strategy_ckpt_load_strict": key == "load"},
+        )
+        found.append(step.lower(torch.empty(8, 16), torch.empty(8, 16)))
+    strategies = Strategies.load(tmp_path / "strategies.json").axes
+    assert all(each.states["loss_fn/mean.0"].outputs == (P,) for each in strategies.values())
+    assert found[0].text() == found[1].text() and not_applied(found[1]) == {}
 
 
 def test_a_plan_of_the_batch_alone_is_kept_too(tmp_path: Path) -> None:
