@@ -35,7 +35,7 @@ def improve(graph: FactorGraph, states: Sequence[int], above: Sequence[Table], p
 
     above: what states cost at the least above the bound. parts: a move leaves the states that differ in one part.
     """
-    best = tuple(states)
+    best, cost = tuple(states), graph.cost(states)
     nearest = [np.argsort(each, kind="stable")[:NEAREST] for each in above]
     count = max((len(each) for each in parts), default=0)
     in_vain = 0
@@ -45,9 +45,9 @@ def improve(graph: FactorGraph, states: Sequence[int], above: Sequence[Table], p
             left = _all_alike_but(part, parts, best)
         else:
             left = [np.union1d(each, own) for each, own in zip(nearest, best, strict=True)]
-        before = graph.cost(best)
-        best = _move(graph, best, left)
-        in_vain = in_vain + 1 if graph.cost(best) >= before * (1 - WORTH) else 0
+        before = cost
+        best, cost = _move(graph, best, cost, left)
+        in_vain = in_vain + 1 if cost >= before * (1 - WORTH) else 0
         if in_vain > count // 2:
             break
     return best
@@ -67,13 +67,16 @@ def _alike_but(part: int, parts: NDArray[np.intp], state: int) -> NDArray[np.int
     return np.flatnonzero((others == others[:, [state]]).all(axis=0))
 
 
-def _move(graph: FactorGraph, states: tuple[int, ...], left: Sequence[NDArray[np.intp]]) -> tuple[int, ...]:
-    """The cheapest choice of these states that was found, or the present one."""
+def _move(
+    graph: FactorGraph, states: tuple[int, ...], cost: float, left: Sequence[NDArray[np.intp]]
+) -> tuple[tuple[int, ...], float]:
+    """The cheapest choice of these states that was found, or the present one, with its cost."""
     now = [int(np.searchsorted(each, own)) for each, own in zip(left, states, strict=True)]
     elimination = Elimination(with_states(graph, left), now)
     try:
         elimination.fold_all(LARGEST)
     except NoChoiceError:
-        return states
+        return states, cost
     found = tuple(int(each[own]) for each, own in zip(left, elimination.states(), strict=True))
-    return found if graph.cost(found) < graph.cost(states) else states
+    less = graph.cost(found)
+    return (found, less) if less < cost else (states, cost)
