@@ -49,9 +49,9 @@ class TestArguments:
         assert options.ranks == 2 and options.rates == [None, 4.0, 3.0, 2.0, 1.0]
         assert options.rounds == 6 and options.block == 10 and options.timeout == 300.0
         assert options.workloads == ["mlp", "gpt2", "bert", "convnet", "many_small"]
-        others = ("size ", "parallel optimizer ", "searched", "tensor parallel")
+        others = ("size ", "module form ", "parallel optimizer ", "searched", "tensor parallel")
         assert options.variants == [name for name in VARIANTS if not name.startswith(others)]
-        assert list(VARIANTS)[:7] == [*PEERS, "overlap"]
+        assert list(VARIANTS)[: len(PEERS) + 1] == [*PEERS, "overlap"]
 
     def test_values(self) -> None:
         options = parser().parse_args(["--rates", "2.5", "unlimited", "--variants", "DDP + torch.compile", "--ranks=4"])

@@ -106,7 +106,8 @@ def random_bits(
     """32 random bits for every element, as int32."""
     first, second = _keys(seed, call, stream)
     x, high = _positions(shape, starts, whole_shape, device)
-    at_once = _AT_ONCE if x.device.type == "cpu" else max(x.numel(), 1)
+    is_cached = x.device.type == "cpu" and type(x) is torch.Tensor  # a trace has tensors of its own, and no cache
+    at_once = _AT_ONCE if is_cached else max(x.numel(), 1)
     scratch = torch.empty_like(x[:at_once])
     highs = [None] * -(-x.numel() // at_once) if high is None else high.split(at_once)
     for low, upper in zip(x.split(at_once), highs, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -385,3 +386,15 @@ def test_what_is_mixed_at_once_does_not_show(start: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(position_bits, "_AT_ONCE", size)
     assert torch.equal(found, draw((size,), *rest))
     assert draw((0,), *rest).shape == (0,)
+
+
+def test_a_trace_has_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed: list[int] = []
+    mix = position_bits._mix_
+    monkeypatch.setattr(position_bits, "_mix_", lambda *args: (mixed.append(args[0].numel()), mix(*args)))
+    size = 3 * position_bits._AT_ONCE
+    for mode, pieces in ((FakeTensorMode(), [size]), (contextlib.nullcontext(), [position_bits._AT_ONCE] * 3)):
+        mixed.clear()
+        with mode:
+            position_bits.random_bits((size,), 1, 0, 0, (0,), (size,), torch.device("cpu"))
+        assert mixed == pieces

@@ -79,7 +79,7 @@ def masked(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(16, (rows, 3)), torch.randint(16, (rows, 3))
+    return torch.randint(16, (rows, 2)), torch.randint(16, (rows, 2))
 
 
 CASES = [
