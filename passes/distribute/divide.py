@@ -109,10 +109,10 @@ class Divide(PricedPass):
             return found
         first, *others = found.searched
         splits = _free_grids(situation, program)
-        grids = [first.but(split="x".join(map(str, sizes)), quick=True) for sizes in splits]
+        split = [first.but(split="x".join(map(str, sizes)), quick=True) for sizes in splits]
         has_inner = sum(size > 1 for size in program.mesh.shape) > 1
-        inner = [each.but(inner=True) for each in ([first] if has_inner else grids)]
-        return replace(found, searched=(first, *grids, *inner, first.but(searched=False), *others))
+        inner = [each.but(inner=True) for each in ([first] if has_inner else split)]
+        return replace(found, searched=(first, *split, *inner, first.but(searched=False), *others))
 
     def __call__(self, program: Program, context: PassContext = NO_PRICES) -> bool:
         _refuse_user_collectives(program)
