@@ -28,8 +28,8 @@ Search the strategies of a step, as parallel_mode="auto" does, and print the pla
 time, exposed communication, peak memory per rank, and the payload of collectives by kind. The plan that is taken has a
 star. Below stands how parameters lie in it.
 
---devices with several numbers, --bandwidth and --memory ask what would be. They plan again without tracing again, but
-for other numbers of devices: a rank keeps its rows of the batch, so the global batch is another one.
+--devices with several numbers, --bandwidth and --memory ask what would be. They plan again without tracing again. Other
+numbers of devices share the global batch of the first one, so that each rank has fewer of its rows, or more.
 
 {TARGETS}
 """
@@ -129,11 +129,15 @@ def _text(found: Sequence[PlannedCase]) -> str:
     """The last case."""
     this, *before = reversed(found)
     lines = [f"{this.case}, cluster {this.cluster}"]
-    if this.traced and before:
-        old, new = before[0].global_batch, this.global_batch
-        lines.append(f"traced again, as the global batch has {new} rows in place of {old}")
+    if before and this.case.devices != before[-1].case.devices and this.global_batch and not this.no_plan:
+        rows, each = this.global_batch, this.global_batch // this.case.devices
+        lines.append(f"of the global batch of {rows} rows each rank has {each}")
+    if before and this.traced:
+        lines.append("traced again, as the model computes with a rank's own part of the batch")
+    if this.no_plan:
+        lines.append(f"no plan: {this.no_plan}: give numbers of devices that divide it")
     limit = this.case.memory
-    if not this.table.rows and limit is not None:
+    if this.table.too_large and not this.table.rows and limit is not None:
         needed = min(each.needed for each in this.table.too_large)
         lines.append(
             f"no plan fits: the smallest needs {in_bytes(needed)} per rank, {in_bytes(needed - limit)} too much"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from commfuse_fx.api import compile
 from commfuse_fx.capture.meta_tensors import device_of
+from commfuse_fx.capture.tree import flatten, unflatten
 from commfuse_fx.commands.arguments import compile_options
 from commfuse_fx.commands.targets import Target
 from commfuse_fx.commands.what_if import Case
@@ -22,11 +23,13 @@ from commfuse_fx.ir.meta import tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.source import cluster_of, default_cluster
 from commfuse_fx.planning.attempts import Attempt, shown_plans
+from commfuse_fx.planning.batches import with_rows
 from commfuse_fx.planning.choose import STOPPED
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_names import is_data_parallel
 from commfuse_fx.sharding.dividing.strategies import Strategies
+from commfuse_fx.sharding.marking.part_ops import has_parts
 from commfuse_fx.support.progress import progress
 
 
@@ -37,7 +40,7 @@ class PlannedCase:
     cluster: its name. global_batch: rows of the batch of all ranks; 0 where that is not known. traced: whether the
     model was traced for this case. table: of the plans. was_interrupted: the table has those before an interrupt.
     report: the file of the page about the chosen plan; None where none was written. helps: where no plan fits, what
-    would make one fit.
+    would make one fit. no_plan: why nothing was planned; "" where something was.
     """
 
     case: Case
@@ -48,6 +51,7 @@ class PlannedCase:
     was_interrupted: bool
     report: str | None = None
     helps: tuple[str, ...] = ()
+    no_plan: str = ""
 
 
 @dataclass
@@ -69,10 +73,17 @@ class Cases:
         """The final program of the last case; None where nothing fits."""
 
     def plan(self, case: Case) -> PlannedCase:
-        """Plan one case. Raises what compiling raises, but for memory that is too little in a what-if."""
+        """Plan one case: for the global batch of the first one, of which ranks have other parts where there are more or
+        fewer of them. Raises what compiling raises, but for memory that is too little in a what-if."""
         step, known = self._step(case.devices), self._known
         config = case.config(step.config)
-        reuses = known is not None and (known.step.mesh.world == case.devices or step.config.full_batch)
+        cluster = cluster_of(config.cluster).name
+        rows = 0 if known is None else _rows(known.compiled.captured)
+        if rows % case.devices:
+            self.chosen = None
+            why = f"the global batch of {rows} rows does not divide among {case.devices} devices"
+            return PlannedCase(case, cluster, rows, False, StrategyTable((), (), (), ()), False, no_plan=why)
+        reuses = known is not None and (known.step.mesh.world == case.devices or not _has_parts(known))
         made: list[Attempt] = []
         chosen: Program | None
         helps: tuple[str, ...] = ()
@@ -80,7 +91,7 @@ class Cases:
             chosen, helps = _plan_again(str(case), _captured(known, step, config), config, known, made)
         else:
             self._known = None  # before there are two large graphs
-            known = self._known = self._trace(step, made)
+            known = self._known = self._trace(step, rows // case.devices, made)
             chosen = known.compiled.program
         self.chosen = chosen
         notes = () if chosen is None else tuple((note.topic, note.subject) for note in chosen.notes)
@@ -92,7 +103,7 @@ class Cases:
             _plan_again(f"data parallel, {case}", only_batch, config, known, made)
         return PlannedCase(
             case,
-            cluster_of(config.cluster).name,
+            cluster,
             _rows(known.compiled.captured),
             not reuses,
             strategy_table(made, chosen, cost_model(config.cluster), config.strategy_ckpt_load_file is not None),
@@ -121,14 +132,26 @@ class Cases:
             )
         return step
 
-    def _trace(self, step: CompiledStep, made: list[Attempt]) -> _Traced:
-        """Trace the target and plan its step. Adds the plans to those that were made."""
+    def _trace(self, step: CompiledStep, rows: int, made: list[Attempt]) -> _Traced:
+        """Trace the target and plan its step. Adds the plans to those that were made.
+
+        rows: of the batch that a rank is handed; 0: those of the target.
+        """
         args, kwargs = self._target.args, self._target.kwargs
+        if rows:
+            leaves, structure = flatten((args, kwargs), "")
+            args, kwargs = unflatten(structure, (tensor for _, tensor in with_rows(leaves, rows)))
         step.planner.on_plan = made.append
         with redirect_stdout(sys.stderr):  # the model may print while it is traced
             step.lower(*args, **kwargs)
         step.planner.on_plan = None
         return _Traced(step, step.planner.read(step.planner.take_apart(args, kwargs)))
+
+
+def _has_parts(known: _Traced) -> bool:
+    """Whether what was traced computes with as many parts of the batch as it was traced for."""
+    assert known.compiled.captured is not None
+    return has_parts(known.compiled.captured)
 
 
 def _captured(known: _Traced, step: CompiledStep, config: CompileConfig) -> Program:

@@ -40,11 +40,16 @@ def on_whole_batch(request: CompileRequest, sharding: Sharding) -> CompileReques
     paths = _paths_of_batch(leaves)
     if ways == 1:
         return _on(request, leaves, paths, sharding)
-    whole = [
-        (path, tensor.new_empty((tensor.shape[0] * ways, *tensor.shape[1:])) if path in paths else tensor)
-        for path, tensor in leaves
+    rows = dict(leaves)[paths[0]].shape[0] if paths else 0
+    return _on(request, with_rows(leaves, rows * ways), paths, sharding)
+
+
+def with_rows(leaves: Leaves, rows: int) -> list[tuple[str, torch.Tensor]]:
+    """The same tensors with a batch of so many rows, whose values are not set."""
+    paths = _paths_of_batch(leaves)
+    return [
+        (path, tensor.new_empty((rows, *tensor.shape[1:])) if path in paths else tensor) for path, tensor in leaves
     ]
-    return _on(request, whole, paths, sharding)
 
 
 def _paths_of_batch(leaves: Leaves) -> list[str]:

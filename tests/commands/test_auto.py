@@ -25,6 +25,8 @@ TARGET = """
 import torch
 from torch import nn
 
+import commfuse_fx as cf
+
 traced = []
 
 class Blocks(nn.Sequential):
@@ -44,6 +46,17 @@ def wide():
 
 def small():
     return make(width=16)
+
+def four_rows():
+    return make(rows=4)
+
+def normed(rows=8):
+    model, loss_fn, _, (x, y) = make(rows=rows, width=64)
+    model.append(cf.shard(nn.BatchNorm1d(64), cross_batch=True))
+    return model, loss_fn, torch.optim.SGD(model.parameters()), (x, y)
+
+def normed_four_rows():
+    return normed(rows=4)
 """
 
 
@@ -207,11 +220,32 @@ def test_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"4 devices, at most 1 MiB per rank, cluster h100-node\n{text}\n" in out
 
 
-def test_other_devices_trace_again_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--devices", "2", "--devices", "4", "--cluster", "h100-node")
-    assert code == 0 and out.count("traced again, as the global batch has 32 rows in place of 16\n") == 1
+def test_other_devices_share_the_global_batch_of_one_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--devices", "2", "--devices", "4", "--cluster", "h100-node", "--report", "plan.html")
+    assert code == 0 and out.count("of the global batch of 16 rows each rank has 4\n") == 1 and "again" not in out
     two, four = planned(capsys, "--devices", "2,4", "--cluster", "h100-node")
-    assert [(each["global_batch"], each["traced"]) for each in (two, four)] == [(16, True), (32, True)]
+    assert [(each["global_batch"], each["traced"]) for each in (two, four)] == [(16, True), (16, False)]
+    run(capsys, "--devices", "4", "--cluster", "h100-node", "--report", "alone.html", factory="four_rows")
+    assert Path("plan-2.html").read_text() == Path("alone.html").read_text() != Path("plan.html").read_text()
+
+
+def test_devices_among_which_the_batch_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--devices", "2,3,4", "--cluster", "h100-node")
+    code, out, _ = run(capsys, *arguments)
+    why = "the global batch of 16 rows does not divide among 3 devices"
+    assert code == 1 and out.count("\n*  ") == 2
+    assert f"3 devices, cluster h100-node\nno plan: {why}: give numbers of devices that divide it\n" in out
+    assert [each["no_plan"] for each in planned(capsys, *arguments)] == ["", why, ""]
+
+
+def test_parts_of_the_batch_are_traced_again(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--devices", "2,4", "--cluster", "h100-node")
+    code, out, _ = run(capsys, *arguments, factory="normed")
+    assert code == 0 and out.count("traced again, as the model computes with a rank's own part of the batch\n") == 1
+    two, four = planned(capsys, *arguments, factory="normed")
+    assert [(each["global_batch"], each["traced"]) for each in (two, four)] == [(16, True), (16, True)]
+    (alone,) = planned(capsys, "--devices", "4", "--cluster", "h100-node", factory="normed_four_rows")
+    assert four["table"] == alone["table"]
 
 
 def test_a_full_batch_is_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
