@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +163,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def _annotate(program: Program) -> None:
+    origins: dict[fx.Node, Origin] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             name = program.sources[node].name
@@ -171,7 +172,7 @@ def _annotate(program: Program) -> None:
             constant = program.constants[str(node.target)]
             set_info(node, NodeInfo("input", spec_of(constant), name=program.names.numbered("constant")))
         elif node.op == "call_function":
-            origin = _inherited(node, origin_of(node))
+            origin = origins[node] = _inherited(node, origins)
             details = NodeInfo(origin.phase, _spec_of_result(node), origin.module, source=origin.source)
             set_info(node, details)
             details.name = program.names.of_traced(node)
@@ -179,7 +180,7 @@ def _annotate(program: Program) -> None:
             set_info(node, NodeInfo("update"))
         if getattr(node.target, "namespace", "") == "aten" and _makes_sparse(node):
             raise CaptureError(
-                f"{info(node).name} at {info(node).source} makes a sparse gradient, which cannot be reduced in a "
+                f"{info(node).name} {origins[node].place} makes a sparse gradient, which cannot be reduced in a "
                 "bucket: use sparse=False"
             )
 
@@ -195,13 +196,17 @@ def _spec_of_result(node: fx.Node) -> Spec:
     return spec_of(value)
 
 
-def _inherited(node: fx.Node, origin: Origin) -> Origin:
-    """The origin of a node. Autograd's own ops, such as accumulations, get the module and line of an input."""
-    if origin.source or origin.phase != "backward":
-        return origin
-    above = (info(value) for value in node.all_input_nodes if value.op == "call_function")
-    near = next((details for details in above if details.source), None)
-    return origin if near is None else Origin("backward", near.module, near.source)
+def _inherited(node: fx.Node, origins: Mapping[fx.Node, Origin]) -> Origin:
+    """The origin of a node. Autograd's own ops, such as accumulations, get the module and line of an input.
+
+    origins: those of the nodes above.
+    """
+    own = origin_of(node)
+    if own.known or own.phase != "backward":
+        return own
+    above = (origins[value] for value in node.all_input_nodes if value in origins)
+    near = next((origin for origin in above if origin.known), None)
+    return own if near is None else replace(near, phase="backward")
 
 
 def _makes_sparse(node: fx.Node) -> bool:

@@ -27,7 +27,7 @@ def refuse_changes(graph: fx.Graph) -> None:
         for value in written_nodes(node):
             wrong = _by_another_op(node) or _other_shape(node, value) or _no_way_back(value)
             if wrong:
-                raise CaptureError(f"at {origin_of(node).source}: {node.target} {wrong}")
+                raise CaptureError(f"{origin_of(node).place}: {node.target} {wrong}")
 
 
 def refuse_turned(turned: Mapping[fx.Node, bool]) -> None:
@@ -38,7 +38,7 @@ def refuse_turned(turned: Mapping[fx.Node, bool]) -> None:
     for node, is_part in turned.items():
         if _changes_with_others(node, is_part):
             raise CaptureError(
-                f"at {origin_of(node).source}: {node.target} turns a tensor in place that shares memory with a view, "
+                f"{origin_of(node).place}: {node.target} turns a tensor in place that shares memory with a view, "
                 "and one of both is changed or used later with a gradient that would be wrong: call the op without the "
                 "underscore"
             )

@@ -130,7 +130,7 @@ class _Functional(fx.Interpreter):
             if _CHAIN not in str(error):
                 raise
             raise CaptureError(
-                f"at {origin_of(n).source}: {n.target} changes memory through a view by as_strided of another view: "
+                f"{origin_of(n).place}: {n.target} changes memory through a view by as_strided of another view: "
                 "call as_strided on the tensor that owns the memory, with a storage_offset, or change a clone()"
             ) from error
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -54,12 +54,18 @@ def _line_of_forward(module: nn.Module) -> str:
     return "" if code is None else _location(code.co_filename, code.co_firstlineno)
 
 
+def _named(module: str) -> str:
+    return module or "the top-level module"
+
+
 @dataclass(frozen=True)
 class Origin:
     """The origin of a traced op.
 
-    phase: "forward" or "backward". module: its path. source: `file:line`, or "". event: a number of `CallPaths`, or -1.
-    gradient: a number of `FunctionGradients`, or -1.
+    phase: "forward" or "backward". module: its path.
+    source: `file:line`; "" where the user's code is no file, as in `python -c`.
+    event: a number of `CallPaths`, or -1. gradient: a number of `FunctionGradients`, or -1.
+    known: whether module and source are those of a forward op. Autograd's own ops, such as accumulations, have none.
     """
 
     phase: str
@@ -67,6 +73,12 @@ class Origin:
     source: str
     event: int = -1
     gradient: int = -1
+    known: bool = True
+
+    @property
+    def place(self) -> str:
+        """Where the op was called, for a message: `at file:line`, or else the module."""
+        return f"at {self.source}" if self.source else f"in {_named(self.module)}"
 
 
 ORIGIN = "commfuse_origin"
@@ -77,7 +89,7 @@ def origin_of(node: fx.Node) -> Origin:
     return found
 
 
-_NOWHERE = Origin("forward", "", "")
+_NOWHERE = Origin("forward", "", "", known=False)
 
 _NO_FORWARD_OP = 1 << 63
 """Autograd nodes that accumulate into a leaf have sequence numbers from here on."""
@@ -149,7 +161,7 @@ class OriginRecorder(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         annotate_after(graph, last, origin)
         if func._schema.is_mutable and args:
-            self.changes.note(func, args[0], versions, origin.source)
+            self.changes.note(func, args[0], versions, origin.place)
         if turned is not None:
             self.turned[graph._root.prev] = turned._is_view()
         return out
@@ -167,17 +179,16 @@ class OriginRecorder(TorchDispatchMode):
 
     def source_of(self, sequence: int) -> str:
         """The line of the forward op with this number of autograd; "" if it is not known."""
-        forward = self._by_sequence.get(sequence)
-        return forward.source if forward else ""
+        return self._by_sequence.get(sequence, _NOWHERE).source
 
     def _backward_origin(self) -> Origin:
         current = torch._C._current_autograd_node()
         sequence = current._sequence_nr() if current is not None else _NO_FORWARD_OP
         if sequence >= _NO_FORWARD_OP:
-            return Origin("backward", "", "", self.calls.backward(None, ""))
+            return Origin("backward", "", "", self.calls.backward(None, ""), known=False)
         event = self.calls.backward(sequence, current.name())
-        forward = self._by_sequence.get(sequence)
-        return Origin("backward", forward.module if forward else "", forward.source if forward else "", event)
+        forward = self._by_sequence.get(sequence, _NOWHERE)
+        return replace(forward, phase="backward", event=event)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -219,4 +230,4 @@ class OriginRecorder(TorchDispatchMode):
             self._stack.pop()
 
     def _place(self, line: str) -> str:
-        return f"in {self.module or 'the top-level module'}{f' at {line}' if line else ''}"
+        return f"in {_named(self.module)}{f' at {line}' if line else ''}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import os
 import random
 import sys
 import weakref
@@ -24,8 +23,7 @@ from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS
 from commfuse_fx.capture.model_structure import HOOKS
 from commfuse_fx.capture.noted_classes import FOREIGN, can_be_noted, noted, taking_notes
 from commfuse_fx.capture.numpy_types import GENERATORS
-
-_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+from commfuse_fx.support.user_lines import is_library
 
 _OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
 _STRUCTURE = frozenset(
@@ -148,7 +146,7 @@ class Reads:
 
     def got(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name` was read."""
-        if name == "__dict__" and not sys._getframe(2).f_code.co_filename.startswith(_LIBRARIES):
+        if name == "__dict__" and not is_library(sys._getframe(2).f_code.co_filename):
             for each, held in list(value.items()):
                 self.got(owner, each, held)
         if name.startswith("__") or (id(owner), name) in self._notes:

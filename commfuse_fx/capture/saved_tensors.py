@@ -30,13 +30,13 @@ class ChangesOfSaved:
     def __init__(self) -> None:
         self._lines: dict[str, dict[str, None]] = {}  # by the shape of the memory's owner, as in autograd's message
 
-    def note(self, op: Any, changed: Any, versions: Sequence[int], source: str) -> None:
-        """An op has changed these tensors, or this one. versions: those before."""
+    def note(self, op: Any, changed: Any, versions: Sequence[int], place: str) -> None:
+        """An op has changed these tensors, or this one. versions: those before. place: as in `Origin`."""
         for tensor, version in zip(_tensors(changed), versions, strict=True):
             if isinstance(changed, (list, tuple)) and tensor._version == version:
                 torch.autograd.graph.increment_version(tensor)
             owner = tensor if tensor._base is None else tensor._base
-            self._lines.setdefault(str(list(owner.shape)), {})[f"{op} at {source}"] = None
+            self._lines.setdefault(str(list(owner.shape)), {})[f"{op} {place}"] = None
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """The error of autograd, with the lines that it may be about."""

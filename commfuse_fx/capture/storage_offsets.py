@@ -11,7 +11,7 @@ import torch
 
 from commfuse_fx.capture.this_thread import patched_here
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.support.user_lines import is_user_file
+from commfuse_fx.support.user_lines import is_library
 
 _read = torch.Tensor.storage_offset
 
@@ -23,7 +23,7 @@ def storage_offsets_refused(given: Sequence[torch.Tensor]) -> AbstractContextMan
 
     def storage_offset(tensor: torch.Tensor) -> Any:
         caller = sys._getframe(2).f_code.co_filename
-        if is_user_file(caller) and tensor.untyped_storage()._cdata in memory:
+        if not is_library(caller) and tensor.untyped_storage()._cdata in memory:
             raise CaptureError(
                 "storage_offset() of a parameter, buffer or input would be the same number in all later calls: take a "
                 "slice, or call as_strided() without an offset, which begins where the tensor does"

@@ -278,14 +278,14 @@ def _check_constants(traced: fx.GraphModule, attributes: Attributes, replaced: S
     roots = Roots(traced.graph)
 
     def refuse(node: fx.Node, constant: torch.Tensor) -> NoReturn:
-        raise CaptureError(f"at {origin_of(node).source}: {attributes.refusal(constant)}")
+        raise CaptureError(f"{origin_of(node).place}: {attributes.refusal(constant)}")
 
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             constant = getattr(traced, str(node.target))
             if isinstance(constant, FakeTensor):
                 raise CaptureError(
-                    f"at {origin_of(next(iter(node.users), node)).source}: a tensor comes there from a call "
+                    f"{origin_of(next(iter(node.users), node)).place}: a tensor comes there from a call "
                     "that tracing cannot follow, such as as_subclass() or Tensor._make_subclass(): leave that call out"
                 )
             if any(constant is old for old in replaced):

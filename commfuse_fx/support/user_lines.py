@@ -15,8 +15,14 @@ _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DECORATORS = (contextlib.__file__, functools.__file__, typing_extensions.__file__)
 
 
+def is_library(filename: str) -> bool:
+    """Whether code of this file name is torch's or ours. Code without a file, as in `python -c`, is neither."""
+    return filename.startswith((_TORCH, _HERE))
+
+
 def is_user_file(filename: str) -> bool:
-    return not filename.startswith((_TORCH, _HERE, "<")) and filename not in _DECORATORS
+    """Whether this is a file of the user's code. Code without a file, some of which Python and torch make, is none."""
+    return not (is_library(filename) or filename.startswith("<") or filename in _DECORATORS)
 
 
 def _location(filename: str, line: int) -> str:
