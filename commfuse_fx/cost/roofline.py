@@ -16,6 +16,7 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_view, written_nodes
+from commfuse_fx.ir.functions import InnerOps
 from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.owned_work import share_of_rank
@@ -80,6 +81,7 @@ class _Op:
     writes: bool
     passes: int
     computes: bool
+    inner: InnerOps | None
 
 
 _ops: dict[Any, _Op] = {}
@@ -110,6 +112,7 @@ def _describe(node: fx.Node) -> _Op:
         writes=schema is not None and any(arg.alias_info and arg.alias_info.is_write for arg in schema.arguments),
         passes=BY_OP[node.target].passes if node.target in BY_OP else 0,
         computes=getattr(node.target, "commfuse_pure", False) and label not in _PARTS,
+        inner=getattr(node.target, "commfuse_inner", None),
     )
 
 
@@ -133,8 +136,8 @@ def flops_and_bytes(node: fx.Node) -> tuple[float, float]:
     """(FLOPs, bytes read and written) of one run of a node; (0, 0) where `is_free`.
 
     Multiplications and additions count one each. Bytes are those of all arguments and results, each once: no
-    cache is modelled. A dimension that is expanded (stride 0) is read once. Updates that run several ops inside of
-    theirs (`ir/whole_updates.py`) count what those read and write. Of parameters that one rank of a group owns, an
+    cache is modelled. A dimension that is expanded (stride 0) is read once. Updates and functions that run several ops
+    (`ir/whole_updates.py`, `InnerOps`) count what those read and write. Of parameters that one rank of a group owns, an
     update counts what each rank has on the average.
     """
     if is_free(node):
@@ -150,7 +153,9 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     if _op(node).reserves and info(node).kept:
         return 0.0
     flops, nbytes = flops_and_bytes(node)
-    seconds = max(device.op_overhead, nbytes / device.memory_bandwidth)
+    inner = _op(node).inner
+    ops = inner.count if inner else 1
+    seconds = max(ops * device.op_overhead, nbytes / device.memory_bandwidth)
     return max(seconds, flops / flops_rate(node, device)) if flops else seconds
 
 
@@ -245,6 +250,10 @@ def _traffic(node: fx.Node, op: _Op) -> float:
         return 0.0
     if op.passes:
         return float(op.passes * sum(_bytes(info(param).spec) for param in _tensor_lists(node)[0]))
+    if op.inner:
+        made = _spec(node)
+        passes = op.inner.on_cpu if made.device == "cpu" else op.inner.on_cuda
+        return float(passes * made.numel * max(4, made.dtype.itemsize))
     result = _bytes(info(node).spec)
     arguments = node.all_input_nodes
     if op.places:
