@@ -47,9 +47,7 @@ def on_whole_batch(request: CompileRequest, sharding: Sharding) -> CompileReques
 def with_rows(leaves: Leaves, rows: int) -> list[tuple[str, torch.Tensor]]:
     """The same tensors with a batch of so many rows, whose values are not set."""
     paths = _paths_of_batch(leaves)
-    return [
-        (path, tensor.new_empty((rows, *tensor.shape[1:])) if path in paths else tensor) for path, tensor in leaves
-    ]
+    return [(path, tensor.new_empty((rows, *tensor.shape[1:])) if path in paths else tensor) for path, tensor in leaves]
 
 
 def _paths_of_batch(leaves: Leaves) -> list[str]:
