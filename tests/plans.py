@@ -11,7 +11,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.planning import compile_call, planner
 from commfuse_fx.planning.attempts import OnPlan
-from commfuse_fx.planning.choose import Planned
+from commfuse_fx.planning.compared_plans import Planned
 from commfuse_fx.planning.compile_call import plan_step as make_plan
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.request import PassRequest

@@ -28,7 +28,8 @@ from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation, Variant
 from commfuse_fx.planning.attempts import OnPlan
-from commfuse_fx.planning.choose import Check, Planned, fastest
+from commfuse_fx.planning.choose import fastest
+from commfuse_fx.planning.compared_plans import Check, Planned
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.graph_log import graph_log
 from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
@@ -209,6 +210,7 @@ def plan_step(
             on_plan,
             may_stop=situation.searches and is_alone,
             further=rounds,
+            soonest=0 if rounds is None else rounds.soonest,
         )
     except TooLittleMemory as error:
         tried = {} if rounds is None else rounds.needed_by_level()

@@ -75,6 +75,9 @@ class StrategyRounds:
         self._made: dict[Variant, Attempt] = {}
         self._search = first[0]
         self.first = self._built(first)
+        plain = self._search.but(searched=False)
+        self.soonest = first.index(plain) if plain in first else 0
+        """The number of the one without a search: what an interrupt can take while the others are searched for."""
         self._rounds = self._all_rounds()
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[PassPipeline]:

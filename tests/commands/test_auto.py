@@ -271,6 +271,7 @@ def test_an_interrupt_takes_what_is_there(
     monkeypatch.setattr(Divide, "__call__", interrupted)
     code, out, err = run(capsys, "--devices", "4", "--cluster", "h100-node", *what_if)
     assert code == 130 and len(calls) == 2 and "search: interrupted: planning ended after 1 of" in out
+    assert any(line.startswith("*") and line.endswith(DATA_PARALLEL) for line in out.splitlines())
     assert "commfuse: interrupted: the last plan is the fastest of those that were made until then" in err
     assert ("1 of 2 cases is left out\n" in err) == bool(what_if) and out.count("\n*  ") == 1
 

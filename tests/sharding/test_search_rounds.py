@@ -48,7 +48,7 @@ def divide_of(made: Attempt) -> Divide:
 def test_a_search_counts_what_a_simulated_plan_has_exposed() -> None:
     made, found = planned(256, 512)
     costs = cost_model(resolve_cluster("h100-node"))
-    first, plain, *others = made
+    plain, first, *others = made  # the one without a search is there soon
     assert (divide_of(first).searched, divide_of(first).exposed, divide_of(plain).searched) == (True, "", False)
     assert others and all(divide_of(each).exposed for each in others)
     simulated = {str(exposure_of(each.program, play(each.program, costs))) for each in made}
@@ -64,6 +64,30 @@ def test_a_search_counts_what_a_simulated_plan_has_exposed() -> None:
     assert f"{plain.seconds * 1e3:.3f} ms simulated" in figures and len(figures) == len({*seconds})
     priced = f"{first.program.search_seconds * 1e3:.3f} ms by the prices of its search"
     assert f"{priced}, {first.seconds * 1e3:.3f} ms simulated" in figures
+
+
+def test_a_search_that_comes_to_data_parallel_stands_for_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+    step = cf.compile(
+        model,
+        loss_fn=nn.MSELoss(reduction="sum"),
+        optimizer=torch.optim.SGD(model.parameters()),
+        parallel_mode="auto",
+        device_num=8,
+        mesh=(8,),
+        cluster="h100-node",
+    )
+    made: list[Attempt] = []
+    step.planner.on_plan = made.append
+    x = torch.empty(1 << 14, 3)
+    found = step.lower(x, x)
+    plain = made[0].program
+    assert not divide_of(made[0]).searched and plain is not None and all(divide_of(each).exposed for each in made[1:])
+    notes = {note.subject: note.reason for note in plain.notes if note.topic == "search"}
+    assert "ms by the prices of the search; elimination" in notes["dp"]
+    assert plain.search_seconds and plain.strategies.axes["dp"].states
+    compared = {note.subject: note.reason for note in found.program.notes if note.topic == COMPARED}
+    assert f"{seconds_of(made[0]) * 1e3:.3f} ms simulated" in compared["search, dp=8"]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(8, 1024), (4096, 64)])
