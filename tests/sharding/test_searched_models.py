@@ -140,3 +140,19 @@ def test_equals_one_device(
     options = {"parallel_mode": "auto", "search_mode": mode, "cluster": costs}
     found = compare(case, mesh, mark, gradients=False, steps=2, **options)
     assert [note for note in found.program.notes if note.topic == "search"]
+
+
+class OneScore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.score = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(torch.relu(self.hidden(x))).squeeze(1)
+
+
+def test_a_dimension_of_a_weight_that_the_model_squeezes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("one score", OneScore, lambda rows: (torch.randn(rows, 8), torch.randn(rows)), F.mse_loss)
+    monkeypatch.setattr(compile_call, "variants", lambda situation, program: Variants((Variant.of(),)))
+    found = compare(case, (2,), gradients=False, steps=1, parallel_mode="auto", cluster=PRICES["slow memory"][0])
+    assert "score.weight" in found.layouts()

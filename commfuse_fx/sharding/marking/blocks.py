@@ -6,7 +6,7 @@ another one the keys. Slices of each of the three sections give every rank whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,15 @@ _PRODUCTS = (aten.mm.default, aten.matmul.default, aten.bmm.default)
 
 def sections(node: fx.Node, dim: int) -> int:
     """The number of equal sections into which later nodes split dimension `dim` of this node; 1 if they do not."""
+    for value, along in _carriers(node, dim):
+        for user in value.users:
+            if info(user).phase == "forward" and (count := _split(user, value, along)) > 1:
+                return count
+    return 1
+
+
+def _carriers(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
+    """The values of the forward that have this dimension, and which of theirs it is: first the node itself."""
     pending: list[tuple[fx.Node, int]] = [(node, dim)]
     seen: dict[tuple[fx.Node, int], None] = {}
     while pending:
@@ -29,16 +38,11 @@ def sections(node: fx.Node, dim: int) -> int:
         if (value, along) in seen:
             continue
         seen[value, along] = None
+        yield value, along
         for user in value.users:
-            if info(user).phase != "forward":
-                continue
-            count = _split(user, value, along)
-            if count > 1:
-                return count
-            following = _follow(user, value, along)
+            following = _follow(user, value, along) if info(user).phase == "forward" else None
             if following is not None:
                 pending.append((user, following))
-    return 1
 
 
 def _split(user: fx.Node, value: fx.Node, dim: int) -> int:
@@ -59,13 +63,11 @@ def _split(user: fx.Node, value: fx.Node, dim: int) -> int:
 
 def _is_taken_apart(node: fx.Node, dim: int) -> bool:
     apart = (aten.select.int, aten.unbind.int)
-    for user in node.users:
-        if user.target in apart and _dim(user.args, 1, node) == dim:
-            return True
-        following = _follow(user, node, dim)
-        if following is not None and info(user).phase == "forward" and _is_taken_apart(user, following):
-            return True
-    return False
+    return any(
+        user.target in apart and _dim(user.args, 1, value) == along
+        for value, along in _carriers(node, dim)
+        for user in value.users
+    )
 
 
 def _dim(args: Sequence[Any], position: int, value: fx.Node) -> int:
@@ -91,7 +93,9 @@ def _follow(user: fx.Node, value: fx.Node, dim: int) -> int | None:
         return dim + 1 if at <= dim else dim
     if user.target in (aten.squeeze.dim,):
         at = int(args[1]) % len(shape)
-        return dim - 1 if at < dim else dim
+        if len(out) == len(shape):
+            return dim
+        return None if at == dim else dim - (at < dim)
     if user.target in _PRODUCTS:
         return _of_product(args[0], args[1], value, dim, len(out))
     if user.target is aten.addmm.default:
