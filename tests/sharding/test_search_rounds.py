@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,16 @@ def test_what_is_exposed_is_that_of_the_simulation() -> None:
     assert Exposure.parse("").parts == () and str(Exposure()) == ""
     with pytest.raises(ConfigValueError, match="write parts such as"):
         Exposure.parse("31% gradients")
+
+
+def test_what_passes_in_bursts_counts_as_little_as_it_takes() -> None:
+    _, found = planned(256, 512, cluster="gloo-1gbit")
+    cluster = resolve_cluster("gloo-1gbit")
+    (level,) = cluster.levels
+    bursts = replace(cluster, levels=(replace(level, burst_bytes=1e9, burst_bandwidth=100 * level.bandwidth),))
+    steady, rested = (exposure_of(found.program, play(found.program, cost_model(each))) for each in (cluster, bursts))
+    assert [part[:2] for part in steady.parts] == [part[:2] for part in rested.parts]
+    assert max(percent for *_, percent in steady.parts) == 100 and all(percent <= 5 for *_, percent in rested.parts)
 
 
 def test_each_kind_of_collectives_has_its_price() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+
+from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.collectives import collective_of
@@ -52,19 +55,27 @@ class Exposure:
 
 
 def exposure_of(program: Program, played: Played) -> Exposure:
-    """What a step that was played has waited for, of the time on the wire."""
+    """What a step that was played has waited for, of the time of its collectives as a search prices them: on a network
+    without bursts that carries nothing else meanwhile."""
     waited: dict[tuple[str, str], float] = {}
-    on_wire: dict[tuple[str, str], float] = {}
+    priced: dict[tuple[str, str], float] = {}
+    for piece in chain.from_iterable(played.pieces.values()):
+        if piece.start in played.flown:
+            for key in _counted_as(piece.start):
+                priced[key] = priced.get(key, 0.0) + piece.transfer.latency + piece.transfer.transfer
     for start, flown in played.flown.items():
-        details = collective_of(start)
-        kind = _ROLES.get(details.role, info(start).phase)
-        seconds = sum(end - begin for _, begin, end in map(played.engine.times, flown.handles))
-        for axis in details.group.split(","):
-            waited[axis, kind] = waited.get((axis, kind), 0.0) + flown.wait_left - flown.wait_entered
-            on_wire[axis, kind] = on_wire.get((axis, kind), 0.0) + seconds
+        for key in _counted_as(start):
+            waited[key] = waited.get(key, 0.0) + flown.wait_left - flown.wait_entered
     found = (
         (axis, kind, round(100 * min(1.0, waited[axis, kind] / seconds)))
-        for (axis, kind), seconds in on_wire.items()
+        for (axis, kind), seconds in priced.items()
         if seconds
     )
     return Exposure(tuple(sorted(found)))
+
+
+def _counted_as(start: fx.Node) -> list[tuple[str, str]]:
+    """The axes of a collective, each with its kind."""
+    details = collective_of(start)
+    kind = _ROLES.get(details.role, info(start).phase)
+    return [(axis, kind) for axis in details.group.split(",")]
