@@ -82,6 +82,7 @@ class Elimination:
         self._same: dict[tuple[object, ...], Table] = {}
         self._ones: dict[int, Table] = {}  # what `_one` has made, by its id
         self._sums: dict[tuple[int, int], Table] = {}  # of tables that `_one` has made
+        self._more: dict[tuple[int, int], Table] = {}  # what states cost more in tables that `_one` has made
         self._near: dict[int, set[int]] = {number: set() for number in self.unary}
         self._counts = [len(table) for table in given.unary]  # of states
         ones = {id(table): self._one(table) for table in (*given.unary, *given.together.values())}
@@ -172,16 +173,15 @@ class Elimination:
 
     def _best(self, number: int, scope: Scope, scopes: Sequence[Scope]) -> tuple[Table, NDArray[np.intp]]:
         """The least cost and the best state of a variable for each choice of the variables in `scope`."""
-        at = {each: axis for axis, each in enumerate((*scope, number))}
+        at = {each: axis for axis, each in enumerate((number, *scope))}
         given = [self.unary[number], *(self.tables[each] for each in scopes)]
-        places = [(len(scope),), *(tuple(at[one] for one in each) for each in scopes)]
+        places = [(0,), *(tuple(at[one] for one in each) for each in scopes)]
         key = (*map(id, given), *places) if all(table.size <= WIDE for table in given) else None
         if key is not None and key in self._known:
             return self._known[key]
-        total = _spread(given[0], places[0], len(at))
-        for table, axes in zip(given[1:], places[1:], strict=True):
-            total = total + _spread(table, axes, len(at))
-        found = self._one(total.min(axis=-1)), total.argmin(axis=-1)
+        spread = [_spread(table, axes, len(at)) for table, axes in zip(given, places, strict=True)]
+        least, best = _least(spread) if self._size(number) <= WIDE else _least_by_state(spread)
+        found = self._one(least), best
         if key is not None:
             self._known[key] = found
         return found
@@ -221,7 +221,7 @@ class Elimination:
     def _undominated(self, number: int) -> list[int]:
         costs = self.unary[number]
         count = len(costs)
-        if not np.isfinite(costs).any():
+        if np.minimum.reduce(costs) == inf:
             raise NoChoiceError(f"every state of variable {number} is forbidden")
         if count == 1:
             return [0]
@@ -234,22 +234,33 @@ class Elimination:
             known = self._left[key] = self._best_of(costs, tables)
         return known
 
-    @staticmethod
-    def _best_of(costs: Table, tables: Sequence[tuple[Table, int]]) -> list[int]:
+    def _best_of(self, costs: Table, tables: Sequence[tuple[Table, int]]) -> list[int]:
         """The states that no other one beats. tables: with the axis of the variable in each."""
-        count = len(costs)
         with np.errstate(invalid="ignore"):
-            more = _without_nan(costs[None, :] - costs[:, None])  # what state b costs more than state a, at [a, b]
+            more = self._more_in(costs, 0)
             for table, axis in tables:
-                rows = (table if not axis else np.moveaxis(table, axis, 0)).reshape(count, -1)
-                more = more + _without_nan(rows[None, :, :] - rows[:, None, :]).max(axis=-1)
-            more = np.where(np.isnan(more), inf, more)
-        left = list(range(count))
-        for state in reversed(range(count)):
-            others = [other for other in left if other != state]
-            if others and (more[state, others] <= 0).any():
-                left = others
+                more = more + self._more_in(table, axis)
+            beaten = more <= 0  # nor is a number that is none
+        np.fill_diagonal(beaten, False)
+        left = list(range(len(costs)))
+        if beaten.any():
+            by = beaten.tolist()
+            for state in reversed(range(len(costs))):
+                if any(by[state][other] for other in left):
+                    left.remove(state)
         return left
+
+    def _more_in(self, table: Table, axis: int) -> Table:
+        """What state b of a variable costs more at the most than state a, at [a, b]; axis: that of the variable."""
+        key = (id(table), axis)
+        found = self._more.get(key)
+        if found is None:
+            rows = _with_first(table, axis).reshape(table.shape[axis], -1)
+            # A pair that is forbidden either way holds nothing against either state.
+            found = np.fmax.reduce(rows[None, :, :] - rows[:, None, :], axis=-1, initial=-inf)
+            if id(table) in self._ones:
+                self._more[key] = found
+        return found
 
     def _keep(self, number: int, left: Sequence[int]) -> None:
         self.kept[number] = self.kept[number][left]
@@ -303,7 +314,7 @@ class Elimination:
         """
         if id(table) in self._ones:
             return table
-        least = table.min()
+        least = np.minimum.reduce(table, axis=None)
         one = table if least in (0.0, inf) else table - least
         if one.size > WIDE:
             return one
@@ -322,14 +333,37 @@ class Elimination:
 
 
 def _spread(table: Table, axes: Sequence[int], count: int) -> Table:
-    """The table with its dimensions at these places of `count`, which rise but for the last one."""
-    order = sorted(range(len(axes)), key=axes.__getitem__)
+    """The table with its dimensions at these places of `count`, which rise but for one that is 0."""
     shape = [1] * count
     for axis, size in zip(axes, table.shape, strict=True):
         shape[axis] = size
-    return table.transpose(order).reshape(shape)
+    return _with_first(table, axes.index(0)).reshape(shape)
 
 
-def _without_nan(difference: Table) -> Table:
-    """A pair that is forbidden either way holds nothing against either state."""
-    return np.where(np.isnan(difference), -inf, difference)
+def _with_first(table: Table, axis: int) -> Table:
+    """The table with this dimension before all others."""
+    return table.transpose(axis, *(other for other in range(table.ndim) if other != axis)) if axis else table
+
+
+def _least(tables: Sequence[Table]) -> tuple[Table, NDArray[np.intp]]:
+    """The least sum over the first dimension, and where it stands."""
+    total = _sum(tables)
+    return np.minimum.reduce(total, axis=0), total.argmin(axis=0)
+
+
+def _least_by_state(tables: Sequence[Table]) -> tuple[Table, NDArray[np.intp]]:
+    """The same where there are many sums: those of one state at a time."""
+    least = _sum([table[0] for table in tables])
+    best = np.zeros(least.shape, np.intp)
+    for state in range(1, len(tables[0])):
+        total = _sum([table[state] for table in tables])
+        np.copyto(best, state, where=total < least)
+        np.minimum(least, total, out=least)
+    return least, best
+
+
+def _sum(tables: Sequence[Table]) -> Table:
+    first, *others = tables
+    for table in others:
+        first = first + table
+    return first

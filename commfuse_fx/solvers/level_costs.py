@@ -136,7 +136,7 @@ class Walks:
         least = [np.minimum.reduce(each.left, axis=1) for each in around]
         follow = behind = 0
         for each, costs in zip(around, least, strict=True):
-            own += each.count * costs
+            own += costs if each.count == 1 else each.count * costs
             if each.follows == forward:
                 follow += each.count
                 best += costs

@@ -90,9 +90,8 @@ class AxisGrid:
                     self._together[places] = price_of(",".join(axes[at].group for at in places))
 
     def key(self, fused: bool = False) -> tuple[object, ...]:
-        """What prices depend on in one cluster. fused: those of collectives that are sent with others."""
-        ways = tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
-        return (self.work, *ways)
+        """What prices of changes depend on in one cluster. fused: those of collectives that are sent with others."""
+        return tuple((axis.ways, *prices.key(fused)) for axis, prices in zip(self.axes, self._prices, strict=True))
 
     def of(self, kind: str) -> AxisGrid:
         """The same with the prices of collectives of this kind."""

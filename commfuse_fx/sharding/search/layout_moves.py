@@ -5,7 +5,7 @@ On each axis a tensor lies as it did, whole, or as it is wanted. A move changes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import inf
 
@@ -49,13 +49,18 @@ def cheapest_ways(
     order = sorted(product((WANTED, WHOLE, HAVE), repeat=len(at)), key=sum, reverse=True)
     left = {stages: np.full((1, 1), inf) for stages in order}  # seconds that are left, by how far each axis has come
     left[goal] = np.zeros((1, 1))
-    is_new = True
-    while is_new:  # a gather may take an axis along that has come to its end, and is cut once more
-        is_new = False
-        for stages in order[1:]:
-            best = moves.next(stages, at, left)
-            is_new = is_new or not np.array_equal(best, left[stages])
-            left[stages] = best
+    further = {stages: [*moves.further(stages, at)] for stages in order[1:]}
+    changed = {goal}
+    while changed:  # a gather may take an axis along that has come to its end, and is cut once more
+        before, changed = changed, set[Stages]()
+        for stages, own in further.items():
+            best = left[stages]
+            for seconds, after in own:
+                if after in before or after in changed:
+                    best = np.minimum(best, seconds + left[after])
+            if not np.array_equal(best, left[stages]):
+                left[stages] = best
+                changed.add(stages)
     return np.broadcast_to(left[(HAVE,) * len(at)], (len(have), len(wanted)))
 
 
@@ -89,19 +94,17 @@ class _Moves:
         rows = zip(self._own, zip(*layouts, strict=True), strict=True)
         return np.array([[own[each] for each in placements] for own, placements in rows], dtype=np.intp)
 
-    def next(self, stages: Stages, at: Sequence[Sequence[NDArray[np.intp]]], left: Mapping[Stages, Table]) -> Table:
-        """The seconds that are left, by those after each move. at: the numbers of placements on each axis, by stage."""
+    def further(self, stages: Stages, at: Sequence[Sequence[NDArray[np.intp]]]) -> Iterator[tuple[Table, Stages]]:
+        """The seconds of each move, with the stages after it. at: the numbers of placements on each axis, by stage."""
         layout = tuple(numbers[stage] for numbers, stage in zip(at, stages, strict=True))
-        best = left[stages]
         for axis, stage in enumerate(stages):
             if stage != WANTED:
                 goal = at[axis][WANTED]
                 seconds = np.where(layout[axis] == goal, 0.0, self.cuts[axis][(*layout, goal)])
-                best = np.minimum(best, seconds + left[_with(stages, (axis,), WANTED)])
+                yield seconds, _with(stages, (axis,), WANTED)
         for places, costs in self.gathers.items():
             if all(stages[axis] != WHOLE for axis in places):
-                best = np.minimum(best, costs[layout] + left[_with(stages, places, WHOLE)])
-        return best
+                yield costs[layout], _with(stages, places, WHOLE)
 
     def _along(self, axis: int, values: NDArray[np.intp]) -> NDArray[np.intp]:
         return values.reshape([-1 if at == axis else 1 for at in range(len(self._own))])

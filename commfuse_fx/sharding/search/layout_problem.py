@@ -173,7 +173,7 @@ class LayoutProblem:
         further: the gradient is reduced to rows alone, and rows are gathered after the update, or for each use."""
         grid, level, moved = self.grid, level_of(self.program, name), moved_by_update(self.program, name)
         of_rows = grid.of(PARAMETER)
-        key = (grid.key(True), of_rows.key(True), spec, level, moved, tuple(layouts))
+        key = (grid.work, grid.key(True), of_rows.key(True), spec, level, moved, tuple(layouts))
         if key in self._known.updates:
             return self._known.updates[key]
         rows = [tuple(S(0) if each == R else each for each in one) for one in layouts]
@@ -253,7 +253,7 @@ class LayoutProblem:
         own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
         fixed = tuple(axis.states.get(info(node).name) for axis in self.grid.axes)
         times = self._times.get(node, 1.0)
-        key: Any = (self.grid.key(), described.call, info(node).phase, own, fixed, times)
+        key: Any = (self.grid.work, self.grid.key(), described.call, info(node).phase, own, fixed, times)
         try:
             known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash
