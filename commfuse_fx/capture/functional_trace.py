@@ -18,7 +18,7 @@ from commfuse_fx.capture.batch_norm import statistics_of
 from commfuse_fx.capture.provenance import ORIGIN, annotate_after, origin_of, traced_graph
 from commfuse_fx.capture.same_layout import in_place_ops_that_move, laid_out_like
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.dependence import Roots, written_nodes
+from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
 from commfuse_fx.ir.random_draws import draws_random_numbers
 
 _CHAIN = "mutation on a view chain"  # a part of torch's message
@@ -43,11 +43,15 @@ def make_functional(
 
 
 def _nodes_to_run(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> dict[fx.Node, None]:
-    """The nodes that functionalization may change: those that write, read what some node writes, or are decomposed."""
+    """The nodes that functionalization may change: those that write, read what some node writes, or are decomposed, and
+    those that read views that are decomposed, of which a copy may lie in another way."""
     roots = Roots(graph)
     written = {roots[value]: None for node in graph.nodes for value in (*written_nodes(node), *statistics_of(node))}
     found: dict[fx.Node, None] = {}
+    copied: dict[fx.Node, None] = {}
     for node in graph.nodes:
+        if is_view(node) and (node.target in decompositions or any(value in copied for value in node.all_input_nodes)):
+            copied[node] = None
         if node.target is operator.getitem:
             is_concerned = node.args[0] in found
         elif isinstance(node.target, torch._ops.OpOverload):
@@ -55,7 +59,7 @@ def _nodes_to_run(graph: fx.Graph, decompositions: Mapping[Any, Any]) -> dict[fx
             is_concerned = (
                 node.target in decompositions
                 or bool(written_nodes(node))
-                or any(roots[value] in written for value in inputs)
+                or any(roots[value] in written or value in copied for value in inputs)
             )
         else:
             is_concerned = True

@@ -243,7 +243,7 @@ def trace_step(
         refuse_changes(traced.graph)
         refuse_turned(recorder.turned)
         numbers = return_early_values(traced.graph) if seeded else []
-        decompositions = {**_SUMS, **BATCH_NORMS} if marked else BATCH_NORMS
+        decompositions = {**(_SUMS if marked else {}), **BATCH_NORMS, **_COMPUTED}
         with torch._C._DisableAutocast(), fake:
             functional = make_functional(traced, [value.detach() for value in flat], decompositions)
     return _read(functional, count, len(params), numbers, recorder.calls, functions)
@@ -381,3 +381,10 @@ def _drop_aliases(graph: fx.Graph) -> None:
 _SUMS: Mapping[Any, Callable[..., Any]] = {
     op: function for op in decomposed() if (function := decompose(op)) is not None
 }
+
+_COMPUTED: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Views that leave it to later ops to compute what they mean. Collectives do not, and neither does what reads memory as
+it is, such as `.real` of the conjugate of a conjugate that a rank has got from others."""

@@ -30,7 +30,7 @@ def pointwise_cases() -> Iterator[Case]:
     yield case(aten.div.Tensor_mode, x(8, 24), 3, rounding_mode="floor", having="S(0) -> S(0)", without="P -> P")
     for op in (aten.neg, aten.clone, aten.detach, aten.alias, aten.positive, aten.lift_fresh_copy):
         yield case(op.default, x(8, 24), having="P -> P | S(0) -> S(0) | S(1;3) -> S(1;3)")
-    for op in (aten.real, aten.imag, aten._conj, aten.view_as_real):
+    for op in (aten.real, aten.imag, aten._conj, aten._conj_physical, aten.view_as_real):
         yield case(op.default, z(8, 24), having="P -> P | S(0) -> S(0) | S(1;2) -> S(1;2)")
     yield case(aten.complex.default, x(8, 24), x(8, 24), having=f"{both} | P, P -> P")
     yield case(aten.polar.default, positive(8, 24), x(8, 24), having=both, without="P, P -> P | P, R -> P")

@@ -39,6 +39,7 @@ _LINEAR = (
     aten.real.default,
     aten.imag.default,
     aten.conj_physical.default,
+    aten._conj_physical.default,
     aten._conj.default,
     aten._neg_view.default,
 )

@@ -50,39 +50,3 @@ def test_another_shape_another_order_and_what_writes_stay() -> None:
         Simplify(),
         None,
     )
-
-
-def test_the_conjugate_of_views_of_a_conjugate_is_none() -> None:
-    check(
-        """
-        in  %x: f32[4] = input
-        in  %y: f32[4] = input
-        fwd %/complex.0: c64[4] = aten.complex(%x, %y)
-        fwd %/_conj.0: c64[4] = aten._conj(%/complex.0)
-        fwd %/view.0: c64[2,2] = aten.view(%/_conj.0, [2, 2])
-        fwd %/select.0: c64[2] = aten.select.int(%/view.0, 0, 1)
-        fwd %/_conj.1: c64[2] = aten._conj(%/select.0)
-        fwd %/view_as_real.0: f32[2,2] = aten.view_as_real(%/_conj.1)
-        fwd %/abs.0: f32[2,2] = aten.abs(%/view.0)
-        fwd %/sum.0: f32[] = aten.sum(%/view_as_real.0)
-        fwd %/sum.1: f32[] = aten.sum(%/abs.0)
-        fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
-        return [%/add.0]
-        """,
-        Simplify(),
-        """
-        in  %x: f32[4] = input
-        in  %y: f32[4] = input
-        fwd %/complex.0: c64[4] = aten.complex(%x, %y)
-        fwd %/_conj.0: c64[4] = aten._conj(%/complex.0)
-        fwd %/view.0: c64[2,2] = aten.view(%/_conj.0, [2, 2])
-        fwd %/view.0/conj: c64[2,2] = aten.view(%/complex.0, [2, 2])
-        fwd %/select.0/conj: c64[2] = aten.select.int(%/view.0/conj, 0, 1)
-        fwd %/view_as_real.0: f32[2,2] = aten.view_as_real(%/select.0/conj)
-        fwd %/abs.0: f32[2,2] = aten.abs(%/view.0)
-        fwd %/sum.0: f32[] = aten.sum(%/view_as_real.0)
-        fwd %/sum.1: f32[] = aten.sum(%/abs.0)
-        fwd %/add.0: f32[] = aten.add.Tensor(%/sum.0, %/sum.1)
-        return [%/add.0]
-        """,
-    )
