@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -23,7 +22,7 @@ from commfuse_fx.runtime.checkpoint import folders, tensor_writer
 from commfuse_fx.runtime.execute import messages
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw
-from tests.distributed.programs import Ended, run_programs
+from tests.distributed.programs import Ended, run_and_leave, run_programs
 from tests.distributed.quick_trials import quickly
 
 pytestmark = pytest.mark.dist
@@ -102,14 +101,6 @@ def losses(folder: Path, rank: int) -> tuple[list[float], int]:
 
 def start(ranks: Ranks, folder: Path, function: Any, *args: Any) -> Sequence[Ended]:
     return run_programs(ranks, run_and_leave, function, str(folder), *args, files=folder, folder=ROOT)
-
-
-def run_and_leave(function: Any, *args: Any) -> None:
-    """Where nothing fails the process ends at once: freeing all that torch consists of takes longer than the loop."""
-    function(*args)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 SHARED = {"parallel_optimizer_threshold": 0}
