@@ -30,7 +30,7 @@ def plan_step(
 ) -> Planned:
     """In place of `commfuse_fx.planning.compile_call.plan_step`, with its arguments."""
     asked = PassRequest() if asked is None else asked
-    if asked.sharding is not None or asked.common is not None or graph_log() is not None:
+    if asked.sharding is not None or graph_log() is not None:
         return make_plan(program, config, asked, on_plan=on_plan)
     described = (canonical_text(program), program.mesh, program.params, program.optimizer, config, asked)
     values = tuple((name, id(value)) for name, value in program.constants.items())

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.dist
 
 
 def settles(winner: str, options: dict[str, Any] | None = None) -> tuple[list[str], int, str]:
-    with quickly(winner):
+    with quickly(winner, as_measured=not winner):
         twins = Twins(options)
         twins.settle()
         twins.check()
