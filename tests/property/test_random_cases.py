@@ -13,10 +13,12 @@ from tests.property.compare_cases import Result
 from tests.property.random_cases import LOCAL, OF_RANKS, draw
 from tests.property.run_cases import run_on_ranks, run_seed
 
-LOCAL_CASES, CHUNKS = 147, 7
+LOCAL_CASES = [seed for seed in range(147) if seed != 115]
+CHUNKS = 7
 RANKS_CASES, RUNS = 28, 2
 MODULE_CASES, MODULE_RANKS_CASES = 28, 14
-"""Seeds from 0; those of real ranks are cases of their own kinds."""
+"""Seeds from 0; those of real ranks are cases of their own kinds. Without 115, which takes as long as forty others: it
+searches on two axes with optimal buckets, as 119 does, for a model whose parts other cases have."""
 
 
 def check(results: Sequence[Result], kinds: Sequence[str] = LOCAL) -> None:
@@ -35,7 +37,7 @@ def test_local_cases(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        check([run_seed(seed, small=True) for seed in range(chunk, LOCAL_CASES, CHUNKS)])
+        check([run_seed(seed, small=True) for seed in LOCAL_CASES[chunk::CHUNKS]])
     finally:
         torch.set_num_threads(threads)
 
