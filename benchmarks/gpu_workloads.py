@@ -83,10 +83,10 @@ LARGE = {
 """GPT-2 of 124 M parameters, ResNet-50, 16 linear layers of width 256, and a Llama of 1.1 G parameters."""
 
 SMALL = {
-    "gpt2": GPUWorkload(lambda: GPT2(2, 32, 2, 64, 16), _tokens(2, 16, 64), autocast=BF16, block=2),
+    "gpt2": GPUWorkload(lambda: GPT2(1, 32, 2, 64, 16), _tokens(2, 16, 64), autocast=BF16, block=2),
     "resnet50": GPUWorkload(lambda: ResNet((1, 1), 8, 10), _images(2, 32), autocast=BF16, channels_last=True, block=2),
     "mlp": GPUWorkload(lambda: NormedMLP(16, 2), _vectors(4, 16), block=2),
-    "llama": GPUWorkload(lambda: Llama(2, 32, 4, 2, 64, 64, 16), _tokens(2, 16, 64), dtype=BF16, block=2),
+    "llama": GPUWorkload(lambda: Llama(1, 32, 4, 2, 64, 64, 16), _tokens(2, 16, 64), dtype=BF16, block=2),
 }
 """The same models, as small as it goes: they show that the benchmark runs."""
 

@@ -9,15 +9,19 @@ import re
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import run
 
 from tests.distributed.harness import Ranks
-from tests.distributed.programs import run_module, run_programs
+from tests.distributed.programs import run_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,9 +37,23 @@ LOSS = re.compile(r"epoch: (\d+), step: (\d+), loss is (\d+\.\d+)")
 
 
 def torchrun(*arguments: str) -> None:
-    """As the command, in a process that has imported torch already. The ranks that it starts have not."""
-    os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-    run_module("torch.distributed.run", *arguments)
+    """As the command, in a process that has imported what ranks need. The ranks that it starts are its forks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    def as_forks(args: Any) -> tuple[Any, Callable[..., None], list[str]]:
+        config, _, (_, script, *others) = config_from_args(args)  # the command is python -u script
+        return replace(config, start_method="fork"), run_script, [script, *others]
+
+    config_from_args = run.config_from_args
+    with mock.patch.object(run, "config_from_args", as_forks):
+        run.main(list(arguments))
+
+
+def run_script(script: str, *arguments: str) -> None:
+    """As `python script arguments`."""
+    torch.set_num_threads(torch.get_num_threads())  # a fork makes the pool of threads anew
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 def start_example(ranks: Ranks, folder: Path, size: int, name: str, *arguments: str) -> str:
