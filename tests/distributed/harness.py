@@ -22,8 +22,9 @@ from typing import Any
 
 from tests.distributed.rank_server import RankServers
 
-WORLD_TIMEOUT = 120.0
-"""Seconds until a collective that some rank does not join fails."""
+WORLD_TIMEOUT = 1800.0
+"""Seconds until a collective that some rank does not join fails: longer than any run. To ranks that wait while
+they are held, by a signal or a busy machine, that time counts too."""
 
 RUN_TIMEOUT = 300.0
 """Seconds until a run counts as hung: all its ranks are killed, and their stacks are shown. A run takes seconds,
@@ -252,14 +253,10 @@ def hurry(seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-SOON_WORLD_TIMEOUT = 60.0
-SOON = 30.0
-"""Seconds in which every rank must have its error: well before the world's time-out."""
+SOON = 120.0
+"""Seconds in which every rank must have its result or its error, on a machine that others use too."""
 
 
 def run_soon(ranks: Ranks, function: Any, *args: Any, size: int = 2) -> list[Outcome]:
-    """Run, and see that no rank took long: none may wait for the time-out of the world."""
-    outcomes = ranks.run(function, *args, size=size, world_timeout=SOON_WORLD_TIMEOUT)
-    for outcome in outcomes:
-        assert outcome.seconds < SOON, outcome
-    return outcomes
+    """Run, and see that no rank waits for the time-out of the world: that lasts longer than the run may."""
+    return ranks.run(function, *args, size=size, timeout=SOON)

@@ -306,13 +306,12 @@ def peer_dies_between_steps() -> tuple[list[str], bool]:
 
 
 def test_a_peer_that_dies_between_steps_is_noticed(ranks: Ranks):
-    first, second = ranks.run(peer_dies_between_steps, world_timeout=20.0)
+    first, second = run_soon(ranks, peer_dies_between_steps)
     assert second.died == 3
     assert first.ok, first.details
     errors, readable = first.value
     assert len(errors) == 2 and readable
     # The second call refuses at once: the ranks are no longer at the same place.
-    assert first.seconds < 30
     assert "checkpoint" in errors[1]
 
 
@@ -390,7 +389,7 @@ def interrupted_between_parts() -> tuple[bool, dict[str, torch.Tensor], dict[str
 
 
 def test_an_interrupted_step_completes_the_one_before(ranks: Ranks):
-    for interrupted, have, want in ranks.values(interrupted_between_parts, world_timeout=20.0):
+    for interrupted, have, want in ranks.values(interrupted_between_parts):
         assert interrupted
         for name in want:
             if "running" not in name and "num_batches" not in name:

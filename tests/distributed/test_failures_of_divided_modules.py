@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.execute import messages
-from tests.distributed.harness import Ranks, hurry
+from tests.distributed.harness import Ranks, hurry, run_soon
 from tests.distributed.test_divided_module import batch, divided, loss_of, sharded
 from tests.odd_rows import WithSpare
 
@@ -216,7 +216,7 @@ def is_killed_in_a_forward() -> str:
 
 
 def test_a_rank_that_dies_in_a_forward_leaves_nobody_waiting(ranks: Ranks) -> None:
-    one, other = ranks.run(is_killed_in_a_forward, world_timeout=20.0)
+    one, other = run_soon(ranks, is_killed_in_a_forward)
     assert other.died == -signal.SIGKILL
     assert "failed" in one.value
 

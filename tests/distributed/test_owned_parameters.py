@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_fx as cf
 from commfuse_fx.errors import CollectiveError
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.test_parallel_optimizer import OPTIMAL, STEPS, batch, model
 
 pytestmark = pytest.mark.dist
@@ -153,7 +153,7 @@ def is_killed_before_it_broadcasts() -> str:
 
 
 def test_an_owner_that_dies_before_its_broadcast_leaves_nobody_waiting(ranks: Ranks) -> None:
-    one, other = ranks.run(is_killed_before_it_broadcasts, world_timeout=20.0)
+    one, other = run_soon(ranks, is_killed_before_it_broadcasts)
     assert other.died == -signal.SIGKILL
     assert "broadcast failed" in one.value and "load a checkpoint" in one.value
 

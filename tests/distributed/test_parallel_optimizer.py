@@ -21,7 +21,7 @@ from commfuse_fx.errors import CollectiveError
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.runtime.execute import messages
 from tests import captures
-from tests.distributed.harness import Ranks, hurry
+from tests.distributed.harness import Ranks, hurry, run_soon
 
 pytestmark = pytest.mark.dist
 
@@ -342,7 +342,7 @@ def is_killed_before_it_gathers() -> str:
 
 
 def test_a_rank_that_dies_before_rows_are_gathered_leaves_nobody_waiting(ranks: Ranks) -> None:
-    one, other = ranks.run(is_killed_before_it_gathers, world_timeout=20.0)
+    one, other = run_soon(ranks, is_killed_before_it_gathers)
     assert other.died == -signal.SIGKILL
     assert "all_gather failed" in one.value and "load a checkpoint" in one.value
 

@@ -171,7 +171,7 @@ def failing() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 def test_a_step_that_fails_on_one_rank(ranks: Ranks) -> None:
-    for message, first, second in ranks.values(failing, size=4, world_timeout=20.0):
+    for message, first, second in ranks.values(failing, size=4):
         assert message
         assert_close(first, reference(2, "adamw", 1))
         assert_close(second, reference(2, "adamw", 2))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.execute import messages
-from tests.distributed.harness import Ranks, hurry
+from tests.distributed.harness import Ranks, hurry, run_soon
 from tests.odd_rows import WithSpare
 
 pytestmark = pytest.mark.dist
@@ -428,7 +428,7 @@ def is_killed_before_it_gathers() -> str:
 
 
 def test_a_rank_that_dies_in_an_update_leaves_nobody_waiting(ranks: Ranks) -> None:
-    one, other = ranks.run(is_killed_before_it_gathers, world_timeout=20.0)
+    one, other = run_soon(ranks, is_killed_before_it_gathers)
     assert other.died == -signal.SIGKILL
     assert "all_gather failed" in one.value and "load a checkpoint" in one.value
 
