@@ -89,8 +89,8 @@ def test_loops_and_models_are_those_of_ddp_where_parameters_are_divided(ranks: R
     assert min(ranks.values(all_divided))
 
 
-BRIEFLY = ("bert", "llama")
-"""Models that are traced as gpt2 is, which goes through all loops."""
+BRIEFLY = ("bert", "llama", "mlp", "convnet")
+"""Models that are traced as gpt2 is, or of layers as the net has them, which go through all loops."""
 
 
 def all_of(name: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import commfuse_fx as cf
+from tests import captures
 from tests.distributed.harness import Ranks
 from tests.distributed.quick_trials import MOST_STEPS, quickly
 from tests.distributed.test_sharding import batches, made, mark
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.dist
 def divided(schedule: str) -> tuple[cf.CompiledStep, torch.nn.Module]:
     model = made("gpt2")
     mark(model, "sequence", "tp")
+    captures.share(model, "gpt2, sequence")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"parallel_mode": "semi_auto", "mesh": (2, 2), "full_batch": True, "schedule": schedule}
     return cf.compile(model, optimizer=optimizer, **options), model
