@@ -23,6 +23,7 @@ from commfuse_fx.sharding.dividing.check_part_calls import check_part_calls
 from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.dividing.division import Division
 from commfuse_fx.sharding.dividing.fit_marks import refine
+from commfuse_fx.sharding.dividing.gradient_precision import in_own_precision
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.module_results import ModuleResults
 from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
@@ -136,6 +137,7 @@ class Divide(PricedPass):
         for node in program.graph.nodes:
             info(node).varies = ""
         ops = {info(node).name: node.target for node in program.graph.nodes}
+        gradients = {name: info(grad).name for name, grad in program.grads.items()}
         specs = context.known(LocalSpecs)
         axes = self._axes(program, resolved, given)
         data = [axis for axis in axes if axis.is_data]
@@ -167,6 +169,7 @@ class Divide(PricedPass):
             sizes = dict(zip(mesh.names, mesh.shape, strict=True))
             program.strategies = Strategies(mesh=sizes, axes=decided, level=self.level)
         results.finish(program)
+        in_own_precision(program, gradients)
         sum_parts(program)
         erase_marks(program)
         erase_parts(program)

@@ -27,7 +27,8 @@ from commfuse_fx.passes.declaration import Pass, Situation
 
 @dataclass(frozen=True)
 class LowerRedistributions(Pass):
-    """Reductions of one tensor over several axes in a row become one over all of them, and so do gathers."""
+    """Sums of one tensor over several axes in a row become one over all of them, and so do gathers. Of a sum each rank
+    may get the whole, or its part along one dimension."""
 
     name = "lower_redistributions"
     numerics = "defines"
@@ -39,7 +40,7 @@ class LowerRedistributions(Pass):
         return cls() if situation.divides else None
 
     def __call__(self, program: Program) -> bool:
-        merged = _merge_sums(program) + _merge_gathers(program)
+        merged = _merge_sums(program) + _merge_parts(program, gather_parts) + _merge_parts(program, sum_and_divide)
         build = Builder(program)
         results: dict[fx.Node, fx.Node] = {}
         sequence = len(program.params)
@@ -69,21 +70,23 @@ def _merge_sums(program: Program) -> int:
     return merged
 
 
-def _merge_gathers(program: Program) -> int:
-    """Parts along one dimension, divided first by a and then by b: one gather over both."""
+def _merge_parts(program: Program, target: Any) -> int:
+    """Parts along one dimension, divided first by a and then by b: one gather over both of them, or one sum over both of
+    which each rank gets such a part. target: the function of either."""
     merged = 0
     names = list(program.mesh.names)
-    for node in [node for node in program.graph.nodes if node.target is gather_parts]:
+    for node in [node for node in program.graph.nodes if node.target is target]:
         inner: Any = node.args[0]
-        if inner.target is not gather_parts or len(inner.users) != 1 or inner.args[3:] != node.args[3:]:
+        if inner.target is not target or len(inner.users) != 1 or inner.args[3:] != node.args[3:]:
             continue
-        outer_axes, inner_axes = node.args[1].split(","), inner.args[1].split(",")
-        axes = [*outer_axes, *inner_axes]
+        outer, last = (node, inner) if target is gather_parts else (inner, node)  # a gather begins with the last
+        axes = [*outer.args[1].split(","), *last.args[1].split(",")]
         if node.args[4] != 1 or [names.index(axis) for axis in axes] != sorted(names.index(axis) for axis in axes):
             continue
         ways = node.args[2] * inner.args[2]
         node.args = (inner.args[0], ",".join(axes), ways, *node.args[3:])
         program.graph.erase_node(inner)
+        info(node).serves = info(node).serves or info(inner).serves
         merged += 1
     return merged
 

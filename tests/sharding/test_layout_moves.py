@@ -36,7 +36,8 @@ class Grid:
         self.fused = random.random() < 0.5
         layouts = [*product(PLACEMENTS, repeat=len(self.ways))]
         self.have = random.sample([each for each in layouts if self.nbytes(each) < inf], 4)
-        self.wanted = random.sample(layouts, 16)
+        self.have.append((P,) * len(self.ways))
+        self.wanted = [*random.sample(layouts, 16), (S(0),) * len(self.ways)]
 
     def ranks(self, places: tuple[int, ...]) -> tuple[int, ...]:
         found = [0]
@@ -63,6 +64,10 @@ class Grid:
                 goals = []
             if len(places) == 1 and wanted[places[0]] not in (R, first):
                 goals.append(wanted[places[0]])
+            same, *rest = {wanted[at] for at in places}
+            is_sum = not rest and all(layout[at] == P for at in places)
+            if len(places) > 1 and is_sum and isinstance(same, Shard) and same.blocks == 1:
+                goals.append(same)
             for goal in goals:
                 dims = {each.dim for each in (first, goal) if isinstance(each, Shard)}
                 later = [each for at, each in enumerate(layout) if at > places[0] and at not in places]

@@ -27,6 +27,7 @@ from commfuse_fx.ir.redistribution import own_part, sum_partial
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.dividing.gradient_precision import is_widened
 from commfuse_fx.sharding.dividing.local_graph import LocalGraph
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.made_of_constants import MadeOfConstants
@@ -159,6 +160,8 @@ class Division:
             self._write(node)
         elif is_mark(node):
             self._mark(node)
+        elif is_widened(node):
+            self._pass_on(node, next(iter(self.values[node.all_input_nodes[0]].versions), R))
         elif node.target is aten.ones_like.default and tensor_spec(node).numel == 1:
             self._start_of_backward(node)
         elif self._can_wait(node):
@@ -200,9 +203,15 @@ class Division:
             placement = pin.placement
         else:
             placement = R if value.pending is not None else next(iter(value.versions), R)
-        new = self.local.emit(node.target, (self._get(given, placement, node), *node.args[1:]), {}, node)
+        self._pass_on(node, placement)
+
+    def _pass_on(self, node: fx.Node, placement: Placement) -> None:
+        """An op whose result lies as what it is given."""
+        given: fx.Node = node.args[0]  # type: ignore[assignment]
+        taken = self._get(given, placement, node)
+        new = self.local.emit(node.target, (taken, *node.args[1:]), node.kwargs, node)
         self._lies(node, new, placement)
-        self.values[node] = Value(value.whole, {placement: new}, weight=value.weight)
+        self.values[node] = Value(info(node).spec, {placement: new}, weight=self.values[given].weight)
 
     def _start_of_backward(self, node: fx.Node) -> None:
         """The gradient of the loss is a constant 1, so that the backward need not wait for the summed loss."""
@@ -298,7 +307,8 @@ class Division:
 
     def _apply(self, node: fx.Node, described: Described, strategy: Strategy) -> None:
         call, inputs, numbers = described.call, described.inputs, described.numbers
-        taken = [self._get(value, placement, node) for value, placement in zip(inputs, strategy.inputs, strict=True)]
+        given = zip(inputs, strategy.inputs, strict=True)
+        taken = [self._get(value, placement, node, info(node).serves) for value, placement in given]
         unchanged = not strategy.steps and all(
             info(value).spec == spec for value, spec in zip(taken, call.inputs, strict=True)
         )

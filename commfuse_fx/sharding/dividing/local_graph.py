@@ -11,19 +11,18 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.functions import axis_index
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, dtype_name, info, set_info, tensor_spec
+from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard, local_shape
 from commfuse_fx.ir.program import Program, Redistribution
 from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, own_part, sum_and_divide, sum_partial
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.divided_value import Value, can_exchange
+from commfuse_fx.sharding.dividing.gradient_precision import summed_in_float32
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.variation import agrees, varies
 from commfuse_fx.sharding.rules.common import on_first
 
 aten = torch.ops.aten
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class LocalGraph:
@@ -95,7 +94,7 @@ class LocalGraph:
 
         value: the versions of the value. consumer: the old node that needs it.
         serves: the parameters whose gradient the value is. Low-precision gradients are summed in float32 if
-            gradient_fp32_sync says so.
+            gradient_fp32_sync says so, and stay so until `in_own_precision` casts them back.
         """
         source = value.versions[have]
         ways, group = self.axis.ways, self.axis.group
@@ -110,10 +109,9 @@ class LocalGraph:
             made = self.make(on_first, (source, self.position()), {}, like, f"{name}/on_first")
             varies(made, group)
             return made  # only for this consumer: the whole value stays the version for others
-        low = serves and tensor_spec(source).dtype in _LOW_PRECISION and self.program.config.gradient_fp32_sync
-        original = tensor_spec(source).dtype
-        if low and isinstance(have, Partial):
+        if serves and isinstance(have, Partial) and summed_in_float32(tensor_spec(source), self.program):
             source = self.make(aten._to_copy.default, (source,), {"dtype": torch.float32}, like, f"{name}/f32")
+            info(source).serves = serves
         if isinstance(have, Partial) and isinstance(wanted, Shard):
             made = self.make(sum_and_divide, (source, group, ways, wanted.dim, wanted.blocks), {}, like, f"{name}/sum")
         elif isinstance(have, Partial):
@@ -133,11 +131,6 @@ class LocalGraph:
                     return value.add(wanted, self.own_part(made, wanted, f"{name}/part", like))
         self._record(made, value, have, wanted, consumer, serves)
         info(made).serves = serves
-        made = self._known(made, wanted)
-        if low and isinstance(have, Partial):
-            made = self.make(
-                aten._to_copy.default, (made,), {"dtype": original}, like, f"{name}/{dtype_name(original)}"
-            )
         return value.add(wanted, self._known(made, wanted))
 
     def _known(self, made: fx.Node, placement: Placement) -> fx.Node:

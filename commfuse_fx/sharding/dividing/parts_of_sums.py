@@ -1,4 +1,7 @@
-"""A rank that keeps a part of a sum over ranks takes this part of the summands: less is added up, and less is sent."""
+"""A rank that keeps a part of a sum over ranks takes this part of the summands: less is added up, and less is sent.
+
+A part is cut out, or comes from a sum over the ranks of other mesh axes, each of which keeps its part of that sum.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import fx
 from commfuse_fx.ir.edit import replace_all
 from commfuse_fx.ir.meta import info, set_info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.redistribution import own_part, sum_partial
+from commfuse_fx.ir.redistribution import own_part, sum_and_divide, sum_partial
 from commfuse_fx.sharding.dividing.variation import varies
 
 aten = torch.ops.aten
@@ -21,36 +24,50 @@ def sum_parts(program: Program) -> None:
 
     One axis is divided after the other. So a sum over the first stands in the graph when the second one divides it.
     """
-    for node in [node for node in program.graph.nodes if node.target is own_part]:
+    for node in [node for node in program.graph.nodes if node.target in (own_part, sum_and_divide)]:
         if chain := _sums(node):
             _take_part_first(program, node, chain)
 
 
 def _sums(node: fx.Node) -> list[fx.Node]:
-    """The sums that a part is taken of, with the casts around them, the last one first.
+    """The sums that a part is taken of, the last one first; of a part that is cut out, with the casts around them.
 
-    A sum over ranks that keep different parts is none of them: each of these needs all summands of its own part.
+    A sum over ranks that keep different parts is none of them: each of these needs all summands of its own part. Parts
+    that are themselves summed keep the precision in which they are.
     """
     found: list[fx.Node] = []
-    value, index = node.args[:2]
-    assert isinstance(index, fx.Node)
-    group = {*(info(index).varies or "").split(",")}
-    while isinstance(value, fx.Node) and value.target in (sum_partial, aten._to_copy.default) and len(value.users) == 1:
-        if value.target is sum_partial and group & {*str(value.args[1]).split(",")}:
+    value, group = node.args[0], {*_group(node).split(",")}
+    is_cut = node.target is own_part
+    while isinstance(value, fx.Node) and len(value.users) == 1:
+        if value.target is sum_partial:
+            goes_along = not group & {*str(value.args[1]).split(",")} and (is_cut or value.args[2] == "sum")
+        else:
+            goes_along = is_cut and value.target is aten._to_copy.default
+        if not goes_along:
             break
         found.append(value)
         value = value.args[0]
     return found if any(each.target is sum_partial for each in found) else []
 
 
+def _group(node: fx.Node) -> str:
+    """The mesh axes along which ranks keep different parts."""
+    if node.target is sum_and_divide:
+        return str(node.args[1])
+    index = node.args[1]
+    assert isinstance(index, fx.Node)
+    group = info(index).varies
+    assert group is not None, "an index differs between the ranks of its group"
+    return group
+
+
 def _take_part_first(program: Program, node: fx.Node, chain: list[fx.Node]) -> None:
-    whole, index = chain[-1].args[0], node.args[1]
-    assert isinstance(whole, fx.Node) and isinstance(index, fx.Node)
+    whole, group = chain[-1].args[0], _group(node)
+    assert isinstance(whole, fx.Node)
     replace_all(program, {node: chain[0]})
     with program.graph.inserting_before(chain[-1]):
-        part = program.graph.call_function(own_part, (whole, *node.args[1:]))
-    spec, group = tensor_spec(node), info(index).varies
-    assert group is not None, "an index differs between the ranks of its group"
+        part = program.graph.call_function(node.target, (whole, *node.args[1:]))  # type: ignore[arg-type]
+    spec = tensor_spec(node)
     set_info(part, replace(info(node), spec=spec.with_dtype(tensor_spec(whole).dtype), varies=info(whole).varies))
     chain[-1].replace_input_with(whole, part)
     for each in (part, *chain):

@@ -1,6 +1,7 @@
 """The cheapest ways from layouts on several mesh axes to others, as sequences of collectives and cuts.
 
-On each axis a tensor lies as it did, whole, or as it is wanted. A move changes one axis, or gathers several together.
+On each axis a tensor lies as it did, whole, or as it is wanted. A move changes one axis, gathers several together, or
+sums over several together, so that each rank gets its part.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from commfuse_fx.ir.placement import Placement, R, Shard
+from commfuse_fx.ir.placement import P, Placement, R, Shard
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.solvers.factor_graph import Table
 
@@ -69,6 +70,7 @@ class _Moves:
     each axis, 0 is R.
 
     cuts: for each axis, from a layout to another placement there than R. gathers: of some axes together, to R.
+    sums: of some axes together, on all of which a tensor is a partial sum and gets the same parts.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class _Moves:
         self._dims = [self._along(axis, np.array(own)) for axis, own in enumerate(dims)]
         self.cuts = [self._cuts(axis) for axis in range(len(self._own))]
         self.gathers = {places: self._gathers(places) for places in prices}
+        self.sums = {places: self._sums(places) for places in prices if len(places) > 1}
 
     def numbers(self, layouts: Sequence[Placements]) -> NDArray[np.intp]:
         """The numbers of placements, as [axes, layouts]."""
@@ -105,6 +108,14 @@ class _Moves:
         for places, costs in self.gathers.items():
             if all(stages[axis] != WHOLE for axis in places):
                 yield costs[layout], _with(stages, places, WHOLE)
+        for places, costs in self.sums.items():
+            if all(stages[axis] == HAVE for axis in places):
+                first, *others = places
+                goal = at[first][WANTED]
+                seconds = costs[(*layout, goal)]
+                for axis in others:
+                    seconds = np.where(self._as_on(first, axis)[at[axis][WANTED]] == goal, seconds, inf)
+                yield seconds, _with(stages, places, WANTED)
 
     def _along(self, axis: int, values: NDArray[np.intp]) -> NDArray[np.intp]:
         return values.reshape([-1 if at == axis else 1 for at in range(len(self._own))])
@@ -139,9 +150,32 @@ class _Moves:
         found = seconds[which, self._along(first, np.arange(self._shape[first]))]
         alike = np.ones((1,) * len(self._own), dtype=np.bool_)
         for axis in places[1:]:
-            same = [self._own[first].get(each, -1) for each in self._own[axis]]
-            alike = alike & (self._along(axis, np.array(same)) == self._along(first, np.arange(self._shape[first])))
+            same = self._along(axis, self._as_on(first, axis))
+            alike = alike & (same == self._along(first, np.arange(self._shape[first])))
         return np.where(alike & ~self._is_divided_later(places, self._dims[first]), found, inf)
+
+    def _sums(self, places: tuple[int, ...]) -> Table:
+        """[layout, placement that all of these axes get, by its number on the first]"""
+        is_sum = np.ones((1,) * len(self._own), dtype=np.bool_)
+        for axis in places:
+            is_sum = is_sum & self._along(axis, np.array([each == P for each in self._own[axis]]))
+        others, which = self._others(places)
+        first = self._own[places[0]]
+        found = np.full((*self._shape, len(first)), inf)
+        for number, wanted in enumerate(first):
+            if isinstance(wanted, Shard) and wanted.blocks == 1 and all(wanted in self._own[axis] for axis in places):
+                seconds = [self._seconds(places, nbytes, P, wanted) if nbytes < inf else inf for nbytes in others]
+                after = self._nbytes
+                for axis in places:
+                    after = after.take([self._own[axis][wanted]], axis=axis)
+                dim = np.full((1,) * len(self._own), wanted.dim)
+                is_possible = is_sum & (after < inf) & ~self._is_divided_later(places, dim)
+                found[..., number] = np.where(is_possible, np.array(seconds)[which], inf)
+        return found
+
+    def _as_on(self, first: int, axis: int) -> NDArray[np.intp]:
+        """The numbers that the placements of an axis have on the first one; -1 where it does not have them."""
+        return np.array([self._own[first].get(each, -1) for each in self._own[axis]], dtype=np.intp)
 
     def _seconds(self, places: tuple[int, ...], nbytes: float, have: Placement, wanted: Placement) -> float:
         return self._prices[places].change(nbytes, have, wanted, self._fused)

@@ -31,6 +31,7 @@ from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.division import part_over_other_axes
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
+from commfuse_fx.sharding.dividing.gradient_precision import is_widened, summed_in_float32
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
@@ -214,6 +215,8 @@ class LayoutProblem:
         elif is_mark(node):
             self._mark(node)
         elif node.target is aten.ones_like.default and _spec(node).numel == 1:
+        elif is_widened(node):
+            self._at[node] = self._at[args[0]]
             self._variable(node, [self._given(self.grid.whole)])
         elif spec is None or written_nodes(node):
             self._whole_inputs(node)
@@ -295,10 +298,13 @@ class LayoutProblem:
         """What the step returns is whole. A gradient lies as its parameter, and so does what is written to an input."""
         program = self.program
         for name, grad in program.grads.items():
-            number = self.parameters[name]
+            number, spec = self.parameters[name], _spec(grad)
             self._reading(number, "update", [grad], "outputs", fused=True)
         returned = list(dict.fromkeys((program.loss, *program.aux.values())))
         last = self._variable(None, [LaidOut((), (self.grid.whole,) * len(returned))])
+            if summed_in_float32(spec, program):
+                variable, item = self._at[grad]
+                self._reads[variable, item or 0].spec = spec.with_dtype(torch.float32)
         self._reading(last, "update", returned)
         for node in program.graph.nodes:
             if writes_input(node):
