@@ -14,6 +14,7 @@ from commfuse_fx.ir.collectives import c10d
 from commfuse_fx.ir.edit import remove_dead_nodes, replace_all
 from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
 from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.parameter_values import parameter_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.redistribution import (
     exchange_parts,
@@ -71,8 +72,8 @@ def _merge_sums(program: Program) -> int:
 
 
 def _merge_parts(program: Program, target: Any) -> int:
-    """Parts along one dimension, divided first by a and then by b: one gather over both of them, or one sum over both of
-    which each rank gets such a part. target: the function of either."""
+    """Parts along one dimension, divided first by a and then by b: one gather over both of them, or one sum over both,
+    of which each rank gets such a part. target: the function of either."""
     merged = 0
     names = list(program.mesh.names)
     for node in [node for node in program.graph.nodes if node.target is target]:
@@ -85,8 +86,8 @@ def _merge_parts(program: Program, target: Any) -> int:
             continue
         ways = node.args[2] * inner.args[2]
         node.args = (inner.args[0], ",".join(axes), ways, *node.args[3:])
-        program.graph.erase_node(inner)
         info(node).serves = info(node).serves or info(inner).serves
+        program.graph.erase_node(inner)
         merged += 1
     return merged
 
@@ -99,8 +100,10 @@ class _Lowering:
         self.node = node
         self.name = info(node).name
         self.serves = info(node).serves
-        params = build.program.params
-        first = params.get(self.serves[0]) if self.serves else None
+        gathered = parameter_of(build.program, node) if node.target is gather_parts else None
+        self.role = "gradient" if self.serves else "redistribution" if gathered is None else "parameter"
+        self.members = self.serves or (self.name if gathered is None else gathered,)
+        first = build.program.params.get(self.members[0]) if self.role != "redistribution" else None
         self.sequence = sequence if first is None else first.sequence
         self.fusion_id = None if first is None else first.fusion_id
 
@@ -155,7 +158,7 @@ class _Lowering:
             sequence=self.sequence,
             reduce_op=op,
             fusion_id=self.fusion_id,
-            role="gradient" if self.serves else "redistribution",
+            role=self.role,
         )
         start = self.call(target, args, spec, kind, collective=collective)
         last = end_of_backward(self.build.program) if late and self.serves and self._is_final() else self.node
@@ -167,7 +170,7 @@ class _Lowering:
         params = self.build.program.params
         if kind == "all_reduce" and any(params[name].spec.shape != spec.shape for name in self.serves):
             return (self.name,)
-        return self.serves or (self.name,)
+        return self.members
 
     def _is_final(self) -> bool:
         """Whether nothing but the update uses the result."""

@@ -127,7 +127,7 @@ class _Order:
         self.lazy = self._lazy_nodes()
         for node in self.nodes:
             if is_start(node):
-                needed = self.dependence.direct[node]
+                needed = self._needs(node)
                 self.missing[node] = len(needed)
                 for other in needed:
                     self.starts_after.setdefault(other, []).append(node)
@@ -143,6 +143,15 @@ class _Order:
         if divided is not None and divided.level > 1:  # a gradient is whole until its rows have arrived
             for one, other in pairwise(filter(_leaves_a_part, self.nodes)):
                 self.dependence.direct[other] = [*self.dependence.direct[other], *_left_of(one)]
+
+    def _needs(self, start: fx.Node) -> list[fx.Node]:
+        """What has to be there before a start. Views of inputs that nothing writes to are made when they are sent."""
+        direct, views = self.dependence.direct, [start]
+        while is_view(given := views[-1].all_input_nodes[0]):
+            views.append(given)
+        needed = dict.fromkeys(other for node in views for other in direct[node] if other not in views)
+        is_early = info(start).phase != "update" and all(other.op == "placeholder" for other in needed)
+        return [*needed] if is_early else direct[start]
 
     def _lazy_nodes(self) -> dict[fx.Node, None]:
         """Waits, and what merely reshapes or scales their results: they stand where the first real use is."""

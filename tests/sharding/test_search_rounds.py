@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,14 @@ from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.planning.attempts import Attempt
 from commfuse_fx.planning.plan_names import plan_name
 from commfuse_fx.planning.strategy_rounds import COMPARED
+from commfuse_fx.sharding.dividing.axis import Pin
+from commfuse_fx.sharding.dividing.decisions import Decisions, State
+from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.search.exposure import GRADIENT, PARAMETER, Exposure, exposure_of
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.simulate.rounds import play
-from tests.sharding.test_search import caught, mlp
+from tests.sharding.test_search import caught, lowered, mlp
 
 
 def planned(rows: int, width: int, layers: int = 2, **options: Any) -> tuple[list[Attempt], Any]:
@@ -161,3 +165,30 @@ def test_a_level_has_its_gathers_in_the_search(monkeypatch: pytest.MonkeyPatch) 
     assert divided == pytest.approx(off / 2)
     for level, gathers in ((1, 1), (2, 1), (3, 2)):
         assert seconds(level) == (pytest.approx(divided + (gathers - 1) * gather), divided)
+
+
+def test_gathers_of_parameters_have_a_price_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They can be sent before anything is computed, so a schedule hides them where it hides no other gather."""
+    layer, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.empty(64, 64)
+    program, axis = caught(layer, x, x, monkeypatch)
+    monkeypatch.undo()
+    cluster = resolve_cluster("h100-node")
+    bound = {}
+    for exposed in ({}, {PARAMETER: 0.0}, {"forward": 0.0}):
+        prices = [PlacementCosts(cluster, (0, 1), exposed)]
+        problem = LayoutProblem(
+            program, [replace(axis, parameters={"0.weight": Pin(S(0), "")})], prices, cluster.device
+        )
+        weight, op = problem.parameters["0.weight"], problem.named["0/t.0"]
+        whole = next(at for at, state in enumerate(problem.states[op]) if state.inputs == ((R,),))
+        bound[str(exposed)] = problem.graph.pairs[weight, op][0, whole]
+    free, *counted = bound[str({PARAMETER: 0.0})], bound["{}"], bound[str({"forward": 0.0})]
+    assert free == cluster.device.collective_overhead < counted[0] == counted[1]
+
+    rows = {"0/t.0": State((R,), (R,)), "0/mm.0": State((S(0),), (S(0), R))}
+    file = tmp_path / "strategies.json"
+    file.write_text(Strategies(mesh={"dp": 2}, axes={"dp": Decisions({"0.weight": S(0)}, rows, (1,))}).to_json())
+    found = lowered(layer, F.mse_loss, x, x, device_num=2, strategy_ckpt_load_file=file)
+    gathers = [each.members for each in found.collectives if each.kind == "all_gather"]
+    roles = {info(node).collective.role for node in found.program.collectives() if "gather" in info(node).name}
+    assert gathers == [["0.weight"]] and roles == {"parameter"}

@@ -23,12 +23,12 @@ from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
 from commfuse_fx.ir.program import LAYOUT, Program, Source
-from commfuse_fx.ir.redistribution import own_part, sum_partial
+from commfuse_fx.ir.redistribution import sum_partial
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.gradient_precision import is_widened
-from commfuse_fx.sharding.dividing.local_graph import LocalGraph
+from commfuse_fx.sharding.dividing.local_graph import LocalGraph, part_over_other_axes
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.made_of_constants import MadeOfConstants
 from commfuse_fx.sharding.dividing.own_parts import OwnParts
@@ -158,10 +158,8 @@ class Division:
             pass  # `_finish` writes it at the end
         elif written_nodes(node):
             self._write(node)
-        elif is_mark(node):
-            self._mark(node)
-        elif is_widened(node):
-            self._pass_on(node, next(iter(self.values[node.all_input_nodes[0]].versions), R))
+        elif is_mark(node) or is_widened(node):
+            self._pass_on(node)
         elif node.target is aten.ones_like.default and tensor_spec(node).numel == 1:
             self._start_of_backward(node)
         elif self._can_wait(node):
@@ -194,8 +192,8 @@ class Division:
             varies(made, self.axis.group)
         self.values[node] = Value(info(node).spec, {R: made})
 
-    def _mark(self, node: fx.Node) -> None:
-        """A mark redistributes the value if it asks for a placement on this group; otherwise it changes nothing."""
+    def _pass_on(self, node: fx.Node) -> None:
+        """A mark redistributes a value if it asks for a placement on this group. Else the result lies as the value."""
         given: fx.Node = node.args[0]  # type: ignore[assignment]
         value = self.values[given]
         pin = self.axis.activations.get(info(node).name)
@@ -203,15 +201,10 @@ class Division:
             placement = pin.placement
         else:
             placement = R if value.pending is not None else next(iter(value.versions), R)
-        self._pass_on(node, placement)
-
-    def _pass_on(self, node: fx.Node, placement: Placement) -> None:
-        """An op whose result lies as what it is given."""
-        given: fx.Node = node.args[0]  # type: ignore[assignment]
         taken = self._get(given, placement, node)
         new = self.local.emit(node.target, (taken, *node.args[1:]), node.kwargs, node)
         self._lies(node, new, placement)
-        self.values[node] = Value(info(node).spec, {placement: new}, weight=self.values[given].weight)
+        self.values[node] = Value(info(node).spec, {placement: new}, weight=value.weight)
 
     def _start_of_backward(self, node: fx.Node) -> None:
         """The gradient of the loss is a constant 1, so that the backward need not wait for the summed loss."""
@@ -399,9 +392,3 @@ class Division:
         self.local.graph.output_node().meta = output.meta.copy()
         set_info(self.local.graph.output_node(), replace(info(output)))
         program.replace_graph(self.local.graph, self.local.inputs)
-
-
-def part_over_other_axes(node: fx.Node) -> fx.Node | None:
-    """The part of an input that is all that is used of it."""
-    users = [*node.users]
-    return users[0] if len(users) == 1 and users[0].target is own_part else None

@@ -174,3 +174,9 @@ class LocalGraph:
             name = self.program.names.reserve(f"axis_index/{self.axis.group}")
             self._index = set_info(made, NodeInfo("forward", None, name=name, varies=self.axis.group))
         return self._index
+
+
+def part_over_other_axes(node: fx.Node) -> fx.Node | None:
+    """The part of an input that is all that is used of it."""
+    users = [*node.users]
+    return users[0] if len(users) == 1 and users[0].target is own_part else None

@@ -158,16 +158,17 @@ class _Moves:
         """[layout, placement that all of these axes get, by its number on the first]"""
         is_sum = np.ones((1,) * len(self._own), dtype=np.bool_)
         for axis in places:
-            is_sum = is_sum & self._along(axis, np.array([each == P for each in self._own[axis]]))
+            is_sum = is_sum & (self._along(axis, np.array([each == P for each in self._own[axis]], np.intp)) == 1)
         others, which = self._others(places)
         first = self._own[places[0]]
         found = np.full((*self._shape, len(first)), inf)
         for number, wanted in enumerate(first):
-            if isinstance(wanted, Shard) and wanted.blocks == 1 and all(wanted in self._own[axis] for axis in places):
+            numbers = [self._own[axis].get(wanted) for axis in places]
+            if isinstance(wanted, Shard) and wanted.blocks == 1 and None not in numbers:
                 seconds = [self._seconds(places, nbytes, P, wanted) if nbytes < inf else inf for nbytes in others]
                 after = self._nbytes
-                for axis in places:
-                    after = after.take([self._own[axis][wanted]], axis=axis)
+                for axis, own in zip(places, numbers, strict=True):
+                    after = after.take(np.array([own], dtype=np.intp), axis=axis)
                 dim = np.full((1,) * len(self._own), wanted.dim)
                 is_possible = is_sum & (after < inf) & ~self._is_divided_later(places, dim)
                 found[..., number] = np.where(is_possible, np.array(seconds)[which], inf)

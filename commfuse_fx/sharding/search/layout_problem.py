@@ -22,6 +22,7 @@ from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.memory import Memory
 from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.parameter_values import parameter_of
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
@@ -29,9 +30,9 @@ from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.divided_value import Value
-from commfuse_fx.sharding.dividing.division import part_over_other_axes
-from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.gradient_precision import is_widened, summed_in_float32
+from commfuse_fx.sharding.dividing.local_graph import part_over_other_axes
+from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
@@ -214,9 +215,9 @@ class LayoutProblem:
             self._variable(node, [self._given(self._cut[node])])
         elif is_mark(node):
             self._mark(node)
-        elif node.target is aten.ones_like.default and _spec(node).numel == 1:
         elif is_widened(node):
             self._at[node] = self._at[args[0]]
+        elif node.target is aten.ones_like.default and _spec(node).numel == 1:
             self._variable(node, [self._given(self.grid.whole)])
         elif spec is None or written_nodes(node):
             self._whole_inputs(node)
@@ -288,7 +289,8 @@ class LayoutProblem:
             key = (number, item or 0)
             places.setdefault(key, []).append(place)
             if key not in self._reads and isinstance(spec := info(value).spec, TensorSpec):
-                self._reads[key] = LayoutRead(*key, spec, times=self._moved if value in self._marked else 1.0)
+                times = self._moved if value in self._marked else 1.0
+                self._reads[key] = LayoutRead(*key, spec, [], times, parameter_of(self.program, value) is not None)
         for key, own in places.items():
             if key in self._reads:
                 needs = self._known.columns(self.states[variable], part, tuple(own))
@@ -300,11 +302,11 @@ class LayoutProblem:
         for name, grad in program.grads.items():
             number, spec = self.parameters[name], _spec(grad)
             self._reading(number, "update", [grad], "outputs", fused=True)
-        returned = list(dict.fromkeys((program.loss, *program.aux.values())))
-        last = self._variable(None, [LaidOut((), (self.grid.whole,) * len(returned))])
             if summed_in_float32(spec, program):
                 variable, item = self._at[grad]
                 self._reads[variable, item or 0].spec = spec.with_dtype(torch.float32)
+        returned = list(dict.fromkeys((program.loss, *program.aux.values())))
+        last = self._variable(None, [LaidOut((), (self.grid.whole,) * len(returned))])
         self._reading(last, "update", returned)
         for node in program.graph.nodes:
             if writes_input(node):

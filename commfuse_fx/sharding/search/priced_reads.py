@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import P
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
+from commfuse_fx.sharding.search.exposure import PARAMETER
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.solvers.cheapest_choice import Choice
 from commfuse_fx.solvers.factor_graph import Table
@@ -33,13 +34,17 @@ class LayoutReader:
 
 @dataclass
 class LayoutRead:
-    """A value: result number `item` of a variable, with those who read it. times: how often a change of it counts."""
+    """A value: result number `item` of a variable, with those who read it.
+
+    times: how often a change of it counts. is_parameter: whether it is there before anything is computed.
+    """
 
     variable: int
     item: int
     spec: TensorSpec
     readers: list[LayoutReader] = field(default_factory=list)
     times: float = 1.0
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ def price_read(read: LayoutRead, have: Needs, grid: AxisGrid, known: KnownLayout
     """What is paid for a value. have: its placement in each state of its variable, from `known`."""
     fused = all(reader.fused for reader in read.readers)
     if not fused:
-        grid = grid.of("forward" if any(reader.phase == "forward" for reader in read.readers) else "backward")
+        is_forward = any(reader.phase == "forward" for reader in read.readers)
+        grid = grid.of(PARAMETER if read.is_parameter else "forward" if is_forward else "backward")
     readers = tuple((id(reader.wanted), reader.phase) for reader in read.readers)
     key = (grid.key(fused), read.spec, read.times, id(have), fused, readers)
     found = known.reads.get(key)

@@ -71,3 +71,27 @@ def test_the_next_parameter_is_on_its_way_when_one_that_was_updated_is_there() -
     lines = [line.strip() for line in GATHERS.splitlines() if line.strip()]
     after = [*lines[:5], *lines[7:9], *lines[5:7], *lines[9:]]
     check(GATHERS, Overlap(), "\n".join(after))
+
+
+USED = """
+    in  %a: f32[2] = parameter
+    in  %b: f32[2] = parameter
+    in  %x: f32[4] = input
+    fwd %/mul.0: f32[4] = aten.mul.Tensor(%x, %x)
+    fwd %a/all_gather: f32[4] = _c10d_functional.all_gather_into_tensor(%a, 2, dp)  {group=dp(2) dtype=f32 bytes=16 members=[a]}
+    fwd %a/wait: f32[4] = _c10d_functional.wait_tensor(%a/all_gather)
+    fwd %/mul.1: f32[4] = aten.mul.Tensor(%/mul.0, %a/wait)
+    fwd %b/flat: f32[2] = aten.view(%b, [2])
+    fwd %b/all_gather: f32[4] = _c10d_functional.all_gather_into_tensor(%b/flat, 2, dp)  {group=dp(2) dtype=f32 bytes=16 members=[b]}
+    fwd %b/wait: f32[4] = _c10d_functional.wait_tensor(%b/all_gather)
+    fwd %/dot.0: f32[] = aten.dot(%/mul.1, %b/wait)
+    return [%/dot.0]
+"""
+
+
+def test_the_next_parameter_is_on_its_way_while_one_is_used() -> None:
+    """Also where a view of it is sent."""
+    *inputs, mul, gather, wait, use, flat, following, behind, dot, end = [
+        line.strip() for line in USED.splitlines() if line.strip()
+    ]
+    check(USED, Overlap(), "\n".join([*inputs, gather, mul, wait, flat, following, use, behind, dot, end]))
