@@ -101,7 +101,7 @@ class Planner:
         self._level: int | None = None  # of the parallel optimizer, once a search has chosen it for this structure
         self._laid_out: ModelStructure | None = None
         file = config.strategy_ckpt_load_file
-        self._strategies = None if file is None else Strategies.load(file)
+        self._strategies = None if file is None else Strategies.of_file(file)
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
         self._common: dict[tuple[bool, ModelStructure], Seconds] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -11,8 +12,8 @@ from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 
 
 def show(value: object) -> str:
-    """`repr(value)` on one line, cut to what fits an error message."""
-    text = " ".join(repr(value).splitlines())
+    """`repr(value)` on one line, cut to what fits an error message; a path as its text."""
+    text = " ".join(repr(os.fspath(value) if isinstance(value, os.PathLike) else value).splitlines())
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

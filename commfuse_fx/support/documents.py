@@ -75,10 +75,13 @@ class Document:
         Path(_checked_path(path)).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
-    def load(cls: type[_Kept], path: str | os.PathLike[str]) -> _Kept:
-        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read."""
+    def load(cls: type[_Kept], path: str | os.PathLike[str], give: str = "") -> _Kept:
+        """Read a file that `save` wrote. Raises like `from_json`, and ConfigValueError when it cannot be read.
+
+        give: what the latter says to do, where the caller knows more than that this is a path.
+        """
         where = _checked_path(path)
-        return cls.from_json(_content(where, cls._fix or _PATH), where)
+        return cls.from_json(_content(where, give or cls._fix or _PATH), where)
 
 
 def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:

@@ -191,8 +191,14 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     for path in (damaged, tmp_path / "none.json"):
         with pytest.raises(ConfigValueError, match=path.name):
             lowered(layers(), strategy_ckpt_load_file=path)
-    with pytest.raises(ConfigValueError, match="is no regular file"):
+    with pytest.raises(
+        ConfigValueError, match="is no regular file; give strategy_ckpt_load_file the path of a file that"
+    ):
         lowered(layers(), strategy_ckpt_load_file=tmp_path)
+    with pytest.raises(
+        ConfigValueError, match="^strategy_ckpt_load_file='.*damaged.json' with parallel_mode='semi_auto'"
+    ):
+        lowered(layers(), parallel_mode="semi_auto", strategy_ckpt_load_file=damaged)
 
 
 def test_a_file_that_cannot_be_written_is_an_error_ahead_of_the_search(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,13 @@ class Strategies(Document, kind="strategies"):
                 for axis, found in blocks.items()
             },
             level=None if level is None else check_int(level, f"{where}: {_LEVEL}", 0, LEVELS[-1]),
+        )
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> Strategies:
+        """Those of strategy_ckpt_load_file. Raises like `load`."""
+        return cls.load(
+            path, "give strategy_ckpt_load_file the path of a file that strategy_ckpt_save_file has written"
         )
 
     def check_mesh(self, mesh: Mesh) -> None:
