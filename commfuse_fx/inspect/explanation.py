@@ -13,8 +13,10 @@ from commfuse_fx.inspect.rank_memory import RankMemory, rank_memory
 from commfuse_fx.ir.collectives import collective_of, is_wait
 from commfuse_fx.ir.dependence import is_view
 from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.placement import R
 from commfuse_fx.ir.program import LAYOUT, Note, Program, Redistribution
 from commfuse_fx.ir.text import collective_text
+from commfuse_fx.sharding.dividing.axis import SEARCHED
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
 
@@ -59,8 +61,8 @@ class ParameterLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameter is whole on every rank, and no mark speaks of it."""
-        return not self.placements
+        """Whether the parameter is whole on every rank, and no mark speaks of it: at most a search does."""
+        return all(each.startswith(f"{R} on ") and each.endswith(f": {SEARCHED}") for each in self.placements)
 
     def __str__(self) -> str:
         return f"{self.name}: {'; '.join(self.placements) or 'R'}"

@@ -93,6 +93,7 @@ def test_a_large_batch_is_divided_and_the_model_is_not() -> None:
     found = lowered(mlp(64, 2), F.mse_loss, x, x)
     assert layouts(found) == {}
     assert [each.kind for each in found.collectives] == ["all_reduce", "all_reduce"]
+    assert f"R, as nothing asks for parts of them: {', '.join(found.program.params)}\n" in found.explain().text()
 
 
 @pytest.mark.parametrize("cluster", ["h100-node", "gloo-1gbit"])
