@@ -16,7 +16,8 @@ from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir.update_sharing import SHARED as SHARED_UPDATES
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
-from commfuse_fx.sharding.search.kept_bytes import copies, moved_by_update
+from commfuse_fx.sharding.search.kept_bytes import copies
+from commfuse_fx.sharding.search.update_costs import moved_by_update
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
 

@@ -1,7 +1,4 @@
-"""Which tensors of a step stay in memory: parameters all the time, and what the forward computes for the backward.
-
-And which of them an update reads and writes.
-"""
+"""How many tensors of the size of a parameter stay in memory between steps, or until its update."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def copies(program: Program, name: str, has_gradient: bool = True) -> int:
     if has_gradient and name in program.grads:
         found += int(level < GRADIENTS)
     if level < STATES:
-        found += _states(program, name)
+        found += states_of(program, name)
     return found
 
 
@@ -33,20 +30,7 @@ def level_of(program: Program, name: str) -> int:
     return asked.level
 
 
-def moved_by_update(program: Program, name: str) -> int:
-    """How many times the bytes of a parameter its update reads and writes: it reads the gradient, and reads and writes
-    the parameter and each of its states.
-
-    An optimizer without a rule updates whole parameters on each rank, whatever their layout: it counts as nothing.
-    """
-    optimizer = program.optimizer
-    if optimizer is None or optimizer.rule not in RULES or name not in program.grads:
-        return 0
-    is_updated = any(name in group.params for group in optimizer.groups)
-    return 3 + 2 * _states(program, name) if is_updated else 0
-
-
-def _states(program: Program, name: str) -> int:
+def states_of(program: Program, name: str) -> int:
     """Tensors of the parameter's size in the optimizer's state; an optimizer without a rule keeps them to itself."""
     optimizer = program.optimizer
     if optimizer is None or optimizer.rule not in RULES:

@@ -18,9 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from commfuse_fx.config.parallel_optimizer import PARAMETERS
-from commfuse_fx.cost.memory import Memory
-from commfuse_fx.ir.dependence import Roots, is_view, written_nodes
+from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.parameter_values import parameter_of
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
@@ -39,11 +37,11 @@ from commfuse_fx.sharding.marking.layout_op import is_mark
 from commfuse_fx.sharding.rules.call import OpCall, Strategy
 from commfuse_fx.sharding.rules.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import TIME, AxisGrid, LaidOut, Objective, PriceOf, distinct, joined, on_axis
-from commfuse_fx.sharding.search.exposure import PARAMETER
-from commfuse_fx.sharding.search.kept_bytes import copies, level_of, moved_by_update
+from commfuse_fx.sharding.search.byte_count import ByteCount
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
+from commfuse_fx.sharding.search.update_costs import update_seconds
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 
 aten = torch.ops.aten
@@ -101,7 +99,7 @@ class LayoutProblem:
         self._results()
         for read in self._reads.values():
             self._price(read)
-        self._count_memory()
+        ByteCount(program, self.grid, self.memory, self.states).count(self.parameters, self._at, self._reads)
 
     def decisions(self, choice: Sequence[int]) -> dict[str, Decisions]:
         """What a choice of states means, by the group of an axis."""
@@ -162,34 +160,13 @@ class LayoutProblem:
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
-            costs = self._update_seconds(source.name, _spec(node), found)
+            costs = update_seconds(self.program, source.name, found, self.grid, self._known)
             number = self._variable(node, [self._given(each) for each in found], costs)
             self.parameters[source.name] = number
             if any(_is_marked(axis, source.name) for axis in self.grid.axes):
                 self._marked[node] = None
         else:
             self._variable(node, [self._given(self.grid.whole)])
-
-    def _update_seconds(self, name: str, spec: TensorSpec, layouts: Sequence[Placements]) -> Table:
-        """What the update of a parameter takes that lies so, with what the parallel optimizer sends where it divides it
-        further: the gradient is reduced to rows alone, and rows are gathered after the update, or for each use."""
-        grid, level, moved = self.grid, level_of(self.program, name), moved_by_update(self.program, name)
-        of_rows = grid.of(PARAMETER)
-        key = (grid.work, grid.key(True), of_rows.key(True), spec, level, moved, tuple(layouts))
-        if key in self._known.updates:
-            return self._known.updates[key]
-        rows = [tuple(S(0) if each == R else each for each in one) for one in layouts]
-        shared = [at for at, one in enumerate(rows) if level > 0 and one != layouts[at] and grid.fits(spec, one)]
-        parts = np.array([float(grid.parts(one)) for one in layouts])
-        parts[shared] = [grid.parts(rows[at]) for at in shared]
-        seconds = grid.work * moved * spec.nbytes / parts / grid.device.memory_bandwidth
-        if shared and moved:
-            have, wanted = [rows[at] for at in shared], [layouts[at] for at in shared]
-            gathers = 2 if level == PARAMETERS else 1
-            sent, reduced = (np.diagonal(each.changes(spec, have, wanted, True)) for each in (of_rows, grid))
-            seconds[shared] += gathers * sent - reduced
-        self._known.updates[key] = seconds
-        return seconds
 
     def _of_parameter(self, axis: Axis, node: fx.Node, name: str) -> list[Placement]:
         pin = axis.parameters.get(name)
@@ -329,44 +306,6 @@ class LayoutProblem:
             self.graph.pay_once(read.variable, change.paid, needs)
             if change.stays is not None:
                 self.memory.pay_once(read.variable, change.stays, needs)
-
-    # Memory
-
-    def _count_memory(self) -> None:
-        program, aliases = self.program, self.program.aliases()
-        roots = Roots(program.graph, aliases)
-        moment, alive = Memory(program, roots).at_peak()
-        order = {node: at for at, node in enumerate(program.graph.nodes)}
-        for name, number in self.parameters.items():
-            node, grad = program.placeholder("parameter", name), program.grads.get(name)
-            count = copies(program, name, grad is not None and order[grad] <= order[moment])
-            assert node is not None
-            self._stays(number, 0, count * _spec(node).nbytes)
-        gradients = {roots[grad] for grad in program.grads.values()} - {moment}
-        for root, nbytes in alive.items():
-            if root in self._at and root not in gradients:
-                number, item = self._at[root]
-                self._stays(number, item or 0, nbytes)
-        if moment in self._at:
-            self._copies_for(self._at[moment][0])
-
-    def _copies_for(self, reader: int) -> None:
-        """The values that a variable reads in another layout than they have."""
-        for (number, item), read in self._reads.items():
-            for wanted in (each.wanted for each in read.readers if each.variable == reader and number != reader):
-                nbytes = [
-                    [
-                        sum(read.spec.nbytes / self.grid.parts(each) for each in needs if each != state.outputs[item])
-                        for needs in wanted
-                    ]
-                    for state in self.states[number]
-                ]
-                self.memory.pair(number, reader, np.array(nbytes))
-
-    def _stays(self, number: int, item: int, nbytes: int) -> None:
-        """So many bytes of a result of a variable stay; a rank has its part of them."""
-        parts = np.array([float(self.grid.parts(state.outputs[item])) for state in self.states[number]])
-        self.memory.unary[number] = self.memory.unary[number] + nbytes / parts
 
 
 def _is_marked(axis: Axis, name: str) -> bool:
