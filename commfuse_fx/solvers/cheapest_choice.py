@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -33,17 +34,17 @@ TOGETHER = 12
 AGAIN = 4
 """The same, where they begin with shifts for other costs."""
 
+APART = 24
+"""Walks over all variables, at most."""
+
+RISE = 5e-4
+"""A part of the bound; a walk over all variables that raises it by less is the last one."""
+
 SMALL = 64
 """Variables of a graph for which large tables are tried where a choice of several parts stays far from the bound."""
 
 GUESSES = 4
-"""Choices that are read off on the last of these, of which the best one is improved."""
-
-WALKS = 4
-"""Walks over all variables between two looks at the bound."""
-
-LOOKS = 5
-"""How often more walks may follow."""
+"""Choices that were read off last, of which the best one is improved."""
 
 
 @dataclass(frozen=True)
@@ -111,22 +112,14 @@ def _by_moves(graph: FactorGraph, parts: Parts, largest: int, earlier: Sequence[
     known = min(earlier, key=lambda each: graph.cost(each.states), default=None)
     levelled = Levelled(graph, None if known is None else known.shifts)
     levelled.walk(TOGETHER if known is None else AGAIN)
-    starts = [*levelled.guesses[-GUESSES:], *(() if known is None else (known.states,))]
-    states, cost = _improved(graph, starts, levelled, parts)
-    if known is not None and not _is_close(cost, levelled):
-        levelled.walk(TOGETHER)
+    states, cost = _improved(graph, levelled, parts, () if known is None else (known.states,))
     shifts = levelled.certificate()
-    if not _is_close(cost, levelled):
+    if not _is_close(cost, levelled.bound()):
         levelled.take_apart()
-        levelled.walk(1)
-    for _ in range(LOOKS):
-        if cost == np.inf or _is_close(cost, levelled):
-            break
-        levelled.walk(WALKS)
-    if not _is_close(cost, levelled):
-        other, less = _improved(graph, levelled.guesses, levelled, parts)
-        states, cost = (other, less) if less < cost else (states, cost)
-    if cost == np.inf:
+        _raise_bound(levelled, cost)
+        if cost == inf:
+            states, cost = _improved(graph, levelled, parts)
+    if cost == inf:
         raise CommFuseError("the search for strategies has found none that is allowed: give fewer marks")
     certificate = levelled.certificate()
     bound = min(cost, certificate.bound(graph))
@@ -144,12 +137,24 @@ def _by_moves(graph: FactorGraph, parts: Parts, largest: int, earlier: Sequence[
 
 
 def _improved(
-    graph: FactorGraph, starts: Sequence[Sequence[int]], levelled: Levelled, parts: Parts
+    graph: FactorGraph, levelled: Levelled, parts: Parts, others: Sequence[Sequence[int]] = ()
 ) -> tuple[tuple[int, ...], float]:
-    """The best of these choices, improved, and what it costs."""
-    states = improve(graph, min(starts, key=graph.cost), levelled.above(), parts)
+    """The best of the last guesses and of other choices, improved, and what it costs."""
+    start = min((*levelled.guesses[-GUESSES:], *others), key=graph.cost)
+    states = improve(graph, start, levelled.above(), parts)
     return states, graph.cost(states)
 
 
-def _is_close(cost: float, levelled: Levelled) -> bool:
-    return cost < np.inf and cost - levelled.bound() <= CLOSE * cost
+def _raise_bound(levelled: Levelled, cost: float) -> None:
+    """Walk until the bound is close to a cost, or rises too little."""
+    bound = levelled.bound()
+    for _ in range(APART):
+        before = bound
+        levelled.walk(1)
+        bound = levelled.bound()
+        if _is_close(cost, bound) or bound - before < RISE * abs(bound):
+            return
+
+
+def _is_close(cost: float, bound: float) -> bool:
+    return cost < inf and cost - bound <= CLOSE * cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_fx.errors import CommFuseError
+from commfuse_fx.solvers import cheapest_choice as solver
 from commfuse_fx.solvers.alike import alike
 from commfuse_fx.solvers.certificate import Certificate
 from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
@@ -118,6 +120,22 @@ def test_more_walks_come_closer() -> None:
         levelled.walk(10)
         bounds.append(levelled.bound())
     assert bounds == sorted(bounds) and best * 0.9 < bounds[-1] <= best * (1 + 1e-9)
+
+
+def test_walks_end_where_the_bound_rises_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of all pairs, which the bound stays far below."""
+    graph, bounds = complete(9, 6), []
+
+    class Noted(Levelled):
+        def walk(self, times: int) -> None:
+            super().walk(times)
+            bounds.append(self.bound())
+
+    monkeypatch.setattr(solver, "Levelled", Noted)
+    found = cheapest_choice(graph, largest=NEVER)
+    rises = [1 - before / bound for before, bound in pairwise(bounds)]
+    assert found.gap > 2 * solver.CLOSE and 1 < len(rises) < solver.APART
+    assert rises[-1] < solver.RISE < min(rises[:-1])
 
 
 def test_walks_over_alike_variables_cost_as_one_block() -> None:
