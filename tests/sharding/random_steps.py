@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -54,8 +55,9 @@ def weighted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum()
 
 
+@cache
 def random_step(seed: int, count: int, mesh: tuple[int, ...]) -> tuple[Any, list[Any]]:
-    """A step of so many ops before it is divided, and the mesh axes as a search is given them."""
+    """A step of so many ops before it is divided, and the mesh axes as a search is given them. Nobody changes them."""
     numbers = random.Random(seed)
     rows, width = numbers.choice((8, 64, 4096)), numbers.choice((16, 256, 1024))
     x = torch.empty(rows, width)
@@ -97,19 +99,20 @@ def none_is_cheaper(graph: Any, cost: float) -> bool:
         rest[number] += rest[number + 1]
     states = [0] * count
 
-    def look(number: int, before: float, costs: list[Any]) -> bool:
-        """costs: of the states of each variable, with its pairs with those that have been chosen."""
-        if before + rest[number] + sum(float(each.min()) for each in costs[number:]) >= cost * (1 - 1e-9):
+    def look(number: int, before: float, costs: list[Any], least: list[float]) -> bool:
+        """costs, least: of the states of each variable, with its pairs with those chosen; the least of these."""
+        if before + rest[number] + sum(least[number:]) >= cost * (1 - 1e-9):
             return True
         if number == count:
             return bool(graph.cost(states) >= cost * (1 - 1e-9))
         for state in np.argsort(costs[number], kind="stable").tolist():
             states[number] = state
-            then = list(costs)
+            then, less = list(costs), list(least)
             for last, table in after[number]:
                 then[last] = then[last] + table[state]
-            if not look(number + 1, before + float(costs[number][state]), then):
+                less[last] = float(then[last].min())
+            if not look(number + 1, before + float(costs[number][state]), then, less):
                 return False
         return True
 
-    return look(0, 0.0, list(graph.unary))
+    return look(0, 0.0, list(graph.unary), [float(each.min()) for each in graph.unary])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.config.options import SEARCH_MODES
 from tests.models import CONV, MLP_CASE, TIED, Case
-from tests.sharding.divided_oracle import compare
+from tests.sharding.divided_oracle import compare, divided
 
 MODE = {"parallel_mode": "auto", "search_mode": "sharding_propagation"}
 
@@ -118,6 +119,15 @@ MARKS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
 }
 
 
+@cache
+def layouts_of_marks(case: Case, name: str) -> frozenset[str]:
+    """The parameters that a mark divides, without a search."""
+    wanted = divided(case, case.model(), (2, 2), MARKS[case.name][name])
+    wanted.run(*case.batches(1, 8))
+    notes = wanted.program.notes
+    return frozenset(each.subject for each in notes if each.topic == "layout" and "propagated" not in each.reason)
+
+
 @pytest.mark.parametrize(
     ("case", "name", "mode"),
     [
@@ -136,12 +146,7 @@ def test_equals_one_device_and_keeps_marks(case: Case, name: str, mode: str) -> 
     mark = MARKS[case.name][name]
     options = {**MODE, "search_mode": mode}
     found = compare(case, (2, 2), mark, cluster="h100-node", gradients=False, steps=2, **options)
-    wanted = compare(case, (2, 2), mark, parallel_mode="semi_auto", gradients=False, steps=1)
-    kept = {
-        note.subject: found.layouts().get(note.subject, "").count("S(")
-        for note in wanted.program.notes
-        if note.topic == "layout" and "propagated" not in note.reason
-    }
+    kept = {each: found.layouts().get(each, "").count("S(") for each in layouts_of_marks(case, name)}
     assert all(kept.values()) and bool(kept) == (name != "activation")
 
 
