@@ -64,10 +64,11 @@ def check_files(config: CompileConfig, rank: int) -> None:
 
 
 def _save_strategies(compiled: Compiled, rank: int) -> None:
-    """Write what was searched for a training step, on rank 0."""
+    """Write what was searched for the first training step, on rank 0: those for other shapes follow from it."""
     program = compiled.program
     path = program.config.strategy_ckpt_save_file
-    if path is None or rank or not program.training or not isinstance(program.strategies, Strategies):
+    is_first = program.training and program.layouts is None
+    if path is None or rank or not is_first or not isinstance(program.strategies, Strategies):
         return
     try:
         program.strategies.save(path)

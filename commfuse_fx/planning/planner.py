@@ -24,13 +24,14 @@ from commfuse_fx.cost.model import cost_model
 from commfuse_fx.ir.halves import crossing
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Layouts, OptimizerInfo, Parameter, Program
+from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.planning.attempts import OnPlan, shown_plans
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
 from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled
+from commfuse_fx.planning.fixed_layouts import FixedLayouts
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
 from commfuse_fx.planning.retrace_log import Findings, Traces
@@ -97,9 +98,7 @@ class Planner:
         self._reads: Reads | None = None  # of a trace whose guards have not been made yet
         self._own_values: OwnValues = {}
         self._has_compiled = False
-        self._layouts: Layouts | None = None  # of the parameters, once a graph has decided them for this structure
-        self._level: int | None = None  # of the parallel optimizer, once a search has chosen it for this structure
-        self._laid_out: ModelStructure | None = None
+        self._fixed = FixedLayouts()
         file = config.strategy_ckpt_load_file
         self._strategies = None if file is None else Strategies.of_file(file)
         # What nodes of training and evaluation count as, once the ranks have found that their batches differ too much.
@@ -160,9 +159,9 @@ class Planner:
         """
         assert compiled.captured is not None
         captured = compiled.captured.copy()
-        captured.config = config = self._as_chosen(config)
-        if self._layouts is not None:
-            captured.layouts = self._layouts
+        captured.config = config = self._fixed.as_chosen(config)
+        if self._fixed.layouts is not None:
+            captured.layouts = self._fixed.layouts
         if compiled.program.has_two_halves:  # a forward may run the backward of another plan
             captured.saved = tuple(info(node).name for node in crossing(compiled.program))
         asked = replace(compiled.asked, common=common or compiled.asked.common, flat_updates=flat_updates)
@@ -331,7 +330,7 @@ class Planner:
     def _divides_evaluations(self) -> bool:
         """Whether parameters may have other parts in an evaluation that follows a training step than in one that does
         not."""
-        config = self._as_chosen(self.config)
+        config = self._fixed.as_chosen(self.config)
         asked, may_be = config.parallel_optimizer, bool(config.free_levels)
         is_divided = asked is not None and (asked.level == PARAMETERS or config.divides_graphs)
         return self.form == "step" and (is_divided or may_be)
@@ -339,9 +338,9 @@ class Planner:
     def _captured_again(self, compiled: Compiled) -> Program:
         assert compiled.captured is not None, "what is planned again keeps what was captured"
         captured = compiled.captured.copy()
-        captured.config = self._as_chosen(captured.config)
-        if self._layouts is not None:
-            captured.layouts = self._layouts
+        captured.config = self._fixed.as_chosen(captured.config)
+        if self._fixed.layouts is not None:
+            captured.layouts = self._fixed.layouts
         return captured
 
     def _planned_again(self, captured: Program, asked: PassRequest, compiled: Compiled) -> Compiled:
@@ -349,11 +348,6 @@ class Planner:
         return replace(
             compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2], asked=asked
         )
-
-    def _as_chosen(self, config: CompileConfig) -> CompileConfig:
-        """The configuration with the level of the parallel optimizer that a search has chosen: all graphs have one."""
-        is_open = self._level is not None and config.says_nothing_of_levels
-        return config.with_level(self._level or 0) if is_open else config
 
     def _asked(self, flat_updates: bool = True, gradients: str = "") -> PassRequest:
         common = self._common.get(self._mode) if self._common else None
@@ -367,14 +361,17 @@ class Planner:
         described = self._describe_optimizer("")
         local = described is not None and described.rule != "opaque"
         marks = collect(self.model)
-        if self._laid_out != self.watch.structure:
-            self._laid_out, self._layouts, self._level = self.watch.structure, None, None
-        request = replace(request, config=self._as_chosen(request.config))
+        structure, is_final = self.watch.structure, request.training or self.config.parallel_mode != "auto"
+        if not self._fixed.holds_for(structure, is_final):
+            if self._fixed.structure == structure:
+                self.plans.clear()  # evaluations that lie as they would be searched alone
+            self._fixed = FixedLayouts(structure, is_final)
+        request = replace(request, config=self._fixed.as_chosen(request.config))
         parts = batch_ways(marks, self.mesh, self.config)
         strategies = self._strategies if like is None else like.compiled.program.strategies
         while True:
             ways = 1 if self.config.full_batch else parts
-            sharding = Sharding(marks, ways, parts, local, self._layouts, strategies)
+            sharding = Sharding(marks, ways, parts, local, self._fixed.layouts, strategies)
             try:
                 compiled = self._trace(on_whole_batch(request, sharding))
             except OtherBatch as other:
@@ -382,10 +379,7 @@ class Planner:
                     raise
                 parts = other.ways
                 continue
-            self._layouts = {name: param.layout_by_marks for name, param in compiled.program.params.items()}
-            if compiled.program.training and self.config.says_nothing_of_levels:
-                chosen = compiled.program.config.parallel_optimizer
-                self._level = 0 if chosen is None else chosen.level
+            self._fixed.note(compiled.program, self.config)
             return compiled
 
     def _trace(self, request: CompileRequest) -> Compiled:

@@ -96,6 +96,41 @@ def test_a_plan_of_the_batch_alone_is_kept_too(tmp_path: Path) -> None:
     assert first.text() == on_batch(strategy_ckpt_load_file=file).text()
 
 
+def test_a_file_is_that_of_the_first_training_step(tmp_path: Path) -> None:
+    """An evaluation ahead of it decides nothing, and other shapes follow it."""
+    file = tmp_path / "strategies.json"
+    model = layers()
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.empty(8, WIDE)
+    options = {"parallel_mode": "auto", "cluster": "gloo-1gbit", "device_num": 8, "mesh": (8,)}
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=optimizer, strategy_ckpt_save_file=file, **options)
+    model.eval()
+    alone = step.lower(x, x)
+    assert not file.exists()
+    model.train()
+    first = step.lower(x, x)
+    text = file.read_text()
+    assert first.text() == lowered(layers(), (8,), cluster="gloo-1gbit").text()
+    assert parts(first) != parts(alone)
+    more = torch.empty(4096, WIDE)
+    step.lower(more, more)
+    model.eval()
+    assert parts(step.lower(x, x)) == parts(first)
+    assert file.read_text() == text
+
+
+def parts(found: Any) -> dict[str, Any]:
+    return {name: param.layout for name, param in found.program.params.items()}
+
+
+def test_an_entry_that_a_mark_contradicts_is_listed(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(saved)
+    model = cf.shard(layers(), "0.weight", (None, "dp"))
+    found = lowered(model, strategy_ckpt_load_file=file)
+    assert "S(0) on dp" in not_applied(found)["0.weight"] and "S(1)" in not_applied(found)["0.weight"]
+    assert str(dict(found.program.params["0.weight"].layout)["dp"]) == "S(1)"
+
+
 def test_a_file_has_a_line_for_each_decision(saved: str) -> None:
     lines = [line.strip().rstrip(",") for line in saved.splitlines()]
     assert '"0.weight": "dp: S(0)"' in lines and '"0/addmm.0": "dp: S(0), R, S(1) -> S(1)"' in lines

@@ -129,12 +129,16 @@ class Strategies(Document, kind="strategies"):
         decided, group = self.axes[axis.group], axis.group
         pins: dict[str, Pin] = {}
         for name, placement in decided.parameters.items():
-            param = program.params.get(name)
+            param, fixed = program.params.get(name), axis.parameters.get(name)
             if param is None:
                 program.note(NOT_APPLIED, name, f"{placement} on {group}: the model has no such parameter")
             elif not divides(param.spec.shape, placement, axis.ways):
                 program.note(
                     NOT_APPLIED, name, f"{placement} on {group}: {param.spec} does not divide so by {axis.ways}"
+                )
+            elif fixed is not None and fixed.placement != placement:
+                program.note(
+                    NOT_APPLIED, name, f"{placement} on {group}: {fixed.placement} is asked for by {fixed.where}"
                 )
             else:
                 pins[name] = Pin(placement, "strategy file")
