@@ -262,7 +262,7 @@ elements = st.builds(lambda n, unit: 16 * n * unit, st.integers(1, 60), st.sampl
 gradient_lists = st.lists(st.tuples(lengths, elements), min_size=2, max_size=4)
 
 
-@checked(60)
+@checked(40)
 @example(4, 1e-4, [(1e-3, 16_000), (5e-3, 480_000), (0.0, 3200), (2e-3, 960_000), (1e-3, 16)], 0.0, True)
 @given(st.sampled_from(ONE_LINE), latencies, gradient_lists, lengths, st.booleans())
 def test_gradients_are_sent_as_well_as_in_any_plan(
@@ -274,7 +274,7 @@ def test_gradients_are_sent_as_well_as_in_any_plan(
     assert planned(program, OPTIMAL) == pytest.approx(min(every), rel=1e-9)
 
 
-@checked(60)
+@checked(40)
 @given(st.sampled_from(TWO_LINES), latencies, gradient_lists, lengths, st.booleans())
 def test_with_two_algorithms_gradients_are_cut_as_well_as_any_neighbours(
     ranks: int, alpha: float, gradients: list[tuple[float, int]], tail: float, update: bool
@@ -299,7 +299,7 @@ def steps_with_uses(draw: st.DrawFn) -> tuple[list[Item], list[int]]:
     return [*items, ("run", draw(lengths))], sizes
 
 
-@checked(60)
+@checked(40)
 @given(st.sampled_from(ONE_LINE), latencies, steps_with_uses())
 def test_results_used_on_the_way_are_sent_as_well_as_in_any_plan(
     ranks: int, alpha: float, step: tuple[list[Item], list[int]]
@@ -324,14 +324,14 @@ shared_clusters = st.builds(
 )
 
 
-@checked(35)
+@checked(24)
 @given(shared_clusters, gradient_lists, lengths)
 def test_no_fixed_plan_is_faster(world: cf.ClusterSpec, gradients: list[tuple[float, int]], tail: float) -> None:
     program = training_step(world, gradients, tail, update=True)
     assert compiled(program, OPTIMAL) <= fastest_fixed(program) * (1 + 1e-9)
 
 
-@checked(35)
+@checked(24)
 @given(shared_clusters, gradient_lists, lengths)
 def test_no_fixed_plan_is_faster_by_much_without_an_update(
     world: cf.ClusterSpec, gradients: list[tuple[float, int]], tail: float
