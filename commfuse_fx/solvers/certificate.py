@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from commfuse_fx.solvers.factor_graph import FactorGraph, Pair, Table
 
 ROUNDING = 1e-12
-"""Relative error of sums of shares."""
+"""Error of sums of shares, as a part of the largest cost that is paid once."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Certificate:
             more = share @ needs
             pair, more = ((payer, reader), more) if payer < reader else ((reader, payer), more.T)
             pairs[pair] = pairs[pair] + more if pair in pairs else more
+        most = max((float(each.costs.max()) for each in paid.values()), default=0.0)
         for payer, rest in left.items():
-            if (rest < -ROUNDING * (paid[payer].costs + 1)).any():
+            if rest.min() < -ROUNDING * most:
                 raise ValueError(f"more is divided than variable {payer} pays")
         found = 0.0
         for pair, table in pairs.items():

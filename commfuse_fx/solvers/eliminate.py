@@ -99,7 +99,8 @@ class Elimination:
         """Fold all variables, those first whose neighbours have the fewest choices.
 
         Before it makes a table of more than `largest` entries it leaves the neighbour with the most choices its state
-        of the fallback alone. Without a fallback it raises TooWideError.
+        of the fallback alone. Without a fallback it raises TooWideError. Raises NoChoiceError if every choice is
+        forbidden.
         """
         sizes = {number: self._size(number) for number in self.unary}
         heap = [(size, number) for number, size in sizes.items()]
@@ -269,7 +270,7 @@ class Elimination:
         for scope in self.around[number]:
             self.tables[scope] = self._one(self.tables[scope].take(left, axis=scope.index(number)))
 
-    # CostTables
+    # Tables
 
     def _add(self, scope: Scope, table: Table) -> None:
         """Add a table to the costs of these variables."""

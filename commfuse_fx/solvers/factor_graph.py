@@ -111,24 +111,18 @@ class FactorGraph:
     def plus(self, other: FactorGraph, factor: float) -> FactorGraph:
         """The graph with so many times the costs of another one of the same variables. Equal tables stay one object."""
         known: dict[tuple[int, int], Table] = {}
+        nothing = np.zeros(())
 
-        def total(one: Table, more: Table) -> Table:
+        def total(one: Table | None, more: Table | None) -> Table:
             key = (id(one), id(more))
             if key not in known:
-                known[key] = one + factor * more
+                known[key] = (nothing if one is None else one) + factor * (nothing if more is None else more)
             return known[key]
 
         both = FactorGraph()
         both.unary = [total(one, more) for one, more in zip(self.unary, other.unary, strict=True)]
-        both.pairs = {
-            pair: total(table, other.pairs[pair]) if pair in other.pairs else table
-            for pair, table in self.pairs.items()
-        }
-        both.pairs |= {pair: factor * table for pair, table in other.pairs.items() if pair not in self.pairs}
-        both.once = {
-            key: total(table, other.once[key]) if key in other.once else table for key, table in self.once.items()
-        }
-        both.once |= {key: factor * table for key, table in other.once.items() if key not in self.once}
+        both.pairs = {pair: total(self.pairs.get(pair), other.pairs.get(pair)) for pair in self.pairs | other.pairs}
+        both.once = {key: total(self.once.get(key), other.once.get(key)) for key in self.once | other.once}
         return both
 
     def tied(self, classes: Sequence[int]) -> FactorGraph:

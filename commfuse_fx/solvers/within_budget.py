@@ -36,6 +36,7 @@ def within_budget(
     costs, amounts: graphs of the same variables.
     budget_of: the budget, from the least amount and that of the cheapest choice.
     cheapest: the cheapest choice. The result's bound is that of all choices within the budget.
+    solve: finds the cheapest choice of a graph of these variables, or one with a bound. Its errors pass unchanged.
     """
     most = amounts.cost(cheapest.states)
     if not most:

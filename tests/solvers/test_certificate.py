@@ -165,6 +165,17 @@ def test_costs_that_are_paid_once_are_divided(costs: list[float], readers: int) 
     assert walked(graph).certificate().bound(graph) == pytest.approx(best) == pytest.approx(brute_force(graph))
 
 
+def test_a_little_more_than_tiny_costs_is_too_much() -> None:
+    graph = FactorGraph()
+    payer, *readers = (graph.variable([0.0, 1e-9]) for _ in range(3))
+    graph.pay_once(payer, [2e-9, 3e-9], {number: np.array([True, False]) for number in readers})
+    certificate = walked(graph).certificate()
+    assert certificate.bound(graph) == pytest.approx(2e-9)
+    more = replace(certificate, shares={key: 1.0001 * share for key, share in certificate.shares.items()})
+    with pytest.raises(ValueError, match="more is divided than variable 0 pays"):
+        more.bound(graph)
+
+
 def test_a_certificate_that_divides_more_than_there_is() -> None:
     graph = FactorGraph()
     payer, *readers = (graph.variable([0.0, 1.0]) for _ in range(3))
