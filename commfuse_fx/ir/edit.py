@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait, role_of
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 
@@ -42,6 +44,14 @@ def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> No
     if program.grads:
         program.grads = {name: final(grad) for name, grad in program.grads.items()}
     program.aux = {name: final(node) for name, node in program.aux.items()}
+
+
+def replace_members(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Let fused collectives refer to replacements of their members: what one bucket gives may be what another sends."""
+    for start in program.collectives():
+        info(start).parts = tuple(
+            dataclasses.replace(part, value=replacements.get(part.value, part.value)) for part in info(start).parts
+        )
 
 
 def remove_dead_nodes(program: Program) -> bool:

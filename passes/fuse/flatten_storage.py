@@ -14,7 +14,7 @@ from torch import fx
 
 from commfuse_fx.ir.builder import Builder, aten
 from commfuse_fx.ir.collectives import IN_PLACE, collective_of, kind_of, role_of, wait_of
-from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all
+from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all, replace_members
 from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
 from commfuse_fx.ir.gradient_places import ALIGNMENT, allocate, source_of, write, writes_into
 from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
@@ -112,6 +112,7 @@ class FlattenStorage(Pass):
                     flat.setdefault(run.owner, []).append(run.in_bucket(wait))
             results.update(bucket.results)
         replace_all(program, results)
+        replace_members(program, results)
         for result in results:
             erase_upwards(program, result)
         nodes = update_nodes(program)

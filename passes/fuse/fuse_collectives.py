@@ -16,7 +16,7 @@ from commfuse_fx.config.fusion_config import AUTO_THRESHOLD_MIB, FusionConfig, K
 from commfuse_fx.ir.builder import Builder
 from commfuse_fx.ir.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, root_of, wait_of
 from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.edit import replace_all
+from commfuse_fx.ir.edit import replace_all, replace_members
 from commfuse_fx.ir.merge import Merge, before_merged
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.order import nearest_above, stable_sort
@@ -100,10 +100,7 @@ class FuseCollectives(PricedPass):
         if merges:
             before = before_merged(before, merges)
             _replace_waits(program, results)
-            for start in program.collectives():  # what one bucket gives may be what another one sends
-                info(start).parts = tuple(
-                    replace(part, value=results.get(part.value, part.value)) for part in info(start).parts
-                )
+            replace_members(program, results)
             stable_sort(program.graph, position, before)
         return modified or bool(merges)
 

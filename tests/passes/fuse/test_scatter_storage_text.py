@@ -1,7 +1,9 @@
 """What `scatter_storage` makes of a few lines of text, and what it leaves."""
 
+from commfuse_fx.ir.verify import verify
+from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.scatter_storage import ScatterStorage
-from tests.passes.cases import check
+from tests.passes.cases import assert_same, check, outcome, read
 
 STEP = """
     in  %a: f32[4,8] = parameter
@@ -66,3 +68,43 @@ def test_what_is_no_gradient_or_fills_no_cache_lines_is_sent_from_a_concatenatio
         odd = odd.replace(one, other)
     odd = odd.replace("f32[8]", "f32[7]").replace("f32[1,8]", "f32[1,7]").replace("[1, 8]", "[1, 7]")
     check(odd.replace("bytes=192", "bytes=184"), ScatterStorage(), None)
+
+
+def test_a_bucket_sends_what_another_one_has_summed_into_storage() -> None:
+    """Over "tp" by an all_reduce, and then over "dp" by a reduce_scatter."""
+    program = read(
+        """
+        # mesh: dp=2xtp=2
+        in  %a: f32[16] = parameter
+        in  %b: f32[16] = parameter
+        fwd %/dot.0: f32[] = aten.dot(%a, %b)
+        bwd %/grad.mul.0: f32[16] = aten.mul.Tensor(%b, %/dot.0)
+        bwd %/grad.mul.1: f32[16] = aten.mul.Tensor(%a, %/dot.0)
+        bwd %bucket.0/flatten.0: f32[16] = aten.view(%/grad.mul.0, [-1])
+        bwd %bucket.0/flatten.1: f32[16] = aten.view(%/grad.mul.1, [-1])
+        bwd %bucket.0/concat: f32[32] = aten.cat([%bucket.0/flatten.0, %bucket.0/flatten.1], 0)
+        bwd %bucket.0/all_reduce: f32[32] = _c10d_functional.all_reduce(%bucket.0/concat, sum, tp)  {group=tp(2) op=sum dtype=f32 bytes=128 members=[a, b]}
+        bwd %bucket.0/wait: f32[32] = _c10d_functional.wait_tensor(%bucket.0/all_reduce)
+        bwd %bucket.0/split: (f32[16], f32[16]) = aten.split_with_sizes(%bucket.0/wait, [16, 16], 0)
+        bwd %bucket.0/part.0: f32[16] = getitem(%bucket.0/split, 0)
+        bwd %bucket.0/part.1: f32[16] = getitem(%bucket.0/split, 1)
+        bwd %bucket.0/restore.0: f32[16] = aten.view(%bucket.0/part.0, [16])
+        bwd %bucket.0/restore.1: f32[16] = aten.view(%bucket.0/part.1, [16])
+        bwd %bucket.1/flatten.0: f32[16] = aten.view(%bucket.0/restore.0, [-1])
+        bwd %bucket.1/flatten.1: f32[16] = aten.view(%bucket.0/restore.1, [-1])
+        bwd %bucket.1/concat: f32[32] = aten.cat([%bucket.1/flatten.0, %bucket.1/flatten.1], 0)
+        bwd %bucket.1/reduce_scatter: f32[16] = commfuse.reduce_scatter_members(%bucket.1/concat, sum, 2, dp, [8, 8])  {group=dp(2) op=sum dtype=f32 bytes=128 members=[a, b]}
+        bwd %bucket.1/wait: f32[16] = _c10d_functional.wait_tensor(%bucket.1/reduce_scatter)
+        bwd %bucket.1/split: (f32[8], f32[8]) = aten.split_with_sizes(%bucket.1/wait, [8, 8], 0)
+        bwd %bucket.1/part.0: f32[8] = getitem(%bucket.1/split, 0)
+        bwd %bucket.1/part.1: f32[8] = getitem(%bucket.1/split, 1)
+        bwd %bucket.1/restore.0: f32[8] = aten.view(%bucket.1/part.0, [8])
+        bwd %bucket.1/restore.1: f32[8] = aten.view(%bucket.1/part.1, [8])
+        bwd %/dot.1: f32[] = aten.dot(%bucket.1/restore.0, %bucket.1/restore.1)
+        return [%/dot.1]
+        """
+    )
+    before = outcome(program)
+    assert FlattenStorage()(program) and ScatterStorage()(program)
+    verify(program, "both")
+    assert_same(before, outcome(program), True)
