@@ -196,11 +196,10 @@ class CompileConfig:
     @property
     def unmeasured(self) -> CompileConfig:
         """The same where nothing can be measured, or the plan is to stay."""
-        if self.is_auto:  # figures are what other plans than this one follow from
-            limit = self.memory_limit
-            return replace(
-                self, cluster=None, schedule="overlap" if limit is None else ScheduleConfig(memory_limit=limit)
-            )
+        if self.is_auto:  # figures are what other plans than this one follow from, but for strategies, which stay
+            limit, figures = self.memory_limit, self.figures if self.parallel_mode == "auto" else None
+            schedule = "overlap" if limit is None else ScheduleConfig(memory_limit=limit)
+            return replace(self, cluster=figures, schedule=schedule)
         return replace(self, cluster=self.figures)
 
     @property

@@ -96,6 +96,15 @@ def test_a_large_batch_is_divided_and_the_model_is_not() -> None:
     assert f"R, as nothing asks for parts of them: {', '.join(found.program.params)}\n" in found.explain().text()
 
 
+def test_a_schedule_that_is_tried_leaves_strategies_to_the_given_cluster() -> None:
+    """They stay, whatever is measured later. The default cluster is another one."""
+    x = torch.empty(8, 64)
+    given, other = (
+        lowered(mlp(64, 1), F.mse_loss, x, x, cluster="h100-node", schedule=each) for each in ("overlap", "auto")
+    )
+    assert other.program.search_seconds == given.program.search_seconds and layouts(other) == layouts(given)
+
+
 @pytest.mark.parametrize("cluster", ["h100-node", "gloo-1gbit"])
 def test_wide_layers_are_divided_by_columns_and_then_by_rows(cluster: str) -> None:
     x = torch.empty(8, 2048)
