@@ -145,11 +145,10 @@ class _Order:
                 self.dependence.direct[other] = [*self.dependence.direct[other], *_left_of(one)]
 
     def _needs(self, start: fx.Node) -> list[fx.Node]:
-        """What has to be there before a start. Views of inputs that nothing writes to are made when they are sent."""
-        direct, views = self.dependence.direct, [start]
-        while is_view(given := views[-1].all_input_nodes[0]):
-            views.append(given)
-        needed = dict.fromkeys(other for node in views for other in direct[node] if other not in views)
+        """What has to be there before a start. What is made for it alone of inputs that nothing writes to, such as a
+        cast or a concatenation of parameters, is made when it starts."""
+        direct, own = self.dependence.direct, [start, *_only_for(start)]
+        needed = dict.fromkeys(other for node in own for other in direct[node] if other not in own)
         is_early = info(start).phase != "update" and all(other.op == "placeholder" for other in needed)
         return [*needed] if is_early else direct[start]
 

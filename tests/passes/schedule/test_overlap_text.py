@@ -1,5 +1,7 @@
 """What `overlap` makes of a few lines of text, and what it leaves."""
 
+import pytest
+
 from commfuse_fx.passes.schedule.overlap import Overlap
 from tests.passes.cases import check
 
@@ -89,9 +91,11 @@ USED = """
 """
 
 
-def test_the_next_parameter_is_on_its_way_while_one_is_used() -> None:
-    """Also where a view of it is sent."""
+@pytest.mark.parametrize("made", ["aten.view(%b, [2])", "aten.clone(%b)"])
+def test_the_next_parameter_is_on_its_way_while_one_is_used(made: str) -> None:
+    """Also where a view of it is sent, or what is computed of it alone, as a cast."""
+    before = USED.replace("aten.view(%b, [2])", made)
     *inputs, mul, gather, wait, use, flat, following, behind, dot, end = [
-        line.strip() for line in USED.splitlines() if line.strip()
+        line.strip() for line in before.splitlines() if line.strip()
     ]
-    check(USED, Overlap(), "\n".join([*inputs, gather, mul, wait, flat, following, use, behind, dot, end]))
+    check(before, Overlap(), "\n".join([*inputs, gather, mul, wait, flat, following, use, behind, dot, end]))
