@@ -131,14 +131,12 @@ def layouts_of_marks(case: Case, name: str) -> frozenset[str]:
 @pytest.mark.parametrize(
     ("case", "name", "mode"),
     [
-        (case, name, mode)
-        for case, modes in (
-            (MLP_CASE, SEARCH_MODES),
-            (CONV, ["sharding_propagation"]),
-            (TIED, ["sharding_propagation"]),
-        )
-        for name in MARKS[case.name]
-        for mode in modes
+        *((case, name, "sharding_propagation") for case in (MLP_CASE, CONV, TIED) for name in MARKS[case.name]),
+        # Marks become the same pins in all modes: each kind of them is held in one of the others.
+        (MLP_CASE, "columns", "dynamic_programming"),
+        (MLP_CASE, "activation", "dynamic_programming"),
+        (MLP_CASE, "rows", "recursive_programming"),
+        (MLP_CASE, "both axes", "recursive_programming"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
