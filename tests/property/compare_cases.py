@@ -23,9 +23,9 @@ from tests.property.worlds import Batch, Compiled, Distributed, Eager, Module
 
 BESIDE_DDP = ("ranks", "module_ranks")
 
-SECONDS = 600.0
+SECONDS = 300
 """After which a case counts as hung. Cases take a second, or ten where Inductor compiles, and many times as long on a
-machine that is busy or holds them."""
+busy machine."""
 
 
 @dataclass(frozen=True)
@@ -206,12 +206,18 @@ def _masks_of_eager_pytorch(regions: str) -> Iterator[None]:
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    def ring(*_: object) -> None:
-        raise TimeoutError(f"a case took more than {seconds:g} s")
+def _alarm(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds. While the process is held, one goes by at most."""
+    left = seconds
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    def tick(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise TimeoutError(f"a case took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:
         yield
     finally:
