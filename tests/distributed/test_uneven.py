@@ -146,14 +146,16 @@ BY_COST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", list(BY_COST))
 @pytest.mark.parametrize(
-    ("kind", "rows"),
+    ("kind", "rows", "way"),
     [
-        ("layers", FIRST),
-        ("layers", ((64, 64), (64, 64), (64, 5), (64, 64), (64, 5))),
-        ("layers", ((512, 300), (300, 512))),
-        ("tower", SMALLER_LAST),
+        *(("layers", FIRST, way) for way in BY_COST),
+        *(("tower", SMALLER_LAST, way) for way in BY_COST),
+        # Other batches of the first model, each within a step and across steps, and on each network once.
+        ("layers", ((64, 64), (64, 64), (64, 5), (64, 64), (64, 5)), "optimal, slow"),
+        ("layers", ((64, 64), (64, 64), (64, 5), (64, 64), (64, 5)), "across steps"),
+        ("layers", ((512, 300), (300, 512)), "optimal"),
+        ("layers", ((512, 300), (300, 512)), "across steps, 1 Gbit/s"),
     ],
 )
 def test_plans_by_cost_are_those_of_all_ranks(ranks: Ranks, kind: str, rows: Rows, way: str) -> None:
