@@ -25,6 +25,7 @@ from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
 from commfuse_fx.passes.schedule.overlap import Overlap, can_start_late, start_late
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.simulate.rounds import play
+from commfuse_fx.solvers.pieces import PIECE, SMALL_PIECE
 
 log = logging.getLogger("commfuse_fx.passes.schedule")
 
@@ -99,8 +100,12 @@ class Schedule(PricedPass):
         if IssueByNeed()(program, context):
             yield self._judged("overlap, needed first goes first", program, costs)
             overlapped.restore(program)
-        if StreamBuckets()(program):
-            yield self._judged("overlap, large buckets in pieces", program, costs)
+        streamed: list[_Arrangement] = []
+        for name, piece in (("large buckets in pieces", PIECE), ("large buckets in small pieces", SMALL_PIECE)):
+            if StreamBuckets(piece)(program) and _Arrangement.of(program) not in streamed:
+                streamed.append(_Arrangement.of(program))
+                yield self._judged(f"overlap, {name}", program, costs)
+            overlapped.restore(program)
         start.restore(program)
         yield self._judged("unscheduled", program, costs)
         start.restore(program)

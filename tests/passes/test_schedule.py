@@ -21,8 +21,10 @@ from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
 from commfuse_fx.ir.meta import info
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.machine.presets import preset
 from commfuse_fx.planning import compile_call
 from commfuse_fx.simulate.rounds import play
+from commfuse_fx.solvers.pieces import PIECE
 from tests.distributed.harness import Ranks
 from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (
@@ -116,6 +118,19 @@ def test_communication_runs_on_into_the_next_step_where_that_pays() -> None:
 
 
 @one_plan
+def test_large_buckets_leave_in_pieces_of_the_size_that_simulates_fastest() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=sgd(model), device_num=2, cluster=preset("gloo-1gbit"))
+    x = torch.empty(512, 512)
+    program = step.lower(x, x).program
+    pieces = {name: text for name, text in notes(program, "schedule").items() if "pieces" in name}
+    assert pieces["overlap, large buckets in small pieces"].startswith("chosen: ")
+    assert pieces["overlap, large buckets in pieces"].startswith("not chosen: ")
+    (start,) = (node for node in program.collectives() if info(node).writes)
+    sent = [stretch for node in program.graph.nodes for _, stretch in info(node).sends] + [*info(start).rest]
+    assert len(sent) > 4 and max(stretch.size for stretch in sent) < PIECE // 4
+
+
 def test_explain_says_what_was_tried_and_what_was_chosen() -> None:
     text = lower(WIDE, schedule=ACROSS).explain().text()
     for name in ("across steps", "overlap", "unscheduled"):
