@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from commfuse_fx.cost.drawn_numbers import CACHED, DRAWN_ON_CPU
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.functions import InnerOps
@@ -82,6 +83,7 @@ class _Op:
     passes: int
     computes: bool
     inner: InnerOps | None
+    drawn: int
 
 
 _ops: dict[Any, _Op] = {}
@@ -113,6 +115,7 @@ def _describe(node: fx.Node) -> _Op:
         passes=BY_OP[node.target].passes if node.target in BY_OP else 0,
         computes=getattr(node.target, "commfuse_pure", False) and label not in _PARTS,
         inner=getattr(node.target, "commfuse_inner", None),
+        drawn=DRAWN_ON_CPU.get(str(getattr(node.target, "overloadpacket", "")), 0),
     )
 
 
@@ -252,8 +255,10 @@ def _traffic(node: fx.Node, op: _Op) -> float:
         return float(op.passes * sum(_bytes(info(param).spec) for param in _tensor_lists(node)[0]))
     if op.inner:
         made = _spec(node)
-        passes = op.inner.on_cpu if made.device == "cpu" else op.inner.on_cuda
-        return float(passes * made.numel * max(4, made.dtype.itemsize))
+        cached = CACHED if made.device == "cpu" else 1.0
+        return cached * op.inner.passes * made.numel * max(4, made.dtype.itemsize)
+    if op.drawn and _spec(node).device == "cpu":
+        return float(4 * op.drawn * _spec(node).numel)
     result = _bytes(info(node).spec)
     arguments = node.all_input_nodes
     if op.places:

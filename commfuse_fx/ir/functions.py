@@ -26,13 +26,11 @@ class InnerOps:
     """The ops of torch that a call of a function runs one after another.
 
     count: how many they are, without views.
-    on_cpu, on_cuda: how often they read or write memory of the size of the first result, whose elements count 4 bytes
-        at least. What stays in the cache of a CPU from one op to the next counts as read once and written once.
+    passes: how often they read or write memory of the size of the first result, whose elements count 4 bytes at least.
     """
 
     count: int
-    on_cpu: int
-    on_cuda: int
+    passes: int
 
 
 def pure(function: FunctionT, inner: InnerOps | None = None) -> FunctionT:

@@ -181,14 +181,14 @@ def randperm_at(count: int, seed: torch.Tensor | int, call: int, dtype: torch.dt
 
 
 _INNER: dict[Callable[..., Any], InnerOps] = {
-    dropout_at: InnerOps(44, 8, 60),
-    uniform_at: InnerOps(49, 18, 70),
-    normal_at: InnerOps(100, 43, 147),
-    exponential_at: InnerOps(50, 21, 73),
-    bernoulli_at: InnerOps(43, 5, 57),
-    bernoulli_of_at: InnerOps(47, 14, 66),
-    randint_at: InnerOps(46, 11, 37),
-    randperm_at: InnerOps(87, 14, 66),
+    dropout_at: InnerOps(44, 60),
+    uniform_at: InnerOps(49, 70),
+    normal_at: InnerOps(100, 147),
+    exponential_at: InnerOps(50, 73),
+    bernoulli_at: InnerOps(43, 57),
+    bernoulli_of_at: InnerOps(47, 66),
+    randint_at: InnerOps(46, 37),
+    randperm_at: InnerOps(87, 66),
 }
 """What drawing such numbers runs for float32 and int64, nearly all of it to mix bits."""
 
