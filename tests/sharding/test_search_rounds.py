@@ -129,7 +129,7 @@ def test_what_passes_in_bursts_counts_as_little_as_it_takes() -> None:
     bursts = replace(cluster, levels=(replace(level, burst_bytes=1e9, burst_bandwidth=100 * level.bandwidth),))
     steady, rested = (exposure_of(found.program, play(found.program, cost_model(each))) for each in (cluster, bursts))
     assert [part[:2] for part in steady.parts] == [part[:2] for part in rested.parts]
-    assert max(percent for *_, percent in steady.parts) == 100 and all(percent <= 5 for *_, percent in rested.parts)
+    assert max(percent for *_, percent in steady.parts) > 50 and all(percent <= 5 for *_, percent in rested.parts)
 
 
 def test_each_kind_of_collectives_has_its_price() -> None:
