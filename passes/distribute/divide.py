@@ -151,12 +151,13 @@ class Divide(PricedPass):
             axis = axis if axis.is_data else rest[number - len(data)]
             if given is not None and axis.group in given.axes:
                 axis = given.on(axis, program, ops)
-            if axis.states:
-                pins = {name: pin.placement for name, pin in axis.parameters.items()}
-                decided[axis.group] = Decisions(pins, axis.states, axis.blocks)
             division = Division(program, axis, specs)
             division.run()
             results.add(division)
+            if axis.states:
+                pins = {name: pin.placement for name, pin in axis.parameters.items()}
+                taken = {info(node).name: state for node, state in division.not_taken.items() if given is None}
+                decided[axis.group] = Decisions(pins, {**axis.states, **taken}, axis.blocks)
             if given is not None:
                 for node in division.not_taken:
                     if ops[info(node).name] != node.target:  # what dividing over other axes has made of an op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.placement import P
+from commfuse_fx.ir.placement import P, R
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.sharding.dividing.axis import Axis
+from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.strategies import Strategies
+from commfuse_fx.sharding.search import searched
 from tests.sharding.test_search import SLOW_MEMORY
 
 WIDE = 1024
@@ -80,6 +84,23 @@ def test_an_op_that_dividing_over_another_axis_has_replaced(tmp_path: Path) -> N
     strategies = Strategies.load(tmp_path / "strategies.json").axes
     assert all(each.states["loss_fn/mean.0"].outputs == (P,) for each in strategies.values())
     assert found[0].text() == found[1].text() and not_applied(found[1]) == {}
+
+
+def test_a_strategy_that_a_graph_cannot_have_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the op takes instead is. Dividing over one axis can leave an op without a strategy of another axis."""
+    file = tmp_path / "strategies.json"
+    original = searched.searched
+
+    def with_another(*args: Any, **options: Any) -> list[Axis]:
+        states = {"2/addmm.0": State((P,), (P, P, R))}
+        return [replace(axis, states={**axis.states, **states}) for axis in original(*args, **options)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searched, "searched", with_another)
+        first = lowered(layers(), (8,), strategy_ckpt_save_file=file)
+    second = lowered(layers(), (8,), strategy_ckpt_load_file=file, strategy_ckpt_load_strict=True)
+    assert first.text() == second.text()
+    assert "2/addmm.0" in file.read_text() and "P, P, R -> P" not in file.read_text()
 
 
 def test_a_plan_of_the_batch_alone_is_kept_too(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from commfuse_fx.ir.program import LAYOUT, Program, Source
 from commfuse_fx.ir.redistribution import sum_partial
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
+from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.gradient_precision import is_widened
 from commfuse_fx.sharding.dividing.local_graph import LocalGraph, part_over_other_axes
@@ -60,8 +61,8 @@ class Division:
         self.constants = MadeOfConstants(program)
         self.own = OwnParts(program, axis.group, axis.ways)
         self.written = WrittenInputs(program, axis, self.local, self.values, self.own, self._get, self._settle)
-        self.not_taken: list[fx.Node] = []
-        """Nodes whose fixed strategy their op does not have, or their inputs cannot have."""
+        self.not_taken: dict[fx.Node, State] = {}
+        """Nodes whose fixed strategy their op or their inputs cannot have, with what they take instead."""
         self._without_rule = OpsWithoutRule(program, axis.group)
 
     def run(self) -> None:
@@ -226,10 +227,10 @@ class Division:
         strategy = self.own.strategy(node, described.call)
         if strategy is None and state is not None:
             strategy = self.chooser.fixed(described, state)
-            if strategy is None:
-                self.not_taken.append(node)
         if strategy is None:
             strategy = self.chooser.choose(node, described)
+            if state is not None:
+                self.not_taken[node] = State(strategy.outputs, strategy.inputs)
         if (
             node not in self.own
             and find_rule(node.target) is None
