@@ -156,10 +156,14 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     if _op(node).reserves and info(node).kept:
         return 0.0
     flops, nbytes = flops_and_bytes(node)
-    inner = _op(node).inner
-    ops = inner.count if inner else 1
-    seconds = max(ops * device.op_overhead, nbytes / device.memory_bandwidth)
+    seconds = max(_launches(node) * device.op_overhead, nbytes / device.memory_bandwidth)
     return max(seconds, flops / flops_rate(node, device)) if flops else seconds
+
+
+def _launches(node: fx.Node) -> int:
+    """How many kernels a node launches. On a CPU, where they begin at once, inner ops count by their memory alone."""
+    inner = _op(node).inner
+    return 1 if inner is None or _spec(node).device == "cpu" else inner.count
 
 
 def flops_rate(node: fx.Node, device: Device) -> float:

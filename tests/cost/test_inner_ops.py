@@ -17,7 +17,7 @@ from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.kernels import position_random
 from commfuse_fx.kernels.masks import bernoulli_
 from commfuse_fx.kernels.position_random import bernoulli_at, dropout_at
-from tests.cost.graphs import CORE, Graph, f32
+from tests.cost.graphs import CORE, Graph
 
 aten = torch.ops.aten
 SIZE = 64
@@ -104,11 +104,13 @@ def test_drawing_a_mask_costs_many_times_an_elementwise_op() -> None:
         )
 
 
-def test_a_small_mask_costs_its_ops() -> None:
+@pytest.mark.parametrize(("device", "launches"), [("cpu", 1), ("cuda:0", 44)])
+def test_a_small_mask_costs_the_kernels_that_it_launches(device: str, launches: int) -> None:
     g = Graph()
-    x = g.input("x", f32(8))
-    mask = g.op("drop", x, 0.9, 0, 0, [0], [8], target=dropout_at, spec=(f32(8), f32(8).with_dtype(torch.bool)))
-    assert roofline_seconds(mask, CORE) == pytest.approx(44 * CORE.op_overhead)
+    small = TensorSpec((8,), F32, (1,), device=device)
+    x = g.input("x", small)
+    mask = g.op("drop", x, 0.9, 0, 0, [0], [8], target=dropout_at, spec=(small, small.with_dtype(torch.bool)))
+    assert roofline_seconds(mask, CORE) == pytest.approx(launches * CORE.op_overhead)
 
 
 def test_ops_that_draw_are_named_as_torch_names_them() -> None:
