@@ -41,7 +41,7 @@ from commfuse_fx.sharding.search.byte_count import ByteCount
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
-from commfuse_fx.sharding.search.update_costs import update_seconds
+from commfuse_fx.sharding.search.update_costs import update_layouts, update_seconds
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
 
 aten = torch.ops.aten
@@ -160,8 +160,10 @@ class LayoutProblem:
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
-            costs = update_seconds(self.program, source.name, found, self.grid, self._known)
-            number = self._variable(node, [self._given(each) for each in found], costs)
+            updated = update_layouts(self.program, source.name, found, self.grid)
+            costs = update_seconds(self.program, source.name, found, updated, self.grid, self._known)
+            states = [LaidOut((one,), (other,)) for one, other in zip(found, updated, strict=True)]
+            number = self._variable(node, states, costs)
             self.parameters[source.name] = number
             if any(_is_marked(axis, source.name) for axis in self.grid.axes):
                 self._marked[node] = None
@@ -274,11 +276,12 @@ class LayoutProblem:
                 self._reads[key].readers.append(LayoutReader(variable, needs, phase, fused))
 
     def _results(self) -> None:
-        """What the step returns is whole. A gradient lies as its parameter, and so does what is written to an input."""
+        """What the step returns is whole. A gradient lies as the update takes it, and what is written to an input as
+        that."""
         program = self.program
         for name, grad in program.grads.items():
             number, spec = self.parameters[name], _spec(grad)
-            self._reading(number, "update", [grad], "outputs", fused=True)
+            self._reading(number, "update", [grad], fused=True)
             if summed_in_float32(spec, program):
                 variable, item = self._at[grad]
                 self._reads[variable, item or 0].spec = spec.with_dtype(torch.float32)

@@ -18,28 +18,39 @@ from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from commfuse_fx.solvers.factor_graph import Table
 
 
+def update_layouts(program: Program, name: str, layouts: Sequence[Placements], grid: AxisGrid) -> list[Placements]:
+    """How the gradient lies that updates a parameter, for each layout of the parameter: alike, or divided further into
+    rows, where the parallel optimizer does so."""
+    spec, level = program.params[name].spec, level_of(program, name)
+    if not level or not moved_by_update(program, name):
+        return [*layouts]
+    rows = [tuple(S(0) if each == R else each for each in one) for one in layouts]
+    return [each if grid.fits(spec, each) else one for one, each in zip(layouts, rows, strict=True)]
+
+
 def update_seconds(
-    program: Program, name: str, layouts: Sequence[Placements], grid: AxisGrid, known: KnownLayouts
+    program: Program,
+    name: str,
+    layouts: Sequence[Placements],
+    updated: Sequence[Placements],
+    grid: AxisGrid,
+    known: KnownLayouts,
 ) -> Table:
-    """Seconds of the update of a parameter that lies so, with what the parallel optimizer sends where it divides it
-    further: the gradient is reduced to rows alone, and rows are gathered after the update, or for each use."""
+    """Seconds of the update of a parameter that lies so, with the gathers of rows after the update, and at level 3 of
+    the parallel optimizer for each use as well. updated: as `update_layouts` says."""
     spec, level, moved = program.params[name].spec, level_of(program, name), moved_by_update(program, name)
     of_rows = grid.of(PARAMETER)
     key = (grid.work, grid.key(True), of_rows.key(True), spec, level, moved, tuple(layouts))
-    if key in known.updates:
-        return known.updates[key]
-    rows = [tuple(S(0) if each == R else each for each in one) for one in layouts]
-    shared = [at for at, one in enumerate(rows) if level > 0 and one != layouts[at] and grid.fits(spec, one)]
-    parts = np.array([float(grid.parts(one)) for one in layouts])
-    parts[shared] = [grid.parts(rows[at]) for at in shared]
-    seconds = grid.work * moved * spec.nbytes / parts / grid.device.memory_bandwidth
-    if shared and moved:
-        have, wanted = [rows[at] for at in shared], [layouts[at] for at in shared]
-        gathers = 2 if level == PARAMETERS else 1
-        sent, reduced = (np.diagonal(each.changes(spec, have, wanted, True)) for each in (of_rows, grid))
-        seconds[shared] += gathers * sent - reduced
-    known.updates[key] = seconds
-    return seconds
+    if key not in known.updates:
+        parts = np.array([float(grid.parts(one)) for one in updated])
+        seconds = grid.work * moved * spec.nbytes / parts / grid.device.memory_bandwidth
+        shared = [at for at, (one, other) in enumerate(zip(layouts, updated, strict=True)) if one != other]
+        if shared:
+            have, wanted = [updated[at] for at in shared], [layouts[at] for at in shared]
+            gathers = 2 if level == PARAMETERS else 1
+            seconds[shared] += gathers * np.diagonal(of_rows.changes(spec, have, wanted, True))
+        known.updates[key] = seconds
+    return known.updates[key]
 
 
 def moved_by_update(program: Program, name: str) -> int:
