@@ -382,8 +382,13 @@ _SUMS: Mapping[Any, Callable[..., Any]] = {
     op: function for op in decomposed() if (function := decompose(op)) is not None
 }
 
+
+def _conjugate(value: Any) -> Any:
+    return torch.ops.aten._conj_physical(value) if isinstance(value, torch.Tensor) else value.conjugate()
+
+
 _COMPUTED: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._conj.default: _conjugate,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 """Views that leave it to later ops to compute what they mean. Collectives do not, and neither does what reads memory as

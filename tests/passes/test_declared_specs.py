@@ -14,6 +14,7 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.builder import aten
+from commfuse_fx.ir.dependence import Roots
 from commfuse_fx.ir.merge import Merge
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
@@ -22,6 +23,8 @@ from commfuse_fx.ir.verify import verify
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.recorded import LayoutCheck
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
+from commfuse_fx.testing import parse_program
+from commfuse_fx.virtual.ranks_program import _last_uses_of_memory
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import MakeOptimizer, by_class
 
@@ -190,38 +193,21 @@ def test_strided_batches_of_a_divided_graph() -> None:
         torch.testing.assert_close(dict(rank.named_parameters()), dict(reference.named_parameters()))
 
 
-class Determinants(nn.Module):
-    """Two matrices whose gradients are summed over one axis in a common bucket, and then each over the other axis."""
-
-    def __init__(self, size: int = 520) -> None:  # so large that the second sums are not fused
-        super().__init__()
-        self.one, self.two = (nn.Parameter(torch.eye(size) + torch.randn(size, size) / 100) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        volume = torch.linalg.slogdet(self.one)[1] + torch.linalg.slogdet(self.two)[1]
-        for matrix in (self.one, self.two):
-            x = cf.shard(torch.tanh(cf.shard(x, (("dp", "tp"), None)) @ matrix), (("dp", "tp"), None))
-        return x.square().mean() - volume / 100
+SCATTERED = """
+    in  %a: f32[4,8] = parameter
+    bwd %storage: f32[32] = aten.empty.memory_format([32], dtype=f32, device=cpu)
+    bwd %place: f32[4,8] = aten.as_strided(%storage, [4, 8], [8, 1], 0)
+    bwd %write: f32[4,8] = aten.mul.out(%a, %a, out=%place)
+    bwd %reduce_scatter: f32[2,8] = _c10d_functional.reduce_scatter_tensor(%place, sum, 2, dp)  SENT
+    bwd %wait: f32[2,8] = _c10d_functional.wait_tensor(%reduce_scatter)
+    return [%wait]
+""".replace("SENT", "{group=dp(2) op=sum dtype=f32 bytes=128 members=[a]}")
 
 
 def test_memory_lives_until_the_wait_of_what_sends_it() -> None:
-    """A reduce_scatter whose input is a view of kept memory reads it until its wait."""
-    model = Determinants()
-    reference = copy.deepcopy(model)
-    for param in model.parameters():
-        cf.shard(param, ("tp", None))
-    options: dict[str, Any] = {"parallel_mode": "semi_auto", "mesh": (2, 2), "device_num": 4, "full_batch": True}
-    fusion = {"reducescatter": {"mode": "size", "config": 1}}
-    optimizer, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
-    step = cf.compile(model, fusion, optimizer=optimizer, **options, form="step")
-    x = torch.randn(16, 520)
-    lowered = step.lower(x)
-    kinds = [each.kind for each in lowered.collectives]
-    assert kinds[-2:] == ["reduce_scatter"] * 2 and kinds[-3] == "all_reduce", kinds
-    check = cf.lockstep(lowered)
-    for _ in range(2):
-        eager.zero_grad()
-        reference(x).backward()
-        eager.step()
-        result = check(x)
-    torch.testing.assert_close(result.parameters(), dict(reference.named_parameters()))
+    """A reduce_scatter whose input is a view of kept memory reads it until its wait: only then it may be poisoned."""
+    program = parse_program(SCATTERED)
+    order = {info(node).name: node for node in program.graph.nodes if node.op == "call_function"}
+    roots = Roots(program.graph, program.aliases())
+    found = _last_uses_of_memory([*order.values()], [order["storage"]], roots)
+    assert found == {order["wait"]: [order["storage"]]}
