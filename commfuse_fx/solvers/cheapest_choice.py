@@ -37,7 +37,7 @@ AGAIN = 4
 APART = 24
 """Walks over all variables, at most."""
 
-RISE = 5e-4
+RISE = 2e-4
 """A part of the bound; a walk over all variables that raises it by less is the last one."""
 
 SMALL = 64
