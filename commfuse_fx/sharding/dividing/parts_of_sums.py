@@ -63,10 +63,10 @@ def _group(node: fx.Node) -> str:
 
 def _take_part_first(program: Program, node: fx.Node, chain: list[fx.Node]) -> None:
     whole, group = chain[-1].args[0], _group(node)
-    assert isinstance(whole, fx.Node)
+    assert isinstance(whole, fx.Node) and callable(node.target)
     replace_all(program, {node: chain[0]})
     with program.graph.inserting_before(chain[-1]):
-        part = program.graph.call_function(node.target, (whole, *node.args[1:]))  # type: ignore[arg-type]
+        part = program.graph.call_function(node.target, (whole, *node.args[1:]))
     spec = tensor_spec(node)
     set_info(part, replace(info(node), spec=spec.with_dtype(tensor_spec(whole).dtype), varies=info(whole).varies))
     chain[-1].replace_input_with(whole, part)
