@@ -31,11 +31,6 @@ class Case:
     bandwidth: float = 1.0
     memory: int | None = None
 
-    @property
-    def is_what_if(self) -> bool:
-        """Whether it differs from what was asked in more than the number of devices."""
-        return self.bandwidth != 1.0 or self.memory is not None
-
     def config(self, asked: CompileConfig) -> CompileConfig:
         """The configuration of this case, from that without what-ifs, which has a cluster.
 

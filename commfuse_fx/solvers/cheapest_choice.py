@@ -18,7 +18,7 @@ from commfuse_fx.solvers.certificate import Certificate
 from commfuse_fx.solvers.cost_tables import stays_as_it_is
 from commfuse_fx.solvers.eliminate import WIDE, Elimination, TooWideError
 from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.fewer_states import with_states
+from commfuse_fx.solvers.fewer_states import in_whole, with_states
 from commfuse_fx.solvers.improve_choice import Parts, improve
 from commfuse_fx.solvers.level_costs import Levelled
 
@@ -130,9 +130,10 @@ def _by_moves(graph: FactorGraph, parts: Parts, largest: int, earlier: Sequence[
     if stays_as_it_is(graph, [len(each) for each in left]):
         found = _exact(with_states(graph, left), largest)
         if found is not None:
-            exact = tuple(int(each[own]) for each, own in zip(left, found.states, strict=True))
-            if graph.cost(exact) <= cost:
-                return replace(found, states=exact, cost=graph.cost(exact), bound=graph.cost(exact), shifts=shifts)
+            exact = in_whole(left, found.states)
+            least = graph.cost(exact)
+            if least <= cost:
+                return replace(found, states=exact, cost=least, bound=least, shifts=shifts)
     return Choice(states, cost, bound, "moves", certificate=certificate, shifts=shifts)
 
 

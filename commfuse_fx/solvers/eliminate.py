@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from commfuse_fx.solvers.cost_tables import CostTables, Scope
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
+from commfuse_fx.solvers.shared_tables import SharedTables
 
 WIDE = 1 << 12
 """Entries of a table before which it is worth to look for dominated states again."""
@@ -77,15 +78,11 @@ class Elimination:
         self.around: dict[int, dict[Scope, None]] = {number: {} for number in self.unary}
         self.largest = 0
         self._folded: list[_Folded] = []
-        self._known: dict[tuple[object, ...], tuple[Table, NDArray[np.intp]]] = {}
-        self._left: dict[tuple[object, ...], list[int]] = {}
-        self._same: dict[tuple[object, ...], Table] = {}
-        self._ones: dict[int, Table] = {}  # what `_one` has made, by its id
-        self._sums: dict[tuple[int, int], Table] = {}  # of tables that `_one` has made
-        self._more: dict[tuple[int, int], Table] = {}  # what states cost more in tables that `_one` has made
+        self._shared = SharedTables(WIDE)
         self._near: dict[int, set[int]] = {number: set() for number in self.unary}
         self._counts = [len(table) for table in given.unary]  # of states
-        ones = {id(table): self._one(table) for table in (*given.unary, *given.together.values())}
+        distinct = {id(table): table for table in (*given.unary, *given.together.values())}
+        ones = {key: self._shared.one(table) for key, table in distinct.items()}
         for number, table in self.unary.items():
             self.unary[number] = ones[id(table)]
         for scope, table in given.together.items():
@@ -176,16 +173,8 @@ class Elimination:
         """The least cost and the best state of a variable for each choice of the variables in `scope`."""
         at = {each: axis for axis, each in enumerate((number, *scope))}
         given = [self.unary[number], *(self.tables[each] for each in scopes)]
-        places = [(0,), *(tuple(at[one] for one in each) for each in scopes)]
-        key = (*map(id, given), *places) if all(table.size <= WIDE for table in given) else None
-        if key is not None and key in self._known:
-            return self._known[key]
-        spread = [_spread(table, axes, len(at)) for table, axes in zip(given, places, strict=True)]
-        least, best = _least(spread) if self._size(number) <= WIDE else _least_by_state(spread)
-        found = self._one(least), best
-        if key is not None:
-            self._known[key] = found
-        return found
+        places = ((0,), *(tuple(at[one] for one in each) for each in scopes))
+        return self._shared.least(given, places)
 
     def states(self) -> tuple[int, ...]:
         """The best state of each variable, as the graph numbers them."""
@@ -221,71 +210,37 @@ class Elimination:
 
     def _undominated(self, number: int) -> list[int]:
         costs = self.unary[number]
-        count = len(costs)
         if np.minimum.reduce(costs) == inf:
             raise NoChoiceError(f"every state of variable {number} is forbidden")
-        if count == 1:
+        if len(costs) == 1:
             return [0]
-        tables = [(self.tables[scope], scope.index(number)) for scope in self.around[number]]
-        if any(table.size > WIDE for table, _ in tables):
-            return self._best_of(costs, tables)
-        key = (id(costs), *((id(table), axis) for table, axis in tables))
-        known = self._left.get(key)
-        if known is None:
-            known = self._left[key] = self._best_of(costs, tables)
-        return known
-
-    def _best_of(self, costs: Table, tables: Sequence[tuple[Table, int]]) -> list[int]:
-        """The states that no other one beats. tables: with the axis of the variable in each."""
-        with np.errstate(invalid="ignore"):
-            more = self._more_in(costs, 0)
-            for table, axis in tables:
-                more = more + self._more_in(table, axis)
-            beaten = more <= 0  # nor is a number that is none
-        np.fill_diagonal(beaten, False)
-        left = list(range(len(costs)))
-        if beaten.any():
-            by = beaten.tolist()
-            for state in reversed(range(len(costs))):
-                if any(by[state][other] for other in left):
-                    left.remove(state)
-        return left
-
-    def _more_in(self, table: Table, axis: int) -> Table:
-        """What state b of a variable costs more at the most than state a, at [a, b]; axis: that of the variable."""
-        key = (id(table), axis)
-        found = self._more.get(key)
-        if found is None:
-            rows = _with_first(table, axis).reshape(table.shape[axis], -1)
-            # A pair that is forbidden either way holds nothing against either state.
-            found = np.fmax.reduce(rows[None, :, :] - rows[:, None, :], axis=-1, initial=-inf)
-            if id(table) in self._ones:
-                self._more[key] = found
-        return found
+        tables = [costs, *(self.tables[scope] for scope in self.around[number])]
+        axes = (0, *(scope.index(number) for scope in self.around[number]))
+        return self._shared.unbeaten(tables, axes)
 
     def _keep(self, number: int, left: Sequence[int]) -> None:
         self.kept[number] = self.kept[number][left]
         self._counts[number] = len(left)
-        self.unary[number] = self._one(self.unary[number][left])
+        self.unary[number] = self._shared.one(self.unary[number][left])
         for scope in self.around[number]:
-            self.tables[scope] = self._one(self.tables[scope].take(left, axis=scope.index(number)))
+            self.tables[scope] = self._shared.one(self.tables[scope].take(left, axis=scope.index(number)))
 
     # Tables
 
     def _add(self, scope: Scope, table: Table) -> None:
         """Add a table to the costs of these variables."""
         if len(scope) == 1:
-            self.unary[scope[0]] = self._sum(self.unary[scope[0]], table)
+            self.unary[scope[0]] = self._shared.total(self.unary[scope[0]], table)
             return
         known = self.tables.get(scope)
         if known is None:
-            self.tables[scope] = self._one(table)
+            self.tables[scope] = self._shared.one(table)
             for number in scope:
                 self.around[number][scope] = None
                 self._near[number].update(scope)
                 self._near[number].discard(number)
         else:
-            self.tables[scope] = self._sum(known, table)
+            self.tables[scope] = self._shared.total(known, table)
 
     def _take_off(self, scope: Scope) -> Table:
         """Take a table away."""
@@ -299,31 +254,6 @@ class Elimination:
         for other in self._near.pop(number):
             self._near[other].discard(number)
 
-    def _sum(self, one: Table, other: Table) -> Table:
-        key = (id(one), id(other))
-        if key not in self._sums:
-            total = self._one(one + other)
-            if id(one) not in self._ones or id(other) not in self._ones:
-                return total
-            self._sums[key] = total
-        return self._sums[key]
-
-    def _one(self, table: Table) -> Table:
-        """The table less its least entry, which no choice depends on; equal tables are one object.
-
-        Blocks of a model that are alike are then folded once.
-        """
-        if id(table) in self._ones:
-            return table
-        least = np.minimum.reduce(table, axis=None)
-        one = table if least in (0.0, inf) else table - least
-        if one.size > WIDE:
-            return one
-        one = np.ascontiguousarray(one)
-        one = self._same.setdefault((one.shape, one.tobytes()), one)
-        self._ones[id(one)] = one
-        return one
-
     def _neighbours(self, number: int) -> Scope:
         return tuple(sorted(self._near[number]))
 
@@ -331,40 +261,3 @@ class Elimination:
         """Entries of the table that folding a variable leaves; 0 where it leaves none."""
         near = self._near[number]
         return prod(map(self._counts.__getitem__, near)) if len(near) > 1 else 0
-
-
-def _spread(table: Table, axes: Sequence[int], count: int) -> Table:
-    """The table with its dimensions at these places of `count`, which rise but for one that is 0."""
-    shape = [1] * count
-    for axis, size in zip(axes, table.shape, strict=True):
-        shape[axis] = size
-    return _with_first(table, axes.index(0)).reshape(shape)
-
-
-def _with_first(table: Table, axis: int) -> Table:
-    """The table with this dimension before all others."""
-    return table.transpose(axis, *(other for other in range(table.ndim) if other != axis)) if axis else table
-
-
-def _least(tables: Sequence[Table]) -> tuple[Table, NDArray[np.intp]]:
-    """The least sum over the first dimension, and where it stands."""
-    total = _sum(tables)
-    return np.minimum.reduce(total, axis=0), total.argmin(axis=0)
-
-
-def _least_by_state(tables: Sequence[Table]) -> tuple[Table, NDArray[np.intp]]:
-    """The same where there are many sums: those of one state at a time."""
-    least = _sum([table[0] for table in tables])
-    best = np.zeros(least.shape, np.intp)
-    for state in range(1, len(tables[0])):
-        total = _sum([table[state] for table in tables])
-        np.copyto(best, state, where=total < least)
-        np.minimum(least, total, out=least)
-    return least, best
-
-
-def _sum(tables: Sequence[Table]) -> Table:
-    first, *others = tables
-    for table in others:
-        first = first + table
-    return first

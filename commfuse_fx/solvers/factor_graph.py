@@ -7,7 +7,7 @@ choice has the least sum of all. `solvers.cheapest_choice` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -124,36 +124,6 @@ class FactorGraph:
         both.pairs = {pair: total(self.pairs.get(pair), other.pairs.get(pair)) for pair in self.pairs | other.pairs}
         both.once = {key: total(self.once.get(key), other.once.get(key)) for key in self.once | other.once}
         return both
-
-    def tied(self, classes: Sequence[int]) -> FactorGraph:
-        """The graph in which all variables of a class take the same state, with a variable per class.
-
-        classes: the class of each variable, numbered from 0 on. Variables of a class have equally many states.
-        """
-        joined = FactorGraph()
-        sums: list[Table | None] = [None] * (max(classes, default=-1) + 1)
-        for number, table in zip(classes, self.unary, strict=True):
-            known = sums[number]
-            sums[number] = table if known is None else known + table
-        for table in _all(sums):
-            joined.variable(table)
-        for (one, other), table in self.pairs.items():
-            joined.pair(classes[one], classes[other], table)
-        for key, costs in self.once.items():
-            needs: dict[int, NDArray[np.bool_]] = {}
-            for number, given in key.items():
-                needs[classes[number]] = needs.get(classes[number], np.zeros_like(given)) | given
-            joined.pay_once(classes[key.payer], costs, needs)
-        return joined
-
-
-def _all(tables: Iterable[Table | None]) -> list[Table]:
-    found = []
-    for number, table in enumerate(tables):
-        if table is None:
-            raise ValueError(f"class {number} has no variable")
-        found.append(table)
-    return found
 
 
 def _check(table: Table) -> None:

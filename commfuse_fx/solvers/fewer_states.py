@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 from commfuse_fx.solvers.factor_graph import FactorGraph, Once, Table
 
 
+def in_whole(left: Sequence[NDArray[np.intp]], states: Sequence[int]) -> tuple[int, ...]:
+    """States of the graph that `with_states` makes, as they are numbered in the whole graph."""
+    return tuple(int(each[own]) for each, own in zip(left, states, strict=True))
+
+
 def with_states(graph: FactorGraph, left: Sequence[NDArray[np.intp]]) -> FactorGraph:
     """The graph in which each variable has these states left. Equal tables stay one object."""
     keys = [each.tobytes() for each in left]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError
 from commfuse_fx.solvers.factor_graph import FactorGraph, Table
-from commfuse_fx.solvers.fewer_states import with_states
+from commfuse_fx.solvers.fewer_states import in_whole, with_states
 
 Parts = Sequence[NDArray[np.intp]]
 """Of what parts the states of each variable are made, as on several mesh axes: [parts, states] of numbers."""
@@ -77,6 +77,6 @@ def _move(
         elimination.fold_all(LARGEST)
     except NoChoiceError:
         return states, cost
-    found = tuple(int(each[own]) for each, own in zip(left, elimination.states(), strict=True))
+    found = in_whole(left, elimination.states())
     less = graph.cost(found)
     return (found, less) if less < cost else (states, cost)

@@ -164,17 +164,8 @@ def test_equal_blocks_are_folded_once() -> None:
     for blocks in (20, 40):
         elimination = Elimination(chain(blocks))
         elimination.fold_all(1 << 20)
-        works.append(len(elimination._known))
+        works.append(len(elimination._shared._results))
     assert works[1] < works[0] * 1.5 and len(chain(40).unary) == 120
-
-
-def test_tied_variables() -> None:
-    graph = chain(5)
-    tied = graph.tied([0, 1, 2] * 5)
-    found = cheapest_choice(tied)
-    assert graph.cost(found.states * 5) == pytest.approx(found.cost)
-    assert found.cost == pytest.approx(min(graph.cost(states * 5) for states in product(*(range(4) for _ in range(3)))))
-    assert cheapest_choice(graph).cost <= found.cost
 
 
 def test_bad_input() -> None:
@@ -187,5 +178,3 @@ def test_bad_input() -> None:
         graph.pair(1, 0, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="a number or infinity"):
         graph.pair(0, 1, np.full((2, 3), np.nan))
-    with pytest.raises(ValueError, match="class 1 has no variable"):
-        graph.tied([0, 2])
