@@ -28,7 +28,7 @@ from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.module_results import ModuleResults
 from commfuse_fx.sharding.dividing.parts_of_sums import sum_parts
 from commfuse_fx.sharding.dividing.resolve import Resolved, resolve_marks
-from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED, Strategies, refuse_differences
+from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED, Strategies, tell_differences
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
@@ -127,6 +127,7 @@ class Divide(PricedPass):
         given: Strategies | None = program.strategies
         if given is not None:
             given.check_mesh(resolved.mesh)
+            given.check_model(program)
             resolved = _split(resolved, tuple(given.mesh.values()))
         elif self.split:
             resolved = _split(resolved, tuple(int(size) for size in self.split.split("x")))
@@ -163,8 +164,8 @@ class Divide(PricedPass):
                     if ops[info(node).name] != node.target:  # what dividing over other axes has made of an op
                         continue
                     program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
-        if given is not None and program.config.strategy_ckpt_load_strict:
-            refuse_differences(program)
+        if given is not None:
+            tell_differences(program)
         if program.config.parallel_mode == "auto":
             mesh = program.mesh
             sizes = dict(zip(mesh.names, mesh.shape, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,13 +158,16 @@ def test_a_file_has_a_line_for_each_decision(saved: str) -> None:
     assert '"0.weight": "dp: S(0)"' in lines and '"0/addmm.0": "dp: S(0), R, S(1) -> S(1)"' in lines
 
 
-def test_a_changed_model_takes_what_still_fits(saved: str, tmp_path: Path) -> None:
+def test_a_changed_model_takes_what_still_fits(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "strategies.json"
     file.write_text(saved)
+    lowered(layers(), strategy_ckpt_load_file=file)
+    assert not caplog.records
     changed = layers(more=1)
     found = lowered(changed, strategy_ckpt_load_file=file)
     told = not_applied(found)
     assert told["3.weight"] == "on dp: the file has no such parameter; whole" and "0.weight" not in told
+    assert "fits the step in part: 3.weight: on dp: the file has no such parameter; whole" in caplog.text
     assert found.program.params["0.weight"].layout and not found.program.params["3.weight"].layout
 
 
@@ -173,6 +177,14 @@ def test_what_the_model_no_longer_has_is_listed(tmp_path: Path) -> None:
     told = not_applied(lowered(layers(), strategy_ckpt_load_file=file))
     assert told["3.weight"].endswith("the model has no such parameter")
     assert told["3/addmm.0"] == "on dp: the step has no such op"
+
+
+def test_a_file_of_another_model_is_refused(saved: str, tmp_path: Path) -> None:
+    """Nothing of it would be applied but to the loss, and all that the file divides would be whole."""
+    file = tmp_path / "strategies.json"
+    file.write_text(saved)
+    with pytest.raises(ConfigValueError, match=r"is of another model: .* \(0.weight, 0.bias, .*\), but inner.0.weight"):
+        lowered(nn.Sequential(OrderedDict(inner=layers())), strategy_ckpt_load_file=file)
 
 
 def test_a_parameter_that_no_longer_divides_is_whole(saved: str, tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.marking.strategy import parse_placement
 from commfuse_fx.support.checks import check_int, check_text, show
 from commfuse_fx.support.documents import Document, check_keys
+from commfuse_fx.support.logs import logger
 from commfuse_fx.support.strict_json import check_object
+
+log = logger("sharding")
 
 NOT_APPLIED = "strategy file, not applied"
 """Topic of notes that say where a strategy file and a step differ."""
@@ -121,6 +124,16 @@ class Strategies(Document, kind="strategies"):
                 "this mesh, or compile with the other one"
             )
 
+    def check_model(self, program: Program) -> None:
+        """Raise ConfigValueError where the model has parameters, and none of those that the file decides on."""
+        decided = list(dict.fromkeys(name for each in self.axes.values() for name in each.parameters))
+        if decided and program.params and not any(name in program.params for name in decided):
+            names = ", ".join(decided[:_SHOWN]) + (", ..." if len(decided) > _SHOWN else "")
+            raise ConfigValueError(
+                f"strategy_ckpt_load_file is of another model: this one has none of its parameters ({names}), but "
+                f"{next(iter(program.params))} and so on; search again with strategy_ckpt_save_file"
+            )
+
     def on(self, axis: Axis, program: Program, ops: Container[str] = ()) -> Axis:
         """The axis with what is decided on it of this program, which notes what has no entry here or does not fit.
 
@@ -154,15 +167,23 @@ class Strategies(Document, kind="strategies"):
         return replace(axis, parameters={**pins, **axis.parameters}, states=states, blocks=decided.blocks)
 
 
-def refuse_differences(program: Program) -> None:
-    """Raise ConfigValueError if the step has notes of entries that were not applied."""
+def tell_differences(program: Program) -> None:
+    """Warn of entries that were not applied, or raise ConfigValueError under strategy_ckpt_load_strict."""
     found = [f"{note.subject}: {note.reason}" for note in program.notes if note.topic == NOT_APPLIED]
-    if found:
-        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    if not found:
+        return
+    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    text = f"{'; '.join(found[:_SHOWN])}{more}"
+    if program.config.strategy_ckpt_load_strict:
         raise ConfigValueError(
-            f"strategy_ckpt_load_file does not fit the step: {'; '.join(found[:_SHOWN])}{more}. Search again with "
+            f"strategy_ckpt_load_file does not fit the step: {text}. Search again with "
             "strategy_ckpt_save_file, or leave strategy_ckpt_load_strict out, which takes what fits"
         )
+    log.warning(
+        "strategy_ckpt_load_file fits the step in part: %s. explain() lists them, strategy_ckpt_load_strict=True makes "
+        "them an error, and a new search with strategy_ckpt_save_file decides on all of the step",
+        text,
+    )
 
 
 def _of_state(state: State) -> str:
