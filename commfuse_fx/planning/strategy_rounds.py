@@ -24,8 +24,8 @@ from commfuse_fx.simulate.rounds import play
 SAVINGS = 2
 """Searches for strategies that take less memory, on each level of the parallel optimizer."""
 
-PARTS_OF_SAVING = (0.75, 0.5)
-"""How much less to save, where nothing fits with all of it."""
+PARTS = (0.125, 0.25, 0.5, 1.0)
+"""What to save where nothing fits with what is missing, as parts of what the plan needs: the same for all limits."""
 
 SHOWN = 5
 """Plans whose figures are noted."""
@@ -142,14 +142,10 @@ class StrategyRounds:
             yield [each.but(saving=count) for each, count in saving.items()]
             more = {each: self._more(each, count, limit) for each, count in saving.items()}
             saving = {each: count for each, count in more.items() if count}
-        if saving and not self._any_fits:
-            last = [*saving][-1]
-            yield [last.but(saving=self._made[last].needed)]
-        for part in PARTS_OF_SAVING:  # the peak may lie elsewhere where more is saved, and be higher there
+        for part in PARTS:  # where more is saved, the peak may lie elsewhere, and be higher or lower there
             if self._any_fits:
                 return
-            missing = {each: self._made[each].needed - limit for each in ends if each in self._made}
-            yield [each.but(saving=int(part * count)) for each, count in missing.items()]
+            yield [each.but(saving=int(part * self._made[each].needed)) for each in ends if each in self._made]
 
     def _is_of_use(self, too_large: Sequence[Variant]) -> bool:
         """Whether the level of gradients may be: it takes no less memory than that of parameters, and no less time than

@@ -121,6 +121,10 @@ GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: cf.compile(nn.DataParallel(Net())),
         r"model is wrapped by DataParallel: use model\.mod",
     ),
+    "mesh without ranks": (
+        lambda: cf.compile(Net(), mesh=(2, 4)),
+        r"mesh=\(2, 4\) has 8 devices, but this process has joined no world: call cf\.init\(\).*device_num=8",
+    ),
     "fsdp": (lambda: cf.compile(within(Sharded(8, 4))), r"model\.1 is wrapped by FSDP"),
 }
 

@@ -13,6 +13,7 @@ from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.runtime.ranks.forks import check_world
 from commfuse_fx.runtime.ranks.starts import name_of_start
 from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.ranks import is_distributed
 
 
 class Groups:
@@ -44,6 +45,12 @@ class Groups:
         Raises ConfigValueError if sizes do not match, ForkError in a forked child of a rank.
         """
         check_world()
+        if not is_distributed():
+            raise ConfigValueError(
+                f"mesh={mesh.shape} has {mesh.world} devices, but this process has joined no world: call cf.init() in "
+                f"each of {mesh.world} processes that torchrun starts, or pass device_num={mesh.world} to look at the "
+                "plan without them"
+            )
         world = dist.get_world_size()
         if mesh.world != world:
             raise ConfigValueError(
