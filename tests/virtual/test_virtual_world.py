@@ -153,6 +153,15 @@ def test_whoever_looks_sees_the_finished_step(rank: int, what: str) -> None:
     assert all(type(param) is nn.Parameter for each in world.models for param in each.parameters())
 
 
+def test_parameters_of_two_pending_steps_are_compared() -> None:
+    """Whoever compares asks whether one is an instance of the other's class, before the values are read."""
+    first, second = across(MLP_CASE, 2), across(MLP_CASE, 2)
+    assert first.is_pending and second.is_pending
+    for one, other in zip(first.models[0].parameters(), second.models[0].parameters(), strict=True):
+        assert isinstance(one, type(other)) and not isinstance(torch.ones(2), type(other))
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_another_program_begins_when_the_step_is_complete() -> None:
     batches = [*MLP_CASE.batches(2), *MLP_CASE.batches(1, rows=4), *MLP_CASE.batches(1)]
     want = train_reference(MLP_CASE, MLP_CASE.model(), batches, 2, sgd)

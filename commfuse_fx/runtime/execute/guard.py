@@ -148,7 +148,14 @@ def _finish(types: Iterable[type], *but: Guard) -> None:
 
 
 def _pending_class(own: type, guard: Guard) -> type:
-    class Pending(own):  # type: ignore[misc]
+    class Kind(type(own)):  # type: ignore[misc]
+        """Each tensor of the class that is guarded counts as an instance, also one of another guard: whoever compares
+        two tensors asks for that."""
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, own)
+
+    class Pending(own, metaclass=Kind):  # type: ignore[misc]
         commfuse_guard = guard
 
         @classmethod
