@@ -27,6 +27,7 @@ from commfuse_fx.ir.program import SKIPPED, Program
 from commfuse_fx.ir.text import canonical_text
 from commfuse_fx.ir.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation, Variant
+from commfuse_fx.passes.distribute.divide import note_plan
 from commfuse_fx.planning.attempts import OnPlan
 from commfuse_fx.planning.choose import fastest
 from commfuse_fx.planning.compared_plans import Check, Planned
@@ -187,8 +188,12 @@ def plan_step(
     context = replace(context, kept={})
     found = variants(situation, program)
 
+    variant_of: dict[int, Variant] = {}  # by the identity of a pipeline
+
     def build(variant: Variant) -> PassPipeline:
-        return build_pipeline(situation.of(variant), context)
+        made = build_pipeline(situation.of(variant), context)
+        variant_of[id(made)] = variant
+        return made
 
     most = EFFORT.plans(len(program.graph.nodes))
     first, fixed, rounds = *([build(each) for each in part] for part in (found.searched, found.fixed)), None
@@ -220,5 +225,6 @@ def plan_step(
         raise error.on_levels(needed, are_tried=False) from None
     if rounds is not None:
         rounds.report(planned[0])
+    note_plan(planned[0], variant_of[id(planned[1])])
     forget_erased(planned[0].graph)
     return planned

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from commfuse_fx.ir.naming import op_label
 from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ops import COLLECTIVES
-from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Scalar, Situation, Variants
+from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Scalar, Situation, Variant, Variants
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, Pin
 from commfuse_fx.sharding.dividing.check_part_calls import check_part_calls
@@ -94,6 +94,7 @@ class Divide(PricedPass):
             return found
         if program.strategies is not None:
             given: Strategies = program.strategies
+            found = _as_chosen(situation, program, found, given.plan)
             choices: dict[str, Scalar] = {"searched": bool(given.axes)}
             if situation.config.says_nothing_of_levels and given.level is not None:
                 choices["level"] = given.level
@@ -283,6 +284,28 @@ def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:
         return resolved
     mesh = refine(resolved.mesh, {resolved.mesh.names[0]: sizes})
     return replace(resolved, mesh=mesh, data_axes=mesh.names)
+
+
+def note_plan(program: Program, variant: Variant) -> None:
+    """Keep with the strategies what else was chosen, where plans of buckets and of their order were compared."""
+    if program.strategies is not None and program.config.comm_fusion.is_optimal:
+        own = {field.name for field in fields(Divide)}
+        plan = {name: value for name, value in variant.choices if name not in own}
+        program.strategies = replace(program.strategies, plan=plan)
+
+
+def _as_chosen(situation: Situation, program: Program, found: Variants, plan: Mapping[str, float] | None) -> Variants:
+    """The variant that strategies were found with. plan: what was chosen of it; None: all variants are compared.
+
+    Where no variant has these choices, the first one is taken, and a note says so.
+    """
+    if plan is None:
+        return found
+    chosen = [each for each in (*found.searched, *found.fixed) if dict(each.choices) == dict(plan)]
+    if not chosen and situation.by_cost:
+        text = ", ".join(f"{name}={value}" for name, value in plan.items())
+        program.note(NOT_APPLIED, "plan", f"{text}: plans with these options are not compared for this step")
+    return Variants((chosen[0] if chosen else found.searched[0],))
 
 
 def _free_grids(situation: Situation, program: Program) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.search import searched
+from tests.oracle import OPTIMAL
 from tests.sharding.test_search import SLOW_MEMORY
 
 WIDE = 1024
@@ -214,6 +215,34 @@ def test_a_file_that_does_not_fit_is_refused_where_that_is_asked_for(saved: str,
         lowered(layers(width=WIDE + 1), **strict)
 
 
+def test_buckets_are_those_of_the_plan_that_was_found(tmp_path: Path) -> None:
+    """A file that says nothing of the plan leaves it to the run that reads it, which compares more than a search."""
+
+    def found(**options: Any) -> Any:
+        deep = nn.Sequential(*(each for _ in range(4) for each in layers()))
+        return lowered(deep, (8,), comm_fusion=OPTIMAL, **options)
+
+    file, again = tmp_path / "strategies.json", tmp_path / "again.json"
+    first = found(strategy_ckpt_save_file=file)
+    assert found(strategy_ckpt_load_file=file, strategy_ckpt_save_file=again).text() == first.text()
+    assert again.read_text() == file.read_text()
+    data = json.loads(file.read_text())
+    del data["plan"]
+    file.write_text(json.dumps(data))
+    assert found(strategy_ckpt_load_file=file).text() != first.text()
+
+
+def test_a_plan_that_is_not_offered_is_listed(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    file.write_text(json.dumps({**json.loads(saved), "plan": {"postponed": 0.3}}))
+    found = lowered(layers(), strategy_ckpt_load_file=file, comm_fusion=OPTIMAL)
+    told = {"plan": "postponed=0.3: plans with these options are not compared for this step"}
+    assert not_applied(found) == told and '"plan"' not in saved
+    options = {"strategy_ckpt_load_file": file, "strategy_ckpt_load_strict": True}
+    with pytest.raises(ConfigValueError, match=r"does not fit the step: plan: postponed=0.3"):
+        lowered(layers(), comm_fusion=OPTIMAL, **options)
+
+
 def test_strict_needs_a_file() -> None:
     with pytest.raises(ConfigValueError, match="strategy_ckpt_load_strict=True without strategy_ckpt_load_file"):
         lowered(layers(), strategy_ckpt_load_strict=True)
@@ -240,6 +269,11 @@ Change = Callable[[dict[str, Any]], object]
         (lambda data: data["parameters"].update({"0.bias": "dp: R; dp: R"}), ConfigValueError, "has axis dp twice"),
         (lambda data: data["mesh"].update({"dp": 4}), ConfigValueError, "the mesh dp=4, but the step has dp=8"),
         (lambda data: data["blocks"].update({"tp": [1]}), ConfigValueError, "blocks has axis 'tp'"),
+        (
+            lambda data: data.update(plan={"postponed": "1"}),
+            ConfigValueError,
+            "plan['postponed'] is '1'; give a number",
+        ),
         (lambda data: data["blocks"].update({"dp": []}), ConfigValueError, "give a list of numbers"),
     ],
 )

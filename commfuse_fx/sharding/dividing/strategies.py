@@ -35,6 +35,7 @@ _WRITTEN = re.compile(r"R|S\(\d{1,9}(;0*[1-9]\d{0,8})?\)")
 
 _KEYS = ("mesh", "blocks", "parameters", "ops")
 _LEVEL = "parallel_optimizer"
+_PLAN = "plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Strategies(Document, kind="strategies"):
     mesh: the sizes of the axes, by name.
     axes: what is decided on each of them. Empty: the batch is divided over all of them, and nothing else.
     level: of the parallel optimizer, where the search has chosen it; 0: it is off. None: the user has a say.
+    plan: what else has been chosen where plans of buckets and of their order were compared, by name. None: nothing was.
 
     Its text has a line for each parameter and each op, in the order of the graph: `"dp: S(0)"` for a parameter, and
     `"dp: S(0), R -> S(0)"` for an op with its inputs and results, with `"; "` between axes.
@@ -52,6 +54,7 @@ class Strategies(Document, kind="strategies"):
     mesh: Mapping[str, int]
     axes: Mapping[str, Decisions] = field(hash=False)
     level: int | None = None
+    plan: Mapping[str, float] | None = field(default=None, hash=False)
 
     def _body(self) -> Mapping[str, Any]:
         parameters: dict[str, list[str]] = {}
@@ -65,6 +68,7 @@ class Strategies(Document, kind="strategies"):
         return {
             "mesh": dict(self.mesh),
             **level,
+            **({} if self.plan is None else {_PLAN: dict(self.plan)}),
             "blocks": {axis: list(decided.blocks) for axis, decided in self.axes.items()},
             "parameters": {name: "; ".join(each) for name, each in parameters.items()},
             "ops": {name: "; ".join(each) for name, each in ops.items()},
@@ -72,7 +76,7 @@ class Strategies(Document, kind="strategies"):
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any], where: str) -> Strategies:
-        check_keys(body, where, _KEYS, (_LEVEL,))
+        check_keys(body, where, _KEYS, (_LEVEL, _PLAN))
         level = body.get(_LEVEL)
         mesh = {
             name: check_int(size, f"{where}: mesh[{show(name)}]", 1, 1 << 20)
@@ -104,6 +108,7 @@ class Strategies(Document, kind="strategies"):
                 for axis, found in blocks.items()
             },
             level=None if level is None else check_int(level, f"{where}: {_LEVEL}", 0, LEVELS[-1]),
+            plan=None if _PLAN not in body else _numbers(body[_PLAN], f"{where}: {_PLAN}"),
         )
 
     @classmethod
@@ -225,6 +230,14 @@ def _placement(text: str, where: str) -> Placement:
             '"P" (a summand) in an op'
         )
     return parse_placement(text, where)
+
+
+def _numbers(value: object, where: str) -> dict[str, float]:
+    found = check_object(value, where)
+    for name, each in found.items():
+        if not isinstance(each, (bool, int, float)):
+            raise ConfigValueError(f"{where}[{show(name)}] is {show(each)}; give a number, or true or false")
+    return dict(found)
 
 
 def _counts(value: object, where: str) -> list[int]:
