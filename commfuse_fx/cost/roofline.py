@@ -155,7 +155,11 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
         return 0.0
     if _op(node).reserves and info(node).kept:
         return 0.0
-    flops, nbytes = flops_and_bytes(node)
+    return seconds_of_work(node, *flops_and_bytes(node), device)
+
+
+def seconds_of_work(node: fx.Node, flops: float, nbytes: float, device: Device) -> float:
+    """Seconds that a node takes at least if it computes and moves so much."""
     seconds = max(_launches(node) * device.op_overhead, nbytes / device.memory_bandwidth)
     return max(seconds, flops / flops_rate(node, device)) if flops else seconds
 

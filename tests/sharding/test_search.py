@@ -18,11 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.cost.roofline import roofline_seconds
+from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import P, R, S
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
+from commfuse_fx.sharding.dividing.choose_strategy import Chooser
+from commfuse_fx.sharding.dividing.divided_value import Value
+from commfuse_fx.sharding.rules.call import Strategy
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.exposure import GRADIENT
@@ -255,6 +259,27 @@ def test_searches_share_what_does_not_depend_on_overlap(monkeypatch: pytest.Monk
         assert (one == other).all()
     assert alone.graph.pairs.keys() == shared.graph.pairs.keys()
     assert all((table == shared.graph.pairs[pair]).all() for pair, table in alone.graph.pairs.items())
+
+
+def test_whole_ops_take_what_the_roofline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the kernels that an op launches count too, of which a mask of dropout has many."""
+    x = torch.empty(8, 16)
+    program, axis = caught(nn.Sequential(mlp(16, 1), nn.Dropout(0.1)), x, x, monkeypatch)
+    device = resolve_cluster("h100-node").device
+    for node in program.graph.nodes:
+        if isinstance(info(node).spec, TensorSpec):
+            info(node).spec = replace(info(node).spec, device="cuda")
+    grid = AxisGrid([axis], [PlacementCosts(resolve_cluster("h100-node"), (0, 1))], device)
+    chooser = Chooser({node: Value(info(node).spec) for node in program.graph.nodes}, axis.ways)
+    seconds = []
+    for node in program.graph.nodes:
+        if getattr(node.target, "commfuse_inner", None) is None:
+            continue
+        call = chooser.describe(node).call
+        whole = Strategy((R,) * len(call.outputs), (R,) * len(call.inputs))
+        seconds.append(grid.seconds_of(node, call, [whole]))
+        assert seconds[-1] == roofline_seconds(node, device)
+    assert seconds and min(seconds) > 10 * device.op_overhead
 
 
 HASHED = """

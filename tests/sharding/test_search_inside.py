@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from commfuse_fx.cost.model import CostModel
+from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.dividing.strategies import Strategies
+from commfuse_fx.sharding.search import searched
+from commfuse_fx.sharding.search.axis_search import AxisSearch
+from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from tests.models import CONV, MLP_CASE, TIED, Case
 from tests.sharding.divided_oracle import compare
 from tests.sharding.test_search import SLOW_FLOPS, SLOW_MEMORY, lowered, mlp
@@ -55,3 +60,26 @@ def test_it_is_among_the_plans_of_several_axes(mesh: tuple[int, ...], count: int
     made, _ = planned(8, 256, 1, mesh=mesh)
     first = [divide_of(each) for each in made if not divide_of(each).exposed]
     assert sum(each.inner for each in first) == count
+
+
+@pytest.mark.usefixtures("inside")
+def test_sums_over_the_first_axis_count_as_each_search_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another search of the same compile has priced them already."""
+    given: list[Any] = []
+    real = searched.searched
+
+    def search(program: Program, axes: Any, costs: CostModel, *others: Any) -> Any:
+        given[:] = program.copy(), axes, costs
+        return real(program, axes, costs, *others)
+
+    monkeypatch.setattr(searched, "searched", search)
+    x = torch.empty(8, 64)
+    lowered(mlp(64, 1), F.mse_loss, x, x, mesh=(2, 4))
+    program, axes, costs = given
+    known, sums = KnownLayouts(), []
+    for exposed in ("", "0% of gradients on dp"):
+        problems = [AxisSearch(program, costs, exposed, each).problem(axes) for each in (None, known)]
+        alone, shared = ([table.tolist() for table in each.graph.unary] for each in problems)
+        assert shared == alone
+        sums.append(sum(map(sum, alone)))
+    assert sums[1] < sums[0]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free
+from commfuse_fx.cost.roofline import flops_and_bytes, is_free, seconds_of_work
 from commfuse_fx.ir.meta import TensorSpec, info
 from commfuse_fx.ir.placement import R, Shard, divides, local_shape
 from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, sum_and_divide, sum_partial
@@ -131,27 +131,36 @@ class AxisGrid:
             sums = sum(isinstance(step, AllReduce) for step in strategy.steps)
             sent += prices.seconds("all_reduce", strategy.comm // (2 * sums)) * sums if sums and strategy.comm else 0.0
         state = joined(strategies)
-        if node.target in COLLECTIVES:
-            sent += self._on_other_axes(node, call, state)
+        sent += self._on_other_axes(node, call, state)
         if is_free(node):
             return sent
         flops, nbytes = flops_and_bytes(node)
         whole = sum(spec.nbytes for spec in (*call.inputs, *call.outputs) if spec is not None)
-        device = self.device
         share = self.bytes_of(node, call, state) / whole if whole else 1.0
-        seconds = max(device.op_overhead, nbytes * share / device.memory_bandwidth)
-        if flops:
-            seconds = max(seconds, flops / self.workers(strategies) / flops_rate(node, device))
+        seconds = seconds_of_work(node, flops / self.workers(strategies), nbytes * share, self.device)
         return seconds * times * self.work + sent
 
+    def key_of(self, node: fx.Node, call: OpCall) -> tuple[object, ...]:
+        """What `seconds_of` depends on in one cluster, besides strategies and times. call: that of the node."""
+        other, fused = self._prices_of(node, call), bool(info(node).serves)
+        return self.work, self.key(), call, None if other is None else (other.key(fused), fused)
+
+    def _prices_of(self, node: fx.Node, call: OpCall) -> PlacementCosts | None:
+        """The prices of a collective that dividing over other axes has added; None where the node is none."""
+        if node.target not in COLLECTIVES or self._price_of is None:
+            return None
+        assert isinstance(call.args[1], str)
+        return self._price_of(call.args[1])
+
     def _on_other_axes(self, node: fx.Node, call: OpCall, state: LaidOut) -> float:
-        """What a collective sends that dividing over other axes has added: a rank's parts on these axes."""
-        if self._price_of is None:
+        """What such a collective sends: a rank's parts on these axes."""
+        prices = self._prices_of(node, call)
+        if prices is None:
             return 0.0
-        kind, group = COLLECTIVES[node.target], call.args[1]
+        kind = COLLECTIVES[node.target]
         specs, placements = (call.outputs, state.outputs) if kind == "all_gather" else (call.inputs, state.inputs)
-        assert isinstance(group, str) and specs[0] is not None
-        return self._price_of(group).seconds(kind, specs[0].nbytes / self.parts(placements[0]), bool(info(node).serves))
+        assert specs[0] is not None
+        return prices.seconds(kind, specs[0].nbytes / self.parts(placements[0]), bool(info(node).serves))
 
     def bytes_of(self, node: fx.Node, call: OpCall, state: LaidOut, counts: Sequence[bool] = ()) -> float:
         """Bytes of the parts of tensors that an op works on, on a rank. call: that of the node, on whole tensors.

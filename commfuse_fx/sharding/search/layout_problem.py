@@ -236,7 +236,7 @@ class LayoutProblem:
         own = tuple(each.strategy(node, call) for each, call in zip(self._own, calls, strict=True))
         fixed = tuple(axis.states.get(info(node).name) for axis in self.grid.axes)
         times = self._times.get(node, 1.0)
-        key: Any = (self.grid.work, self.grid.key(), described.call, info(node).phase, own, fixed, times)
+        key: Any = (self.grid.key_of(node, described.call), own, fixed, times)
         try:
             known = self._known.calls.get(key)
         except TypeError:  # an argument that has no hash

@@ -57,21 +57,18 @@ class PlacementCosts:
         if isinstance(have, Replicate):
             return copied / self._ways
         if isinstance(have, Partial) and isinstance(wanted, Shard):
-            return self._seconds("reduce_scatter", nbytes, fused) + copied * (fused or _is_rearranged(wanted))
+            return self.seconds("reduce_scatter", nbytes, fused) + copied * (fused or _is_rearranged(wanted))
         if isinstance(have, Partial):
-            return self._seconds("all_reduce", nbytes, fused)
-        gathered = self._seconds("all_gather", nbytes, fused) + copied * _is_rearranged(have)
+            return self.seconds("all_reduce", nbytes, fused)
+        gathered = self.seconds("all_gather", nbytes, fused) + copied * _is_rearranged(have)
         if isinstance(wanted, Replicate):
             return gathered
         if can_exchange(have, wanted):
-            return self._seconds("all_to_all", nbytes / self._ways, fused) + 2 * copied / self._ways
+            return self.seconds("all_to_all", nbytes / self._ways, fused) + 2 * copied / self._ways
         return gathered + copied / self._ways
 
     def seconds(self, kind: str, nbytes: float, fused: bool = False) -> float:
-        """Seconds of a collective inside of an op, or of one that is in the graph already."""
-        return self._seconds(kind, nbytes, fused)
-
-    def _seconds(self, kind: str, nbytes: float, fused: bool) -> float:
+        """Seconds of a collective of a change, inside of an op, or that is in the graph already."""
         known = self._known.get((kind, nbytes))
         if known is None:
             known = self._known[kind, nbytes] = collective_cost(kind, nbytes, self._ranks, self._cluster)
