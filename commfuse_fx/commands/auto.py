@@ -28,8 +28,9 @@ Search the strategies of a step, as parallel_mode="auto" does, and print the pla
 time, exposed communication, peak memory per rank, and the payload of collectives by kind. The plan that is taken has a
 star. Below stands how parameters lie in it.
 
---devices with several numbers, --bandwidth and --memory ask what would be. They plan again without tracing again. Other
-numbers of devices share the global batch of the first one, so that each rank has fewer of its rows, or more.
+--devices with several numbers, --bandwidth and --memory ask what would be. They plan again without tracing again. Each
+number of devices is planned as it is, and then with each combination of bandwidth and memory. Other numbers of devices
+share the global batch of the first one, so that each rank has fewer of its rows, or more.
 
 {TARGETS}
 """
@@ -84,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     for page in pages:
         check_report(page, "--report", options.force)
     planner = Cases(load_target(options.target), options)
+    planner.check(asked)
     found: list[PlannedCase] = []
     for case in asked:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
@@ -71,6 +72,11 @@ class Cases:
         self._known: _Traced | None = None
         self.chosen: Program | None = None
         """The final program of the last case; None where nothing fits."""
+
+    def check(self, cases: Sequence[Case]) -> None:
+        """Raises ConfigValueError for a case that the cluster cannot have, before any is planned."""
+        for case in cases:
+            case.config(self._step(case.devices).config)
 
     def plan(self, case: Case) -> PlannedCase:
         """Plan one case: for the global batch of the first one, of which ranks have other parts where there are more or

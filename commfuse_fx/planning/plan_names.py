@@ -5,6 +5,7 @@ from __future__ import annotations
 from commfuse_fx.cost.numbers import in_bytes
 from commfuse_fx.passes.distribute.divide import Divide
 from commfuse_fx.planning.attempts import Attempt
+from commfuse_fx.sharding.search.exposure import Exposure
 
 DATA_PARALLEL = "data parallel"
 
@@ -20,7 +21,7 @@ def plan_name(made: Attempt) -> str:
     level = f", parallel optimizer level {divide.level}" if divide.level else ""
     if not divide.searched:
         return f"{DATA_PARALLEL}{level}"
-    counted = f" that counts {divide.exposed}" if divide.exposed else ""
+    counted = f" that counts {Exposure.parse(divide.exposed).by_axis()}" if divide.exposed else ""
     saving = f", saving {in_bytes(divide.saving)}" if divide.saving else ""
     where = " inside of data parallel" if divide.inner else ""
     return f"search{where}{counted}{saving}{level}"

@@ -93,8 +93,8 @@ class StrategyRounds:
     def report(self, chosen: Program) -> None:
         """Note in the chosen plan what its simulation says of the prices of its search."""
         played = play(chosen, self._costs)
-        exposed = str(exposure_of(chosen, played)) or "nothing"
-        text = f"{in_ms(played.ended - played.began)} simulated, with {exposed} exposed"
+        exposed = exposure_of(chosen, played).by_axis() or "nothing"
+        text = f"{in_ms(played.ended - played.began)} simulated; exposed of its communication: {exposed}"
         chosen.note("search", "the whole step", text)
         for each in self._fastest()[:SHOWN]:
             chosen.note(COMPARED, *_figures(each))

@@ -147,6 +147,8 @@ class Divide(PricedPass):
         is_searched = self.searched and given is None
         results = ModuleResults(program)
         decided: dict[str, Decisions] = {}
+        if is_searched and not rest:
+            program.note("search", "the whole step", _why_nothing(program))
         for number, axis in enumerate(axes):
             if is_searched and number == len(data):
                 rest = self._searched(program, rest, context)
@@ -276,6 +278,13 @@ class Divide(PricedPass):
             return placement
         inside = Shard(placement.dim, sections(node, placement.dim))
         return inside if divides(tensor_spec(node).shape, inside, ways) else placement
+
+
+def _why_nothing(program: Program) -> str:
+    """Why a search has nothing to decide."""
+    if program.mesh.world == 1:
+        return "nothing is searched, as there is one device"
+    return "nothing is searched, as no mark divides the model over a mesh axis: all axes divide the batch"
 
 
 def _split(resolved: Resolved, sizes: tuple[int, ...]) -> Resolved:

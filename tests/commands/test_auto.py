@@ -308,15 +308,16 @@ def test_an_interrupt_ahead_of_a_plan_leaves_the_cases_before(
         ),
         (("--memory", "1GiB", "--schedule", "none"), "--memory needs a schedule: leave --schedule none out"),
         (("--mesh", "2x2", "--devices", "4,8"), "--mesh 2x2 has 4 devices: leave --devices out, or --mesh"),
-        (("--devices", "16", "--cluster", "h100-node"), "cluster h100-node has 8 ranks"),
+        (("--devices", "8,16", "--cluster", "h100-node"), "cluster h100-node has 8 ranks (0..7); give a larger"),
         (("--set", 'parallel_mode="semi_auto"'), "--set parallel_mode='semi_auto': a search of strategies has 'auto'"),
         (("--devices", "2,4", "--set", "device_num=2"), "--set device_num=2: a search of strategies has 4"),
         (("--cluster", "measured"), "a virtual world measures none: give a preset or a file as --cluster"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
-    code, _, err = run(capsys, *arguments, factory="small")
+    code, out, err = run(capsys, *arguments, factory="small")
     assert code == 2 and err.startswith("commfuse: ") and message in err
+    assert out == ""  # it is said before anything is planned
 
 
 def test_cases_are_numbers_of_devices_with_what_ifs() -> None:

@@ -51,6 +51,13 @@ def test_without_marks_it_is_data_parallel(mesh: tuple[int, ...] | None) -> None
         lowered(lambda model: None, mesh, parallel_mode="semi_auto", search_mode=SEARCH_MODES[0])
     )
     assert not layouts(found)
+    assert "nothing is searched, as no mark divides the model over a mesh axis" in found.explain().text()
+
+
+def test_one_device() -> None:
+    x = torch.empty(4, 8)
+    step = cf.compile(nn.Linear(8, 8), loss_fn=F.mse_loss, parallel_mode="auto")
+    assert "the whole step: nothing is searched, as there is one device" in step.lower(x, x).explain().text()
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("0", ("tp", None)), ("5", (None, "tp"))])

@@ -61,7 +61,7 @@ def test_a_search_counts_what_a_simulated_plan_has_exposed() -> None:
     seconds = [each.seconds for each in made]
     assert found.simulate().step_seconds == pytest.approx(min(seconds), abs=1e-9) and min(seconds) <= plain.seconds
     notes = {note.subject: note.reason for note in found.program.notes if note.topic == "search"}
-    assert f"{min(seconds) * 1e3:.3f} ms simulated, with" in notes["the whole step"]
+    assert f"{min(seconds) * 1e3:.3f} ms simulated; exposed of its communication: " in notes["the whole step"]
     assert "ms by the prices of the search" in notes["dp"]
     compared = [note for note in found.program.notes if note.topic == COMPARED]
     assert compared[0].subject == f"{plan_name(min(made, key=seconds_of))}, dp=8"

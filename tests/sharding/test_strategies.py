@@ -167,8 +167,8 @@ def test_a_changed_model_takes_what_still_fits(saved: str, tmp_path: Path, caplo
     changed = layers(more=1)
     found = lowered(changed, strategy_ckpt_load_file=file)
     told = not_applied(found)
-    assert told["3.weight"] == "on dp: the file has no such parameter; whole" and "0.weight" not in told
-    assert "fits the step in part: 3.weight: on dp: the file has no such parameter; whole" in caplog.text
+    assert told["3.weight"] == "on dp: the file has no entry for it; whole" and "0.weight" not in told
+    assert "fits the step in part: 3.weight: on dp: the file has no entry for it; whole" in caplog.text
     assert found.program.params["0.weight"].layout and not found.program.params["3.weight"].layout
 
 
@@ -210,7 +210,7 @@ def test_a_file_that_does_not_fit_is_refused_where_that_is_asked_for(saved: str,
     assert lowered(layers(), **strict).text() == lowered(layers(), strategy_ckpt_load_file=file).text()
     with pytest.raises(ConfigValueError) as raised:
         lowered(layers(more=1), **strict)
-    assert "3.weight: on dp: the file has no such parameter; whole" in str(raised.value)
+    assert "3.weight: on dp: the file has no entry for it; whole" in str(raised.value)
     with pytest.raises(ConfigValueError, match="2.weight: S.1. on dp: .* does not divide so by 8.* and 8 more. Search"):
         lowered(layers(width=WIDE + 1), **strict)
 

@@ -168,7 +168,7 @@ class Strategies(Document, kind="strategies"):
                     program.note(NOT_APPLIED, name, f"on {group}: the step has no such op")
             for name in program.params:
                 if name not in decided.parameters:
-                    program.note(NOT_APPLIED, name, f"on {group}: the file has no such parameter; whole")
+                    program.note(NOT_APPLIED, name, f"on {group}: the file has no entry for it; whole")
         return replace(axis, parameters={**pins, **axis.parameters}, states=states, blocks=decided.blocks)
 
 

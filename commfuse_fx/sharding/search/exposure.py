@@ -42,6 +42,16 @@ class Exposure:
         """As in "31% of gradients on dp, 100% of forward on dp"; "" where nothing is known."""
         return ", ".join(f"{percent}% of {kind} on {axis}" for axis, kind, percent in self.parts)
 
+    def by_axis(self) -> str:
+        """For people: "97% of forward, 0% of gradients on dp". Axes of which the same is known are named together."""
+        known: dict[str, list[str]] = {}
+        for axis, kind, percent in self.parts:
+            known.setdefault(axis, []).append(f"{percent}% of {kind}")
+        alike: dict[str, list[str]] = {}
+        for axis, kinds in known.items():
+            alike.setdefault(", ".join(kinds), []).append(axis)
+        return "; ".join(f"{kinds} on {' and '.join(axes)}" for kinds, axes in alike.items())
+
     @classmethod
     def parse(cls, text: str) -> Exposure:
         """What `str` has written. Raises ConfigValueError for another text."""

@@ -12,6 +12,7 @@ from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis, together
 from commfuse_fx.sharding.search.axis_grid import Objective
 from commfuse_fx.sharding.search.axis_search import AxisSearch
+from commfuse_fx.sharding.search.exposure import Exposure
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
 from commfuse_fx.sharding.search.search_proof import SearchProofs, prove
 
@@ -55,7 +56,7 @@ def searched(
         found = search.cheapest(axes, budget) if quick else together(search, axes, budget)
     else:
         found = axis_by_axis(search, axes, budget)
-    counted = f", where {exposed} counts" if exposed else ""
+    counted = f" that counts {Exposure.parse(exposed).by_axis()}" if exposed else ""
     kept = f" and {found.nbytes / 2**20:.1f} MiB taken" if saving else ""
     if not propagates:
         program.search_seconds = found.cost
