@@ -57,6 +57,7 @@ class Division:
         self.local = LocalGraph(program, axis, specs)
         self.values: dict[fx.Node, Value] = {}
         self._cut_again: dict[fx.Node, Shard] = {}  # parts of inputs over other axes
+        self._wholes: dict[fx.Node, fx.Node] = {}  # of inputs that are cut, as ranks are handed them
         self.chooser = Chooser(self.values, axis.ways)
         self.constants = MadeOfConstants(program)
         self.own = OwnParts(program, axis.group, axis.ways)
@@ -96,6 +97,7 @@ class Division:
             self._cut_again[part] = placement
             placement = R
         elif isinstance(placement, Shard):
+            self._wholes[node] = made
             made = self.local.own_part(made, placement, f"slice/{source.name}", info(node))
         elif node in self.own:
             varies(made, self.axis.group)
@@ -105,7 +107,8 @@ class Division:
         """A part of an input over other axes is cut further over this one."""
         placement = self._cut_again.get(node)
         if placement is not None:
-            part = self.local.own_part(self.values[node].versions[R], placement, info(node).name, info(node))
+            self._wholes[node] = self.values[node].versions[R]
+            part = self.local.own_part(self._wholes[node], placement, info(node).name, info(node))
             self.values[node] = Value(info(node).spec, {placement: part})
 
     def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
@@ -263,6 +266,8 @@ class Division:
                 value.versions = self.values[pending].versions
                 value.weight = self.values[pending].weight
                 self.values[pending] = value
+        if wanted not in value.versions and node in self._wholes:
+            value.versions[R] = self._wholes[node]
         if wanted in value.versions:
             return value.versions[wanted]
         found = value.nearest(wanted, self.axis.ways)

@@ -77,7 +77,7 @@ class LayoutProblem:
         self.grid = AxisGrid(axes, prices, device, price_of, objective.work)
         self._moved = objective.moved
         self._marked: dict[fx.Node, None] = {}  # parameters that a mark divides, and views of them
-        self._cut: dict[fx.Node, Placements] = {}  # parts of inputs over other axes
+        self._cut: dict[fx.Node, list[Placements]] = {}  # parts of inputs over other axes
         self.graph = FactorGraph()
         self.memory = FactorGraph()
         self.states: list[list[LaidOut]] = []
@@ -151,12 +151,13 @@ class LayoutProblem:
     def _placeholder(self, node: fx.Node) -> None:
         source = self.program.sources[node]
         if source.kind == "input":
-            lies = tuple(axis.inputs.get(source.name, R) for axis in self.grid.axes)
-            part = None if self.grid.axes[0].local_inputs else part_over_other_axes(node)
-            if part is not None and lies != self.grid.whole:  # it is cut further
-                self._cut[part] = lies
-                lies = self.grid.whole
-            self._variable(node, [self._given(lies)])
+            lies = [tuple(axis.inputs.get(source.name, R) for axis in self.grid.axes)]
+            if lies != [self.grid.whole] and not self.grid.axes[0].local_inputs:
+                lies = [*product(*(dict.fromkeys((each, R)) for each in lies[0]))]  # the whole is there as well
+                if (part := part_over_other_axes(node)) is not None:  # it is cut further
+                    self._cut[part] = lies
+                    lies = [self.grid.whole]
+            self._variable(node, [self._given(each) for each in lies])
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
             found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
@@ -191,7 +192,7 @@ class LayoutProblem:
         elif writes_input(node):
             pass
         elif node in self._cut:
-            self._variable(node, [self._given(self._cut[node])])
+            self._variable(node, [self._given(each) for each in self._cut[node]])
         elif is_mark(node):
             self._mark(node)
         elif is_widened(node):
