@@ -62,6 +62,12 @@ class _Traced:
     step: CompiledStep
     compiled: Compiled
 
+    @property
+    def captured(self) -> Program:
+        """The graph before it is divided."""
+        assert self.compiled.captured is not None, "a step that is planned again keeps what was captured"
+        return self.compiled.captured
+
 
 class Cases:
     """Plans one target for cases."""
@@ -84,12 +90,12 @@ class Cases:
         step, known = self._step(case.devices), self._known
         config = case.config(step.config)
         cluster = cluster_of(config.cluster).name
-        rows = 0 if known is None else _rows(known.compiled.captured)
+        rows = 0 if known is None else _rows(known.captured)
         if rows % case.devices:
             self.chosen = None
             why = f"the global batch of {rows} rows does not divide among {case.devices} devices"
             return PlannedCase(case, cluster, rows, False, StrategyTable((), (), (), ()), False, no_plan=why)
-        reuses = known is not None and (known.step.mesh.world == case.devices or not _has_parts(known))
+        reuses = known is not None and (known.step.mesh.world == case.devices or not has_parts(known.captured))
         made: list[Attempt] = []
         chosen: Program | None
         helps: tuple[str, ...] = ()
@@ -110,7 +116,7 @@ class Cases:
         return PlannedCase(
             case,
             cluster,
-            _rows(known.compiled.captured),
+            _rows(known.captured),
             not reuses,
             strategy_table(made, chosen, cost_model(config.cluster), config.strategy_ckpt_load_file is not None),
             STOPPED in notes,
@@ -154,16 +160,9 @@ class Cases:
         return _Traced(step, step.planner.read(step.planner.take_apart(args, kwargs)))
 
 
-def _has_parts(known: _Traced) -> bool:
-    """Whether what was traced computes with as many parts of the batch as it was traced for."""
-    assert known.compiled.captured is not None
-    return has_parts(known.compiled.captured)
-
-
 def _captured(known: _Traced, step: CompiledStep, config: CompileConfig) -> Program:
     """What was traced, for this step."""
-    assert known.compiled.captured is not None
-    captured = known.compiled.captured.copy()
+    captured = known.captured.copy()
     captured.mesh, captured.config = step.mesh, config
     return captured
 
@@ -182,7 +181,6 @@ def _plan_again(
             return None, error.helps
 
 
-def _rows(captured: Program | None) -> int:
-    assert captured is not None
+def _rows(captured: Program) -> int:
     nodes = (captured.placeholder("input", path) for path in captured.batch_inputs)
     return next((tensor_spec(node).shape[0] for node in nodes if node is not None), 0)

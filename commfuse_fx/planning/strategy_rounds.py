@@ -1,8 +1,8 @@
 """A search of strategies in rounds: what was planned whole and simulated says what is searched for next.
 
-First comes a memory limit. A plan that does not fit says by how much, and
-that is what the next search has to save. Then come prices: a simulated plan says which part of its communication is
-exposed, and the next search counts no more than that, until a strategy comes again.
+First comes a memory limit. A plan that does not fit says by how much, and that is what the next search has to save.
+Then come prices: a simulated plan says which part of its communication is exposed, and the next search counts no more
+than that, until a strategy comes again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StrategyRounds:
         self._limit = situation.config.memory_limit
         self._levels = situation.free_levels(program)
         self._variants: dict[int, Variant] = {}  # by the identity of a pipeline
-        self._pipelines: list[PassPipeline] = []
+        self._pipelines: list[PassPipeline] = []  # kept, so that nothing else gets the identity of one
         self._made: dict[Variant, Attempt] = {}
         self._search = first[0]
         self.first = self._built(first)

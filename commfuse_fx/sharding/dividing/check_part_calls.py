@@ -10,7 +10,7 @@ from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard
 from commfuse_fx.ir.program import Program
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
@@ -83,7 +83,7 @@ def _check_inputs(program: Program, entered: Sequence[fx.Node]) -> None:
             batch[node] = None
     for node in entered:
         (given,) = node.all_input_nodes
-        shape = _spec(given).shape
+        shape = tensor_spec(given).shape
         label = call_of_part(node).label
         if node.target == OWN_ROWS and given not in batch:
             raise ConfigValueError(
@@ -193,9 +193,3 @@ def _is_linear(user: fx.Node, value: fx.Node, rows: _Rows) -> bool:
 def _parent_and_item(node: fx.Node) -> tuple[Any, Any]:
     parent, item = node.args
     return parent, item
-
-
-def _spec(node: fx.Node) -> TensorSpec:
-    spec = info(node).spec
-    assert isinstance(spec, TensorSpec), node
-    return spec

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from commfuse_fx.ir.dependence import is_view, written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.parameter_values import parameter_of
 from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
 from commfuse_fx.ir.program import Program
@@ -143,7 +143,7 @@ class LayoutProblem:
         found = {1: None}
         for node, source in self.program.sources.items():
             if source.kind == "parameter":
-                found |= {sections(node, dim): None for dim in range(len(_spec(node).shape))}
+                found |= {sections(node, dim): None for dim in range(len(tensor_spec(node).shape))}
         pins = [pin for axis in self.grid.axes for pin in (*axis.parameters.values(), *axis.activations.values())]
         found |= {pin.placement.blocks: None for pin in pins if isinstance(pin.placement, Shard)}
         return tuple(sorted(found))
@@ -160,7 +160,7 @@ class LayoutProblem:
             self._variable(node, [self._given(each) for each in lies])
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
-            found = [each for each in product(*choices) if self.grid.fits(_spec(node), each)]
+            found = [each for each in product(*choices) if self.grid.fits(tensor_spec(node), each)]
             updated = update_layouts(self.program, source.name, found, self.grid)
             costs = update_seconds(self.program, source.name, found, updated, self.grid, self._known)
             states = [LaidOut((one,), (other,)) for one, other in zip(found, updated, strict=True)]
@@ -177,7 +177,7 @@ class LayoutProblem:
             return [pin.placement]
         if self.program.params[name].shares:
             return [R]
-        shape = _spec(node).shape
+        shape = tensor_spec(node).shape
         parts: dict[Placement, None] = {}
         for dim in range(len(shape)):
             inside = S(dim, sections(node, dim))
@@ -197,7 +197,7 @@ class LayoutProblem:
             self._mark(node)
         elif is_widened(node):
             self._at[node] = self._at[args[0]]
-        elif node.target is aten.ones_like.default and _spec(node).numel == 1:
+        elif node.target is aten.ones_like.default and tensor_spec(node).numel == 1:
             self._variable(node, [self._given(self.grid.whole)])
         elif spec is None or written_nodes(node):
             self._whole_inputs(node)
@@ -205,7 +205,7 @@ class LayoutProblem:
             self._op(node)
 
     def _mark(self, node: fx.Node) -> None:
-        spec = _spec(node)
+        spec = tensor_spec(node)
         choices: list[list[Placement]] = []
         for axis, own in zip(self.grid.axes, self._own, strict=True):
             pin = Pin(R, "cross_batch") if node in own else axis.activations.get(info(node).name)
@@ -281,7 +281,7 @@ class LayoutProblem:
         that."""
         program = self.program
         for name, grad in program.grads.items():
-            number, spec = self.parameters[name], _spec(grad)
+            number, spec = self.parameters[name], tensor_spec(grad)
             self._reading(number, "update", [grad], fused=True)
             if summed_in_float32(spec, program):
                 variable, item = self._at[grad]
@@ -322,9 +322,3 @@ def _strategies(call: OpCall, fixed: State | None) -> list[Strategy]:
     """The strategies of a call on one axis. fixed: the only one, if the call has it; None: there is a choice."""
     found = distinct(strategies_of(call))
     return [each for each in found if State(each.outputs, each.inputs) == fixed] or found
-
-
-def _spec(node: fx.Node) -> TensorSpec:
-    spec = info(node).spec
-    assert isinstance(spec, TensorSpec), node
-    return spec
