@@ -16,12 +16,12 @@ def plan_in_common(planner: Planner, agreement: Agreement, call: Call, mismatch:
     """Batches of other sizes have led to other plans: all ranks plan again, with what nodes take on rank 0.
 
     Nothing has been sent yet, and all ranks know from the vote that they come here. Raises the mismatch where rank 0
-    can offer nothing.
+    can offer nothing: strategies that were searched divide one graph, whose ranks have equally many rows.
     """
     _PLAN.info("planning again, with what nodes take on rank 0, since plans differ between ranks: %s", mismatch)
     offered: Seconds | None = None
     try:
-        if agreement.rank == 0:
+        if agreement.rank == 0 and planner.config.parallel_mode != "auto":
             offered = planner.seconds_by_name(call)
     finally:
         seconds = agreement.from_rank_0(offered)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import Ranks, run_soon
 from tests.sharding.test_search import SLOW_FLOPS, SLOW_MEMORY
 
 pytestmark = pytest.mark.dist
@@ -110,3 +110,19 @@ def test_norms_of_each_ranks_own_part(ranks: Ranks) -> None:
                 torch.testing.assert_close(other[name], value, rtol=1e-7, atol=1e-8)
     first, second = (of_rank[1]["1.running_mean"] for of_rank in states)
     assert not torch.equal(first, second)
+
+
+def other_rows() -> None:
+    model = network()
+    step = cf.compile(
+        model, loss_fn=nn.functional.mse_loss, optimizer=optimizer_of(model), parallel_mode="auto", cluster=SLOW_MEMORY
+    )
+    x, y = batches(1)[0]
+    rows = 4 - 2 * cf.get_rank()
+    step(x[:rows], y[:rows])
+
+
+def test_ranks_with_other_numbers_of_rows(ranks: Ranks) -> None:
+    for outcome in run_soon(ranks, other_rows):
+        assert outcome.error.startswith("PlanMismatchError: "), outcome.details
+        assert "where a graph is divided" in outcome.error and "batches of the same size" in outcome.error

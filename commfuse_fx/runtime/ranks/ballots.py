@@ -75,7 +75,10 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                     "find_unused_parameters=True to cf.compile, which sends them in the order of the parameters"
                 )
             elif ballot.captured == first.captured:
-                advice = "the same optimizer state and, with a memory_limit, batches of the same size"
+                advice = (
+                    "the same optimizer state and, where a graph is divided (semi_auto, auto) or a memory_limit is "
+                    "given, batches of the same size"
+                )
             elif same_but_for_order(ballot.captured, first.captured):
                 advice = (
                     "the same order: their models compute the same ops, but in different orders, or they add the "
