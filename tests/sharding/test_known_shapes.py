@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.sharding.dividing import localize
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from tests.models import Batch, Case
 from tests.sharding.divided_oracle import compare, divided, no_marks
@@ -84,6 +85,7 @@ def test_errors_of_torch_name_module_and_line(monkeypatch: pytest.MonkeyPatch) -
         return known(self, target, args, kwargs)
 
     monkeypatch.setattr(LocalSpecs, "_run", run)
+    monkeypatch.setattr(localize, "_remembered", {})
     with pytest.raises(cf.CaptureError, match="cannot divide the step at .*test_known_shapes.py:[0-9]+ over") as raised:
         divided(CTC, CTC.model(), (2,)).run(CTC.batches(1)[0])
     assert "[RuntimeError: no kernel]" in str(raised.value)

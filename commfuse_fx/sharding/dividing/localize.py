@@ -18,12 +18,27 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
+_MOST = 50_000
+"""How many specs a process remembers. It is far more than a step needs, and then all are forgotten."""
+
+_remembered: dict[Any, tuple[Any, Spec]] = {}
+"""Specs of calls of torch's own ops, which later compiles of this process look up."""
+
+
 class LocalSpecs:
-    """Finds and caches the specs of calls. `of(target, args, kwargs)` takes nodes for tensors; equal calls run once."""
+    """Finds and caches the specs of calls. `of(target, args, kwargs)` takes nodes for tensors; equal calls run once.
+
+    Ops that others have registered may come to make something else: their calls are known to one compile alone.
+    """
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, tuple[Any, Spec]] = {}
+        # The first two say what a tensor is that an op makes of numbers, the others choose layouts of convolutions.
+        self._settings = (
+            torch.get_default_dtype(), torch._C._get_default_device(), torch._C._get_mkldnn_enabled(),
+            torch._C._get_cudnn_enabled(), torch.get_num_threads(),
+        )  # fmt: skip
 
     def of(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
         """The target to use, and the spec of its result. A node whose spec is None stands for a number.
@@ -36,7 +51,19 @@ class LocalSpecs:
         except TypeError:
             return self._run(target, args, kwargs)
         if known is None:
-            known = self._known[key] = self._run(target, args, kwargs)
+            known = self._known[key] = self._of_process(key, target, args, kwargs)
+        return known
+
+    def _of_process(self, key: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
+        """As `of`, for a call that this compile does not know."""
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+            return self._run(target, args, kwargs)
+        key = (self._settings, key)
+        if (known := _remembered.get(key)) is None:
+            known = self._run(target, args, kwargs)
+            if len(_remembered) >= _MOST:
+                _remembered.clear()
+            _remembered[key] = known
         return known
 
     def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Spec]:
