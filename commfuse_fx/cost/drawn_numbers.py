@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-CACHED = 0.4
+CACHED = 0.45
 """What a pass over memory that a CPU's cache holds counts, as a part of one over memory."""
 
 _BY_PASSES = {

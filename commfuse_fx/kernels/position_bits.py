@@ -1,16 +1,20 @@
 """Random bits of every element of a tensor, which depend on its position in the whole tensor alone.
 
 Every element is a hash of (seed, number of the call, position in the whole tensor), so ranks draw their own parts of
-one mask without talking to each other. Seed and call number give two 64-bit keys by SplitMix64 (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014); the position passes two keyed rounds of the 32-bit
-mixer lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com). One round is not enough: the
-same mixer with another key would give another call the same numbers in another order.
+one mask without talking to each other. Seed and call number give two 32-bit keys by SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014). A position is a row and a column: the whole tensor is
+taken as a matrix, so that it has few of both. The numbers of row and column pass the 32-bit mixer lowbias32 (Chris
+Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com) with the keys, and their sum passes it once more. So
+most of the work is one round of the mixer per element. Without the first round another call would have the same numbers
+in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 
@@ -20,7 +24,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAMS = 4  # independent numbers per element that one call can draw
 
-_AT_ONCE = 1 << 16
+_WIDTH = 1024  # columns of the matrix that a vector is taken as
+
+_AT_ONCE = 1 << 17
 """Elements that are mixed at once on a CPU: they stay in its cache from one op to the next."""
 
 
@@ -28,6 +34,15 @@ def _signed(value: int, bits: int) -> int:
     """The integer of that many bits with the same low bits."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_STEPS = ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, _signed(0x846CA68B, 32)))
+"""The mixer: x ^= (x >> shift) & mask; x *= factor. The masks make the shifts logical."""
+
+_STEPS_ON_CPU = tuple(
+    tuple(torch.tensor(number, dtype=torch.int32, device="cpu") for number in step) for step in _STEPS
+)
+"""The same as tensors. An op makes a tensor of a number, which takes as long as 20,000 elements take in it."""
 
 
 def _splitmix64(z: int) -> int:
@@ -55,14 +70,28 @@ def _keys(seed: torch.Tensor | int, call: int, stream: int) -> tuple[torch.Tenso
     return _signed(key, 32), _signed(key >> 32, 32)
 
 
-def _lowbias32_(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Mix int32 values in place. Shifts are made logical by the masks, products wrap around."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+def _is_real_on_cpu(x: torch.Tensor) -> bool:
+    """Whether ops on this tensor run now on a CPU. A trace has tensors of its own type, and no cache."""
+    return x.device.type == "cpu" and type(x) is torch.Tensor
+
+
+def _steps(x: torch.Tensor) -> Sequence[Sequence[Any]]:
+    return _STEPS_ON_CPU if _is_real_on_cpu(x) else _STEPS
+
+
+def _mix_(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Mix int32 values in place by lowbias32 without its last step."""
+    for shift, mask, factor in _steps(x):
         torch.bitwise_right_shift(x, shift, out=scratch)
-        x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
-        if factor != 1:
-            x.mul_(_signed(factor, 32))
+        x.bitwise_xor_(scratch.bitwise_and_(mask)).mul_(factor)
     return x
+
+
+def _finish_(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """The last step of lowbias32 in place. It changes the lower halves alone."""
+    shift, mask, _ = _steps(x)[0]
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_(mask))
 
 
 def _groups(shape: Sequence[int], starts: Sequence[int], whole_shape: Sequence[int]) -> tuple[int, list[list[int]]]:
@@ -79,19 +108,94 @@ def _groups(shape: Sequence[int], starts: Sequence[int], whole_shape: Sequence[i
 
 
 def _positions(
-    shape: Sequence[int], starts: Sequence[int], whole_shape: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Low and high 32 bits of every element's position in the whole tensor, flat; None for high bits that are all 0."""
+    shape: Sequence[int],
+    starts: Sequence[int],
+    whole_shape: Sequence[int],
+    first: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """The position of every element of a part in the whole tensor, flat, where counting begins at `first`."""
     base, groups = _groups(shape, starts, whole_shape)
-    wide = prod(whole_shape) > 1 << 31
-    dtype = torch.int64 if wide else torch.int32
-    position = torch.full((1,), base, dtype=dtype, device=device)
-    for number, (size, stride) in enumerate(groups):
-        first = base if number == 0 else 0
-        offsets = torch.arange(first, first + size * stride, stride, dtype=dtype, device=device)
-        position = offsets if number == 0 else position.unsqueeze(-1) + offsets
-    position = position.reshape(-1)[: prod(shape)]
-    return (position.to(torch.int32), (position >> 32).to(torch.int32)) if wide else (position, None)
+    begin, position = base + first, None
+    for size, stride in groups or [[1, 1]]:
+        offsets = torch.arange(begin, begin + size * stride, stride, dtype=dtype, device=device)
+        begin, position = 0, offsets if position is None else (position.unsqueeze(-1) + offsets).view(-1)
+    assert position is not None
+    return position
+
+
+@cache
+def _leading(whole_shape: tuple[int, ...]) -> int:
+    """How many dimensions number the rows of the matrix: it has the fewest rows and columns together."""
+    return min(range(len(whole_shape) + 1), key=lambda d: prod(whole_shape[:d]) + prod(whole_shape[d:]))
+
+
+def _hashed(
+    shape: Sequence[int],
+    seed: torch.Tensor | int,
+    call: int,
+    stream: int,
+    starts: Sequence[int],
+    whole_shape: Sequence[int],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A hash of each row and one of each column that the part has. Columns are numbered from the last row on."""
+    d = _leading(tuple(whole_shape))
+    height, width = prod(whole_shape[:d]), prod(whole_shape[d:])
+    dtype = torch.int64 if height + width > 1 << 31 else torch.int32
+    rows = _positions(shape[:d], starts[:d], whole_shape[:d], 0, dtype, device)
+    columns = _positions(shape[d:], starts[d:], whole_shape[d:], height, dtype, device)
+    numbers = torch.cat((rows, columns))
+    first, second = _keys(int(seed) if _is_real_on_cpu(numbers) else seed, call, stream)
+    found = numbers.to(torch.int32).bitwise_xor_(first)
+    scratch = torch.empty_like(found)
+    _finish_(_mix_(found, scratch), scratch)
+    if dtype == torch.int64:
+        found += _finish_(_mix_((numbers >> 32).to(torch.int32), scratch), scratch)
+    hashed_rows, hashed_columns = found.split((rows.numel(), columns.numel()))
+    return hashed_rows.add_(second), hashed_columns
+
+
+def random_pieces(
+    shape: Sequence[int],
+    seed: torch.Tensor | int,
+    call: int,
+    stream: int,
+    starts: Sequence[int],
+    whole_shape: Sequence[int],
+    device: torch.device,
+    finish: bool = False,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """An int32 for every element, in pieces of the flat tensor: where a piece is, and its numbers.
+
+    They may be written to, and the next piece overwrites them. Their upper halves are random bits. The lower ones are
+    random enough to decide comparisons in which the upper ones tie, or random bits as well with `finish`.
+    """
+    count, skipped = prod(shape), 0
+    if count == 0:
+        return
+    if sum(size > 1 for size in whole_shape) < 2:  # a vector: the part is covered by rows of a matrix
+        start, skipped = divmod(sum(starts), _WIDTH)
+        shape, starts = (-(-(skipped + count) // _WIDTH), _WIDTH), (start, 0)
+        whole_shape = (-(-prod(whole_shape) // _WIDTH), _WIDTH)
+    rows, columns = _hashed(shape, seed, call, stream, starts, whole_shape, device)
+    covered = rows.numel() * columns.numel()
+    at_once = min(_AT_ONCE, covered) if _is_real_on_cpu(rows) else covered
+    memory = rows.new_empty(at_once)
+    scratch = torch.empty_like(memory)
+    begin = -skipped
+    for some_rows in rows.unsqueeze(-1).split(max(at_once // columns.numel(), 1)):
+        for some_columns in columns.split(at_once):
+            size = some_rows.numel() * some_columns.numel()
+            numbers, free = memory[:size], scratch[:size]
+            torch.add(some_rows, some_columns, out=numbers.view(some_rows.numel(), some_columns.numel()))
+            _mix_(numbers, free)
+            if finish:
+                _finish_(numbers, free)
+            first, last = (min(max(place, 0), count) for place in (begin, begin + size))
+            yield slice(first, last), numbers[first - begin : last - begin]
+            begin += size
 
 
 def random_bits(
@@ -104,26 +208,8 @@ def random_bits(
     device: torch.device,
 ) -> torch.Tensor:
     """32 random bits for every element, as int32."""
-    first, second = _keys(seed, call, stream)
-    x, high = _positions(shape, starts, whole_shape, device)
-    is_cached = x.device.type == "cpu" and type(x) is torch.Tensor  # a trace has tensors of its own, and no cache
-    at_once = _AT_ONCE if is_cached else max(x.numel(), 1)
-    scratch = torch.empty_like(x[:at_once])
-    highs = [None] * -(-x.numel() // at_once) if high is None else high.split(at_once)
-    for low, upper in zip(x.split(at_once), highs, strict=False):
-        _mix_(low, upper, first, second, scratch[: low.numel()])
-    return x.view(tuple(shape))
-
-
-def _mix_(
-    x: torch.Tensor,
-    high: torch.Tensor | None,
-    first: torch.Tensor | int,
-    second: torch.Tensor | int,
-    scratch: torch.Tensor,
-) -> None:
-    """Make positions the random bits that they have, in place."""
-    _lowbias32_(x.bitwise_xor_(first), scratch).add_(second)
-    if high is not None:
-        x.add_(_lowbias32_(high, scratch))
-    _lowbias32_(x, scratch)
+    found = torch.empty(tuple(shape), dtype=torch.int32, device=device)
+    flat = found.view(-1)
+    for where, bits in random_pieces(shape, seed, call, stream, starts, whole_shape, device, finish=True):
+        flat[where] = bits
+    return found

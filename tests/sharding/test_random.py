@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commfuse_fx.ir.meta import TensorSpec
 from commfuse_fx.ir.placement import Shard
@@ -67,11 +67,24 @@ def test_parts_are_parts_of_the_whole(name: str) -> None:
             assert torch.equal(make(size, starts, shape), part)
 
 
+@pytest.mark.parametrize("name", ["bernoulli", "uniform64"])
+@pytest.mark.parametrize(
+    "shape", [(5, 7, 9), (3, 1, 1025), (7, 3), (3, 7), (1, 2500), (2500,), (33, 17, 1), (2, 3, 5, 7)], ids=str
+)
+def test_odd_parts_at_odd_places(name: str, shape: tuple[int, ...]) -> None:
+    make = MAKERS[name]
+    full = make(shape, *whole(shape))
+    for ends in product(*(((0, 1), (0, n), (n // 3, n), (n // 2, n - n // 4)) for n in shape)):
+        part = full[tuple(slice(*each) for each in ends)]
+        assert torch.equal(make(tuple(part.shape), tuple(start for start, _ in ends), shape), part), ends
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 1, 3), (3, 1, 4), (0, 4), (2, 0)])
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
     found = uniform(shape)
     assert found.shape == shape
-    assert torch.equal(found.flatten(), uniform((found.numel(),)))
+    assert torch.equal(found.flatten(), uniform((*shape, 1)).flatten())
+    assert len(found.unique()) == found.numel()
 
 
 def test_positions_beyond_31_and_32_bits() -> None:
@@ -92,13 +105,13 @@ def test_positions_beyond_31_and_32_bits() -> None:
     assert float(torch.corrcoef(ends.view(32, 4096)).fill_diagonal_(0).abs().max()) < 0.08
 
 
-def test_positions_in_two_words() -> None:
-    device = torch.device("cpu")
-    low, high = position_bits._positions((4,), (2**32 - 2,), (2**40,), device)
-    assert high is not None
-    assert low.tolist() == [-2, -1, 0, 1] and high.tolist() == [0, 0, 1, 1]
-    low, high = position_bits._positions((2, 3), (1, 5), (4, 10), device)
-    assert low.tolist() == [15, 16, 17, 25, 26, 27] and high is None
+def test_positions() -> None:
+    place = (torch.int64, torch.device("cpu"))
+    assert position_bits._positions((4,), (2**32 - 2,), (2**40,), 5, *place).tolist() == [
+        2**32 + i for i in (3, 4, 5, 6)
+    ]
+    assert position_bits._positions((2, 3), (1, 5), (4, 10), 0, *place).tolist() == [15, 16, 17, 25, 26, 27]
+    assert position_bits._positions((), (), (), 7, *place).tolist() == [7]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40 + 3, -7, 2**63 + 5])
@@ -127,7 +140,8 @@ def test_mixer_is_lowbias32() -> None:
 
     values = [0, 1, 2, 77, 2**31 - 1, 2**31, 2**32 - 1, 123456789]
     x = torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32)
-    found = position_bits._lowbias32_(x, torch.empty_like(x))
+    scratch = torch.empty_like(x)
+    found = position_bits._finish_(position_bits._mix_(x, scratch), scratch)
     assert [int(v) % 2**32 for v in found] == [lowbias32(v) for v in values]
 
 
@@ -164,6 +178,29 @@ def test_neighbours_and_rows_do_not_correlate(lag: int) -> None:
     assert abs(float((mask[lag:] * mask[:-lag]).mean() * 4)) < 5 / N**0.5
 
 
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(N,), (512, 512), (N // 4, 4), (4, N // 4)], ids=str)
+def test_masks_of_rows_and_columns_do_not_correlate(shape: tuple[int, ...], p: float) -> None:
+    """A number is a hash of a sum of one of its row and one of its column, which must not show in four corners."""
+    mask = (bernoulli_at(shape, p, 3, 1, *whole(shape), torch.float64, "cpu") - p) / (p * (1 - p)) ** 0.5
+    pairs, table = mask.view(-1, 2), mask.view(-1, shape[-1])
+    along = [(pairs[:, 0], pairs[:, 1]), (pairs[:-1, 1], pairs[1:, 0])]
+    for lag in (1, 2, 3):
+        along += [(table[:, lag:], table[:, :-lag]), (table[lag:], table[:-lag])]
+        edges = table[lag:] * table[:-lag]
+        along.append((edges[:, lag:], edges[:, :-lag]))
+    for one, other in along:
+        assert abs(float((one * other).sum())) <= 5 * max(one.numel(), 1) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(1 << 23,), (2048, 4096)], ids=str)
+@pytest.mark.parametrize("p", [1e-6, 1.5 / 65536, 0.1, 0.5, 1 - 1.5 / 65536])
+def test_share_of_ones(shape: tuple[int, ...], p: float) -> None:
+    ones = float(bernoulli_at(shape, p, 3, 1, *whole(shape), torch.bool, "cpu").sum())
+    count = 1 << 23
+    assert abs(ones - count * p) < 5 * (count * p * (1 - p)) ** 0.5
+
+
 def test_calls_and_seeds_do_not_correlate() -> None:
     size = 1 << 14
     rows = [uniform((size,), seed, call) for seed in (0, 1, 2, 3, 1 << 32, 7 << 40) for call in range(8)]
@@ -171,13 +208,15 @@ def test_calls_and_seeds_do_not_correlate() -> None:
     assert float(correlation.abs().max()) < 5 / size**0.5
 
 
-def test_no_call_permutes_the_numbers_of_another() -> None:
-    """Two calls share hash values only by chance: about n² / 2³² of them."""
+@pytest.mark.parametrize("shape", [(1 << 16,), (256, 256), (1024, 64)], ids=str)
+def test_no_call_permutes_the_numbers_of_another(shape: tuple[int, ...]) -> None:
+    """Numbers of one call or two are equal only by chance: n² / 2³³ pairs in one call, n² / 2³² of two calls."""
     bits = position_bits.random_bits
     size = 1 << 16
-    calls = [bits((size,), 1, call, 0, (0,), (size,), torch.device("cpu")) for call in range(24)]
+    calls = [bits(shape, 1, call, 0, *whole(shape), torch.device("cpu")).flatten() for call in range(24)]
     shared = [int(torch.isin(a, b).sum()) for i, a in enumerate(calls) for b in calls[:i]]
     assert max(shared) < 16 and abs(sum(shared) / len(shared) - size**2 / 2**32) < 0.3
+    assert sum(size - len(call.unique()) for call in calls) < 30
 
 
 def test_normal_numbers_are_normal() -> None:
@@ -377,24 +416,47 @@ def test_inputs_stay_as_they_are() -> None:
     assert torch.equal(probability, torch.full((64,), 0.5))
 
 
-@pytest.mark.parametrize("start", [0, (1 << 31) - 70_000], ids=["positions of 32 bits", "positions of 64 bits"])
-def test_what_is_mixed_at_once_does_not_show(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 2 * position_bits._AT_ONCE + 3
-    draw = position_bits.random_bits
-    rest = (5, 1, 2, (start,), (start + size + 1,), torch.device("cpu"))
-    found = draw((size,), *rest)
-    monkeypatch.setattr(position_bits, "_AT_ONCE", size)
-    assert torch.equal(found, draw((size,), *rest))
-    assert draw((0,), *rest).shape == (0,)
+SHAPES = [(3, 50, 70), (2, 3000), (3000,), (1200, 2)]
 
 
-def test_a_trace_has_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed: list[int] = []
-    mix = position_bits._mix_
-    monkeypatch.setattr(position_bits, "_mix_", lambda *args: (mixed.append(args[0].numel()), mix(*args)))
-    size = 3 * position_bits._AT_ONCE
-    for mode, pieces in ((FakeTensorMode(), [size]), (contextlib.nullcontext(), [position_bits._AT_ONCE] * 3)):
-        mixed.clear()
-        with mode:
-            position_bits.random_bits((size,), 1, 0, 0, (0,), (size,), torch.device("cpu"))
-        assert mixed == pieces
+@pytest.mark.parametrize("start", [0, (1 << 31) - 1500], ids=["positions of 32 bits", "positions of 64 bits"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("at_once", [100, 1500])
+def test_what_is_mixed_at_once_does_not_show(
+    shape: tuple[int, ...], start: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = (start, *[0] * (len(shape) - 1))
+    rest = (5, 1, starts, (start + shape[0] + 1, *shape[1:]))
+    x = torch.randn(shape)
+
+    def draw() -> list[torch.Tensor]:
+        bits = position_bits.random_bits(shape, 5, 1, 2, *rest[2:], torch.device("cpu"))
+        return [bits, bernoulli_at(shape, 0.3, *rest, F32, "cpu"), *dropout_at(x, 0.3, *rest)]
+
+    found = draw()
+    monkeypatch.setattr(position_bits, "_AT_ONCE", at_once)
+    assert all(torch.equal(one, other) for one, other in zip(found, draw(), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_a_trace_draws_the_same_in_one_piece(shape: tuple[int, ...], p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace reads no seed: the keys are tensors, and numbers are written into the ops."""
+    monkeypatch.setattr(position_bits, "_AT_ONCE", 512)
+    place = whole(shape)
+
+    def draw(x: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
+        return [*dropout_at(x, p, seed, 4, *place), bernoulli_at(shape, p, seed, 5, *place, F32, "cpu")]
+
+    x, seed = torch.randn(shape), torch.tensor(2**40 + 3)
+    traced = make_fx(draw, tracing_mode="fake")(x, seed)
+    assert sum(node.target is aten.lt_.Scalar for node in traced.graph.nodes) == (2 if p == 0.3 else 1)
+    assert all(torch.equal(one, other) for one, other in zip(draw(x, seed), traced(x, seed), strict=True))
+
+
+def test_dropout_of_a_transposed_tensor() -> None:
+    """The mask is that of the tensor's elements, and the result lies as the tensor does."""
+    x = torch.randn(6, 4)
+    out, mask = dropout_at(x, 0.3, 1, 0, *whole((6, 4)))
+    turned, same = dropout_at(x.t().contiguous().t(), 0.3, 1, 0, *whole((6, 4)))
+    assert torch.equal(out, turned) and torch.equal(mask, same) and turned.stride() == (1, 6)
