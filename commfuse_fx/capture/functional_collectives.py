@@ -98,9 +98,9 @@ class _Collectives:
         """The size, the axes and the fusion id of a collective over this process group. Raises CaptureError."""
         if self._divided:
             raise CaptureError(
-                f'the model calls torch\'s functional {kind}, but a step with parallel_mode="semi_auto" is written for '
-                "one device, and the compiler puts in the collectives: remove the call, or use parallel_mode="
-                '"data_parallel"'
+                f'the model calls torch\'s functional {kind}, but a divided step (parallel_mode="semi_auto" or "auto") '
+                "is written for one device, and the compiler puts in the collectives: remove the call, or use "
+                'parallel_mode="data_parallel"'
             )
         mesh = self._mesh
         everyone = mesh.devices or tuple(range(mesh.world))

@@ -9,6 +9,7 @@ import torch
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.planning.request import CompileRequest, Sharding
+from commfuse_fx.support.checks import rows_that_divide
 
 Leaves = Sequence[tuple[str, torch.Tensor]]
 """Tensors of a call, with their paths."""
@@ -27,7 +28,7 @@ def on_one_part(request: CompileRequest) -> CompileRequest:
     if batch % world:
         raise ConfigValueError(
             f"full_batch=True: the global batch of {batch} does not divide by {world} devices; "
-            f"pad or cut it to {batch - batch % world or world} rows"
+            f"{rows_that_divide(batch, world)}"
         )
     rows = batch // world
     local = [(path, tensor[:rows] if path in paths else tensor) for path, tensor in leaves]

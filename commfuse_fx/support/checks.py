@@ -91,3 +91,9 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def rows_that_divide(rows: int, ways: int) -> str:
+    """What to do with a batch of so many rows, which does not divide among so many ranks."""
+    pad = f"pad it to {rows + -rows % ways} rows"
+    return f"{pad}, or cut it to {rows - rows % ways}" if rows > ways else pad

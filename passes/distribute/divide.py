@@ -34,6 +34,7 @@ from commfuse_fx.sharding.marking.layout_op import erase_marks
 from commfuse_fx.sharding.marking.marks import Marks
 from commfuse_fx.sharding.marking.part_ops import erase_parts
 from commfuse_fx.sharding.search.grids import grids
+from commfuse_fx.support.checks import rows_that_divide
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ class Divide(PricedPass):
             if node is not None and tensor_spec(node).shape[0] % total:
                 rows = tensor_spec(node).shape[0]
                 raise ConfigValueError(
-                    f"the global batch of {rows} ({path}) does not divide by the {total} ranks of {group}; pad or cut "
-                    f"it to {rows - rows % total or total} rows"
+                    f"the global batch of {rows} ({path}) does not divide by the {total} ranks of {group}; "
+                    f"{rows_that_divide(rows, total)}"
                 )
         return dict.fromkeys(program.batch_inputs, S(0))
 
@@ -339,6 +340,7 @@ def _refuse_user_collectives(program: Program) -> None:
             details = info(node)
             raise ConfigValueError(
                 f"the model calls cf.ops.{op_label(node.target)} in {details.module or 'its forward'} "
-                f'({details.source}), but a step with parallel_mode="semi_auto" is written for one device, and the '
-                'compiler puts in the collectives: remove the call, or use parallel_mode="data_parallel"'
+                f'({details.source}), but a divided step (parallel_mode="semi_auto" or "auto") is written for one '
+                "device, and the compiler puts in the collectives: remove the call, or use "
+                'parallel_mode="data_parallel"'
             )
