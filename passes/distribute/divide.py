@@ -156,7 +156,7 @@ class Divide(PricedPass):
             axis = axis if axis.is_data else rest[number - len(data)]
             if given is not None and axis.group in given.axes:
                 axis = given.on(axis, program, ops)
-            division = Division(program, axis, specs)
+            division = Division(program, axis, specs, [*data, *rest][number + 1 :])
             division.run()
             results.add(division)
             if axis.states:
@@ -165,7 +165,9 @@ class Divide(PricedPass):
                 decided[axis.group] = Decisions(pins, {**axis.states, **taken}, axis.blocks)
             if given is not None:
                 for node in division.not_taken:
-                    if ops[info(node).name] != node.target:  # what dividing over other axes has made of an op
+                    if (
+                        ops.get(info(node).name, node.target) != node.target
+                    ):  # what dividing over other axes has made of an op
                         continue
                     program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
         if given is not None:

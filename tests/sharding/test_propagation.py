@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.config.options import SEARCH_MODES
+from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED
 from tests.models import CONV, MLP_CASE, TIED, Case
 from tests.sharding.divided_oracle import compare, divided
 
@@ -166,3 +169,63 @@ def test_marks_that_contradict(mode: str) -> None:
     message = str(raised.value)
     assert "two marks give parameter 0.weight two layouts" in message and message.count("test_propagation.py") == 2
     assert "give both the same layout, or remove one" in message
+
+
+class Narrow(nn.Module):
+    """A bias and a tensor that two axes cannot divide together."""
+
+    def __init__(self, of_tensor: Any = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 2), nn.Linear(2, 2)
+        self.of_tensor = of_tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        return self.last(x if self.of_tensor is None else cf.shard(x, self.of_tensor))
+
+
+NARROW = Case("narrow", Narrow, lambda rows: (torch.randn(rows, 4), torch.randn(rows, 2)), F.mse_loss)
+MARKED_TENSOR = {axis: replace(NARROW, build=partial(Narrow, {axis: "S(1)"})) for axis in ("dp", "tp")}
+
+
+@pytest.mark.parametrize("mode", ["semi_auto", *SEARCH_MODES])
+@pytest.mark.parametrize(("one", "other"), [("dp", "tp"), ("tp", "dp")])
+def test_what_is_not_marked_leaves_room_for_marks(one: str, other: str, mode: str) -> None:
+    """The weight is divided over one axis. A bias or a result that goes with it could not be divided over the other."""
+    options = {"parallel_mode": mode} if mode == "semi_auto" else {**MODE, "search_mode": mode}
+    for case, name in ((NARROW, "first.bias"), (MARKED_TENSOR[other], "last.bias")):
+
+        def mark(model: nn.Module, name: str = name) -> None:
+            cf.shard(model, {"first.weight": {one: "S(0)"}, name: {other: "S(0)"}})
+
+        found = compare(case, (2, 2), mark, cluster="gloo-1gbit", gradients=False, steps=2, **options)
+        layouts = found.layouts()
+        assert f"S(0) on {one}" in layouts["first.weight"] and f"S(0) on {other}" in layouts[name]
+
+
+def test_an_entry_for_what_dividing_over_another_axis_has_made(tmp_path: Path) -> None:
+    """It is listed where the op cannot have its strategy: the step had no such op before it was divided."""
+    file = tmp_path / "strategies.json"
+
+    def found(**options: Any) -> Any:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        cf.shard(model, "0.weight", {"tp": "S(0)"})
+        step = cf.compile(
+            model,
+            loss_fn=lambda output, wanted: (output * wanted).mean(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=(2, 2),
+            device_num=4,
+            **MODE,
+            **options,
+        )
+        return step.lower(torch.empty(4, 4), torch.empty(4, 4))
+
+    found(strategy_ckpt_save_file=file)
+    data = json.loads(file.read_text())
+    name = next(each for each in data["ops"] if "/step." in each)
+    data["ops"][name] = "tp: P -> S(0)"
+    file.write_text(json.dumps(data))
+    notes = found(strategy_ckpt_load_file=file).program.notes
+    told = {note.subject: note.reason for note in notes if note.topic == NOT_APPLIED}
+    assert told == {name: "on tp: the op cannot have this strategy"}

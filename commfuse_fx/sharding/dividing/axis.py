@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commfuse_fx.ir.placement import Placement
+from commfuse_fx.ir.placement import Placement, Shard, divides, local_shape
 from commfuse_fx.sharding.dividing.decisions import State
 
 PROPAGATED = "propagated"
@@ -50,3 +50,30 @@ class Axis:
     is_data: bool = False
     states: Mapping[str, State] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
+
+
+def mark_has_room(name: str, shape: tuple[int, ...], placement: Placement, axis: Axis, later: Sequence[Axis]) -> bool:
+    """Whether parts over an axis can be divided further, as a mark of this name says for later axes."""
+    return _has_room(shape, placement, axis, [(each.activations.get(name), each.ways) for each in later])
+
+
+def parameter_has_room(name: str, shape: tuple[int, ...], axis: Axis, later: Sequence[Axis]) -> bool:
+    """Whether an axis can divide a parameter along each dimension that axes which divide later have to divide."""
+    pins = [(each.parameters.get(name), each.ways) for each in later]
+    taken = [pin.placement for pin, _ in pins if pin is not None and isinstance(pin.placement, Shard)]
+    return all(_has_room(shape, Shard(each.dim), axis, pins) for each in taken)
+
+
+def _has_room(
+    shape: tuple[int, ...], placement: Placement, axis: Axis, later: Sequence[tuple[Pin | None, int]]
+) -> bool:
+    """later: pins, each with the number of ranks. What does not divide over the axis at all leaves all its room."""
+    if not divides(shape, placement, axis.ways):
+        return True
+    part = local_shape(shape, placement, axis.ways)
+    for pin, ways in later:
+        if pin is not None:
+            if not divides(part, pin.placement, ways):
+                return False
+            part = local_shape(part, pin.placement, ways)
+    return True

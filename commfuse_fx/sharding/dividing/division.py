@@ -11,7 +11,7 @@ The result does not depend on the rank. Only the sizes of parts depend on the nu
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
 from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
 from commfuse_fx.ir.program import LAYOUT, Program, Source
 from commfuse_fx.ir.redistribution import sum_partial
-from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis
+from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, mark_has_room, parameter_has_room
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.divided_value import Value
@@ -49,11 +49,13 @@ _CASTS = (aten._to_copy.default, aten.clone.default)
 
 
 class Division:
-    """Divides `program` in place over one axis. `specs` is shared by the divisions of one compile."""
+    """Divides `program` in place over one axis. `specs` is shared by the divisions of one compile. `later`: axes
+    that divide the result further."""
 
-    def __init__(self, program: Program, axis: Axis, specs: LocalSpecs) -> None:
+    def __init__(self, program: Program, axis: Axis, specs: LocalSpecs, later: Sequence[Axis] = ()) -> None:
         self.program = program
         self.axis = axis
+        self.later = later
         self.local = LocalGraph(program, axis, specs)
         self.values: dict[fx.Node, Value] = {}
         self._cut_again: dict[fx.Node, Shard] = {}  # parts of inputs over other axes
@@ -114,10 +116,9 @@ class Division:
     def _parameter(self, node: fx.Node, made: fx.Node, source: Source) -> Value:
         pin = self.axis.parameters.get(source.name)
         spec = info(node).spec
-        if pin is None and self.axis.is_data:
-            return Value(spec, {R: made})
         if pin is None:
-            return Value(spec, pending=node)
+            has_room = parameter_has_room(source.name, tensor_spec(node).shape, self.axis, self.later)
+            return Value(spec, pending=node) if has_room and not self.axis.is_data else Value(spec, {R: made})
         value = Value(spec)
         self._settle(value, node, pin.placement)
         return value
@@ -201,10 +202,9 @@ class Division:
         given: fx.Node = node.args[0]  # type: ignore[assignment]
         value = self.values[given]
         pin = self.axis.activations.get(info(node).name)
-        if pin is not None and node not in self.own:
-            placement = pin.placement
-        else:
-            placement = R if value.pending is not None else next(iter(value.versions), R)
+        lies = R if value.pending is not None else next(iter(value.versions), R)
+        has_room = mark_has_room(info(node).name, tensor_spec(node).shape, lies, self.axis, self.later)
+        placement = pin.placement if pin is not None and node not in self.own else lies if has_room else R
         taken = self._get(given, placement, node)
         new = self.local.emit(node.target, (taken, *node.args[1:]), node.kwargs, node)
         self._lies(node, new, placement)

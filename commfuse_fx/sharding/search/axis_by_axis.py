@@ -101,7 +101,7 @@ def _in_turn(search: AxisSearch, free: Mapping[str, Axis], order: Sequence[str],
     decided: dict[str, Axis] = {}
     for group in order:
         taken = [decided.get(name, axis) for name, axis in free.items() if name in decided or name == group]
-        found = search.cheapest(taken, budget)
+        found = search.cheapest(taken, budget, [decided.get(name, axis) for name, axis in free.items()])
         decided = {axis.group: axis for axis in found.axes}
     return found
 

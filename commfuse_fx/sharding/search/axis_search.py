@@ -67,16 +67,23 @@ class AxisSearch:
         self._objective = objective
         self._prices: dict[str, PlacementCosts] = {}
 
-    def problem(self, axes: Sequence[Axis]) -> LayoutProblem:
-        """The choices on these axes together. Pins are kept, and so are the states that an axis has."""
+    def problem(self, axes: Sequence[Axis], all_axes: Sequence[Axis] = ()) -> LayoutProblem:
+        """The choices on these axes together. Pins are kept, and so are the states that an axis has.
+
+        all_axes: these among others, which are searched later: what is pinned on them has to fit as well.
+        """
         prices = [self._price(axis.group) for axis in axes]
         device = self._costs.cluster.device
         times = times_roofline(self._program, self._costs)
-        return LayoutProblem(self._program, axes, prices, device, self._known, self._price, self._objective, times)
+        known, price_of = self._known, self._price
+        return LayoutProblem(self._program, axes, prices, device, known, price_of, self._objective, times, all_axes)
 
-    def cheapest(self, axes: Sequence[Axis], budget: Budget | None = None) -> Found:
-        """The cheapest choice on these axes together, of those that take no more memory than a budget says."""
-        problem = self.problem(axes)
+    def cheapest(self, axes: Sequence[Axis], budget: Budget | None = None, all_axes: Sequence[Axis] = ()) -> Found:
+        """The cheapest choice on these axes together, of those that take no more memory than a budget says.
+
+        all_axes: as in `problem`.
+        """
+        problem = self.problem(axes, all_axes)
         parts, earlier = problem.parts, self._known.choices_of(problem.states)
 
         def solve(graph: FactorGraph) -> Choice:

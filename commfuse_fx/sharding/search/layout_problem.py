@@ -21,7 +21,7 @@ from torch import fx
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.parameter_values import parameter_of
-from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides
+from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides, local_shape
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
@@ -58,6 +58,7 @@ class LayoutProblem:
     price_of: the prices of several axes together.
     objective: what counts.
     times: how many times as long as the roofline says a node takes; 1.0 where it is not among them.
+    all_axes: these axes among others, in the order in which they divide. What is pinned on the others has to fit, too.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class LayoutProblem:
         price_of: PriceOf | None = None,
         objective: Objective = TIME,
         times: Mapping[fx.Node, float] | None = None,
+        all_axes: Sequence[Axis] = (),
     ) -> None:
         self.program = program
+        self._all_axes = all_axes or axes
         self._times = times or {}
         self._known = KnownLayouts() if known is None else known
         self.grid = AxisGrid(axes, prices, device, price_of, objective.work)
@@ -160,7 +163,8 @@ class LayoutProblem:
             self._variable(node, [self._given(each) for each in lies])
         elif source.kind == "parameter":
             choices = (self._of_parameter(axis, node, source.name) for axis in self.grid.axes)
-            found = [each for each in product(*choices) if self.grid.fits(tensor_spec(node), each)]
+            pins = {axis.group: axis.parameters.get(source.name) for axis in self._all_axes}
+            found = [each for each in product(*choices) if self._fits(tensor_spec(node), each, pins)]
             updated = update_layouts(self.program, source.name, found, self.grid)
             costs = update_seconds(self.program, source.name, found, updated, self.grid, self._known)
             states = [LaidOut((one,), (other,)) for one, other in zip(found, updated, strict=True)]
@@ -204,6 +208,18 @@ class LayoutProblem:
         else:
             self._op(node)
 
+    def _fits(self, spec: TensorSpec, placements: Placements, pins: Mapping[str, Pin | None]) -> bool:
+        """Whether a tensor can lie so on the axes of the search, with what is pinned on others."""
+        own = {axis.group: each for axis, each in zip(self.grid.axes, placements, strict=True)}
+        shape = spec.shape
+        for axis in self._all_axes:
+            pin = pins[axis.group]
+            placement = own.get(axis.group, R if pin is None else pin.placement)
+            if not divides(shape, placement, axis.ways):
+                return False
+            shape = local_shape(shape, placement, axis.ways)
+        return True
+
     def _mark(self, node: fx.Node) -> None:
         spec = tensor_spec(node)
         choices: list[list[Placement]] = []
@@ -215,7 +231,8 @@ class LayoutProblem:
             fixed = axis.states.get(info(node).name)
             free = free if fixed is None else [*fixed.outputs]
             choices.append(free if pin is None else [pin.placement])
-        states = [LaidOut((each,), (each,)) for each in product(*choices) if self.grid.fits(spec, each)]
+        pins = {axis.group: axis.activations.get(info(node).name) for axis in self._all_axes}
+        states = [LaidOut((each,), (each,)) for each in product(*choices) if self._fits(spec, each, pins)]
         number = self._variable(node, states)
         self.named[info(node).name] = number
         self._reading(number, info(node).phase, node.all_input_nodes)
