@@ -24,6 +24,7 @@ from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, TIED, Case
 from tests.sharding.divided_oracle import compare
 from tests.sharding.random_steps import random_step
+from tests.undrawn import undrawn
 
 MODE = {"parallel_mode": "auto", "search_mode": "recursive_programming"}
 
@@ -138,8 +139,7 @@ def test_equals_one_device(case: Case, mesh: tuple[int, ...], saving: int, monke
 
 
 def lowered(mesh: tuple[int, ...], rows: int = 32, mark: Any = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    model = undrawn(lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)))
     if mark is not None:
         mark(model)
     optimizer = torch.optim.AdamW(model.parameters())

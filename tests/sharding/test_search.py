@@ -39,6 +39,7 @@ from commfuse_fx.solvers.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
 from tests.solvers.integer_program import by_integer_program
+from tests.undrawn import undrawn
 
 Model = Callable[[], nn.Module]
 
@@ -70,8 +71,9 @@ def test_parts_of_the_batch_are_handed_over() -> None:
 
 
 def mlp(width: int, layers: int) -> nn.Module:
+    """Layers of a step that does not run."""
     pairs = ((nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(layers))
-    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+    return undrawn(lambda: nn.Sequential(*(layer for pair in pairs for layer in pair)))
 
 
 def tokens_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.measure.profiling import roofline_by_key
 from commfuse_fx.sharding.search.axis_search import AxisSearch
 from tests.sharding.random_steps import random_step
+from tests.undrawn import undrawn
 
 NODE = resolve_cluster("h100-node")
 CLUSTER = replace(NODE, device=replace(NODE.device, op_overhead=1e-12))
@@ -30,8 +31,7 @@ TIMES = 1e4
 
 
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    return undrawn(lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)))
 
 
 def lowered(cluster: Any, mode: str = "auto") -> Any:

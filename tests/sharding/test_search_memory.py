@@ -20,13 +20,14 @@ from commfuse_fx.sharding.search.kept_bytes import copies
 from commfuse_fx.sharding.search.update_costs import moved_by_update
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
+from tests.undrawn import undrawn
 
 MIB = 1 << 20
 MANY_ROWS = torch.empty(4096, 512)
 
 
 def wide(width: int = 512) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+    return undrawn(lambda: nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)))
 
 
 def lowered(

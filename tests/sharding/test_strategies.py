@@ -25,16 +25,15 @@ from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.search import searched
 from tests.oracle import OPTIMAL
 from tests.sharding.test_search import SLOW_MEMORY
+from tests.undrawn import undrawn
 
 WIDE = 1024
 
 
-def layers(width: int = WIDE, more: int = 0) -> nn.Sequential:
-    """Layers whose numbers nobody draws, as no step of theirs runs."""
-    with torch.device("meta"):
-        extra = (nn.Linear(WIDE, WIDE) for _ in range(more))
-        model = nn.Sequential(nn.Linear(WIDE, 4 * width), nn.ReLU(), nn.Linear(4 * width, WIDE), *extra)
-    return model.to_empty(device="cpu")
+def layers(width: int = WIDE, more: int = 0) -> Any:
+    """Layers of a step that does not run."""
+    extra = (nn.Linear(WIDE, WIDE) for _ in range(more))
+    return undrawn(lambda: nn.Sequential(nn.Linear(WIDE, 4 * width), nn.ReLU(), nn.Linear(4 * width, WIDE), *extra))
 
 
 def lowered(model: nn.Module, mesh: Any = None, **options: Any) -> Any:
