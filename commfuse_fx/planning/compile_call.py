@@ -188,12 +188,8 @@ def plan_step(
     context = replace(context, kept={})
     found = variants(situation, program)
 
-    variant_of: dict[int, Variant] = {}  # by the identity of a pipeline
-
     def build(variant: Variant) -> PassPipeline:
-        made = build_pipeline(situation.of(variant), context)
-        variant_of[id(made)] = variant
-        return made
+        return build_pipeline(situation.of(variant), context)
 
     most = EFFORT.plans(len(program.graph.nodes))
     first, fixed, rounds = *([build(each) for each in part] for part in (found.searched, found.fixed)), None
@@ -225,6 +221,6 @@ def plan_step(
         raise error.on_levels(needed, are_tried=False) from None
     if rounds is not None:
         rounds.report(planned[0])
-    note_plan(planned[0], variant_of[id(planned[1])])
+    note_plan(planned[0], planned[1].variant)
     forget_erased(planned[0].graph)
     return planned

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from commfuse_fx.errors import VerificationError
 from commfuse_fx.ir.program import Program
-from commfuse_fx.passes.declaration import NO_PRICES, Pass, PassContext, PricedPass
+from commfuse_fx.passes.declaration import NO_PRICES, Pass, PassContext, PricedPass, Variant
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class PassPipeline:
 
     passes: the passes, each an instance with its options.
     given: facts that hold before the first one.
+    variant: the way to plan that it stands for, where several are compared.
 
     Raises VerificationError where a pass requires a fact that no pass before it ensures.
     """
@@ -58,6 +59,7 @@ class PassPipeline:
     passes: tuple[Pass, ...]
     given: tuple[str, ...] = ()
     context: PassContext = NO_PRICES
+    variant: Variant = field(default=Variant(), compare=False)
 
     def __post_init__(self) -> None:
         known = dict.fromkeys(self.given)

@@ -18,7 +18,8 @@ def build_pipeline(situation: Situation, context: PassContext | None = None) -> 
         for each in passes
         if not (each.needs_sizes and situation.by_autograd)
     )
-    return PassPipeline(tuple(item for item in made if item is not None), context=context)
+    passes = tuple(item for item in made if item is not None)
+    return PassPipeline(passes, context=context, variant=situation.variant)
 
 
 def skipped_passes(situation: Situation) -> list[type[Pass]]:

@@ -70,11 +70,9 @@ class StrategyRounds:
         self._build, self._costs, self._most = build, costs, most
         self._limit = situation.config.memory_limit
         self._levels = situation.free_levels(program)
-        self._variants: dict[int, Variant] = {}  # by the identity of a pipeline
-        self._pipelines: list[PassPipeline] = []  # kept, so that nothing else gets the identity of one
         self._made: dict[Variant, Attempt] = {}
         self._search = first[0]
-        self.first = self._built(first)
+        self.first = [*map(build, first)]
         plain = self._search.but(searched=False)
         self.soonest = first.index(plain) if plain in first else 0
         """The number of the one without a search: what an interrupt can take while the others are searched for."""
@@ -82,12 +80,12 @@ class StrategyRounds:
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[PassPipeline]:
         """What to plan next, by what was planned."""
-        self._made = {self._variants[id(each.pipeline)]: each for each in attempts}
+        self._made = {each.pipeline.variant: each for each in attempts}
         left = self._most - sum(not each.is_known for each in attempts)
         for variants in self._rounds:
             found = [each for each in dict.fromkeys(variants) if each not in self._made]
             if found and left > 0:
-                return self._built(found[:left])
+                return [*map(self._build, found[:left])]
         return []
 
     def report(self, chosen: Program) -> None:
@@ -111,12 +109,6 @@ class StrategyRounds:
             level = variant.get("level", 0)
             found[level] = min(found.get(level, made.needed), made.needed)
         return dict(sorted(found.items()))
-
-    def _built(self, variants: Sequence[Variant]) -> list[PassPipeline]:
-        found = [self._build(each) for each in variants]
-        self._variants.update((id(pipeline), each) for pipeline, each in zip(found, variants, strict=True))
-        self._pipelines += found
-        return found
 
     def _all_rounds(self) -> Iterator[list[Variant]]:
         if self._limit is not None:

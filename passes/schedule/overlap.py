@@ -147,7 +147,7 @@ class _Order:
     def _needs(self, start: fx.Node) -> list[fx.Node]:
         """What has to be there before a start. What is made for it alone of inputs that nothing writes to, such as a
         cast or a concatenation of parameters, is made when it starts."""
-        direct, own = self.dependence.direct, [start, *_only_for(start)]
+        direct, own = self.dependence.direct, dict.fromkeys((start, *_only_for(start)))
         needed = dict.fromkeys(other for node in own for other in direct[node] if other not in own)
         is_early = info(start).phase != "update" and all(other.op == "placeholder" for other in needed)
         return [*needed] if is_early else direct[start]
