@@ -193,6 +193,17 @@ def test_masks_of_rows_and_columns_do_not_correlate(shape: tuple[int, ...], p: f
         assert abs(float((one * other).sum())) <= 5 * max(one.numel(), 1) ** 0.5
 
 
+def test_all_columns_are_independent() -> None:
+    """Numbers of two columns have the same distance in all rows before the last round, which has to hide it.
+
+    Squares of the correlations are 1 / rows on the average; half a round makes them 1.15 times that.
+    """
+    rows, columns = 1 << 18, 64
+    mask = bernoulli_at((rows, columns), 0.5, 3, 1, *whole((rows, columns)), F32, "cpu").mul_(2).sub_(1)
+    squares = (mask.T @ mask).square().div_(rows)[torch.ones(columns, columns).triu(1).bool()]
+    assert abs(float(squares.mean()) - 1) < 4 * (2 / len(squares)) ** 0.5 and float(squares.max()) < 5**2
+
+
 @pytest.mark.parametrize("shape", [(1 << 23,), (2048, 4096)], ids=str)
 @pytest.mark.parametrize("p", [1e-6, 1.5 / 65536, 0.1, 0.5, 1 - 1.5 / 65536])
 def test_share_of_ones(shape: tuple[int, ...], p: float) -> None:
