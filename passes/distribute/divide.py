@@ -165,11 +165,10 @@ class Divide(PricedPass):
                 decided[axis.group] = Decisions(pins, {**axis.states, **taken}, axis.blocks)
             if given is not None:
                 for node in division.not_taken:
-                    if (
-                        ops.get(info(node).name, node.target) != node.target
-                    ):  # what dividing over other axes has made of an op
+                    name = info(node).name
+                    if ops.get(name, node.target) != node.target:  # what dividing over other axes has made of an op
                         continue
-                    program.note(NOT_APPLIED, info(node).name, f"on {axis.group}: the op cannot have this strategy")
+                    program.note(NOT_APPLIED, name, f"on {axis.group}: the op cannot have this strategy")
         if given is not None:
             tell_differences(program)
         if program.config.parallel_mode == "auto":

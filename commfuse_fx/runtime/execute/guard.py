@@ -147,41 +147,51 @@ def _finish(types: Iterable[type], *but: Guard) -> None:
             guard.finish()
 
 
+class _Pending:
+    """What the class of a guarded tensor adds to the tensor's own class."""
+
+    __slots__ = ()
+    commfuse_guard: Guard
+    commfuse_own: type
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            try:
+                _finish(types)
+            except BaseException as error:
+                shorten(error)
+                raise
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:
+            result.__class__ = cls.commfuse_own
+        return result
+
+    @user_frames_only
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.commfuse_guard.finish()
+        return copy.deepcopy(self, memo)
+
+    @user_frames_only
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.commfuse_guard.finish()
+        return self.__reduce_ex__(protocol)
+
+
 def _pending_class(own: type, guard: Guard) -> type:
-    class Kind(type(own)):  # type: ignore[misc]
-        """Each tensor of the class that is guarded counts as an instance, also one of another guard: whoever compares
-        two tensors asks for that."""
+    """Instances of `own` count as instances of it, those of another guard as well: whoever compares two tensors asks
+    whether one is an instance of the other's class."""
 
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, own)
+    def is_instance(cls: type, instance: Any) -> bool:
+        return isinstance(instance, own)
 
-    class Pending(own, metaclass=Kind):  # type: ignore[misc]
-        commfuse_guard = guard
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func not in _HARMLESS:
-                try:
-                    _finish(types)
-                except BaseException as error:
-                    shorten(error)
-                    raise
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-            if func is torch.Tensor.detach and sys._getframe(1).f_code is _PARAMETER_OF:
-                result.__class__ = own
-            return result
-
-        @user_frames_only
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            guard.finish()
-            return copy.deepcopy(self, memo)
-
-        @user_frames_only
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            guard.finish()
-            return self.__reduce_ex__(protocol)
-
-    Pending.__name__ = Pending.__qualname__ = own.__name__
-    Pending.__module__ = own.__module__
-    return Pending
+    kind = type("Kind", (type(own),), {"__instancecheck__": is_instance})
+    members = {
+        "__module__": own.__module__,
+        "__qualname__": own.__name__,
+        "commfuse_guard": guard,
+        "commfuse_own": own,
+    }
+    found: type = kind(own.__name__, (_Pending, own), members)
+    return found
