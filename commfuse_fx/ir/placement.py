@@ -6,7 +6,7 @@ next the parts that this leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,16 @@ def local_shape(shape: Sequence[int], placement: Placement, ways: int) -> tuple[
     if not isinstance(placement, Shard):
         return tuple(shape)
     return tuple(size // ways if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def divides_in_turn(shape: Sequence[int], placements: Iterable[tuple[Placement, int]]) -> bool:
+    """Whether a tensor can lie so on several axes, each of which divides what those before it have left: placements,
+    each with the number of ranks."""
+    for placement, ways in placements:
+        if not divides(shape, placement, ways):
+            return False
+        shape = local_shape(shape, placement, ways)
+    return True
 
 
 def whole_shape(shape: Sequence[int], placement: Placement, ways: int) -> tuple[int, ...]:

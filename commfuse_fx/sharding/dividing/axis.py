@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commfuse_fx.ir.placement import Placement, Shard, divides, local_shape
+from commfuse_fx.ir.placement import Placement, Shard, divides, divides_in_turn, local_shape
 from commfuse_fx.sharding.dividing.decisions import State
 
 PROPAGATED = "propagated"
@@ -70,10 +70,5 @@ def _has_room(
     """later: pins, each with the number of ranks. What does not divide over the axis at all leaves all its room."""
     if not divides(shape, placement, axis.ways):
         return True
-    part = local_shape(shape, placement, axis.ways)
-    for pin, ways in later:
-        if pin is not None:
-            if not divides(part, pin.placement, ways):
-                return False
-            part = local_shape(part, pin.placement, ways)
-    return True
+    pins = ((pin.placement, ways) for pin, ways in later if pin is not None)
+    return divides_in_turn(local_shape(shape, placement, axis.ways), pins)

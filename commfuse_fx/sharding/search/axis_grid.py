@@ -15,7 +15,7 @@ from torch import fx
 
 from commfuse_fx.cost.roofline import flops_and_bytes, is_free, seconds_of_work
 from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.placement import R, Shard, divides, local_shape
+from commfuse_fx.ir.placement import R, Shard, divides_in_turn
 from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, sum_and_divide, sum_partial
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
@@ -104,12 +104,7 @@ class AxisGrid:
 
     def fits(self, spec: TensorSpec, placements: Placements) -> bool:
         """Whether a tensor can lie so on all axes together."""
-        shape = spec.shape
-        for axis, placement in zip(self.axes, placements, strict=True):
-            if not divides(shape, placement, axis.ways):
-                return False
-            shape = local_shape(shape, placement, axis.ways)
-        return True
+        return divides_in_turn(spec.shape, zip(placements, (axis.ways for axis in self.axes), strict=True))
 
     def parts(self, placements: Placements) -> int:
         """Of how many parts of a tensor a rank has one."""

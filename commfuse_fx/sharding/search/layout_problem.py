@@ -21,7 +21,7 @@ from torch import fx
 from commfuse_fx.ir.dependence import is_view, written_nodes
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.parameter_values import parameter_of
-from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides, local_shape
+from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides, divides_in_turn
 from commfuse_fx.ir.program import Program
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
@@ -210,15 +210,9 @@ class LayoutProblem:
 
     def _fits(self, spec: TensorSpec, placements: Placements, pins: Mapping[str, Pin | None]) -> bool:
         """Whether a tensor can lie so on the axes of the search, with what is pinned on others."""
-        own = {axis.group: each for axis, each in zip(self.grid.axes, placements, strict=True)}
-        shape = spec.shape
-        for axis in self._all_axes:
-            pin = pins[axis.group]
-            placement = own.get(axis.group, R if pin is None else pin.placement)
-            if not divides(shape, placement, axis.ways):
-                return False
-            shape = local_shape(shape, placement, axis.ways)
-        return True
+        lies = {group: R if pin is None else pin.placement for group, pin in pins.items()}
+        lies |= {axis.group: each for axis, each in zip(self.grid.axes, placements, strict=True)}
+        return divides_in_turn(spec.shape, ((lies[axis.group], axis.ways) for axis in self._all_axes))
 
     def _mark(self, node: fx.Node) -> None:
         spec = tensor_spec(node)
