@@ -134,7 +134,8 @@ class CompiledStep(CompiledCall):
         "model" is that of `model.state_dict()`, "optimizer" that of `optimizer.state_dict()` with names of parameters
         in place of their numbers, and "step" holds the number of training steps and where the seeds of a divided graph
         stand. As with these methods the tensors are those of the step, which the next call changes: copy them to keep
-        them. Where parameters are divided among ranks, all ranks call this together.
+        them. Where parameters or optimizer states are divided among ranks, all ranks call this together, and any of
+        them may then save it.
 
         Raises CollectiveError when updates of the last step are still to come and their communication fails, or where
         ranks do not come to read parts together.

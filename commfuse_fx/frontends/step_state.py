@@ -16,6 +16,7 @@ from commfuse_fx.runtime.checkpoint.held import Held, Stored
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.checkpoint.plain_values import is_plain, replaced
 from commfuse_fx.runtime.memory.shards import Shards
+from commfuse_fx.runtime.memory.whole_states import states_in_parts
 from commfuse_fx.support.logs import logger
 
 log = logger("runtime")
@@ -32,7 +33,7 @@ class StepState:
         self._session = session
 
     def full(self) -> dict[str, Any]:
-        """The state with whole tensors. Where parameters are divided among ranks, all of them have to call this."""
+        """The state with whole tensors. Where ranks divide parameters or states, all of them have to call this."""
         return self._state(dict(self._model.state_dict()))
 
     def held(self) -> dict[str, Any]:
@@ -49,7 +50,8 @@ class StepState:
                 known[id(value)] = Held(*places[id(value)]) if is_part else Held.whole(value, path, is_own)
             return known[id(value)]
 
-        state = self._state(dict(self._model.state_dict(keep_vars=True)))
+        with states_in_parts():
+            state = self._state(dict(self._model.state_dict(keep_vars=True)))
         for group in state.get("optimizer", {}).get("param_groups", ()):
             for name in [name for name, value in group.items() if not is_plain(value)]:
                 log.warning("a checkpoint leaves out %r of the optimizer's param_groups, which is no plain value", name)
@@ -127,7 +129,8 @@ class StepState:
         self._session.go_on(given["step"]["count"], given["step"]["seed"])
 
     def _put_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        packed = optimizer.state_dict()
+        with states_in_parts():
+            packed = optimizer.state_dict()
         numbers = self._numbers(packed)
         divided = self._state_places()
         states = {numbers.get(name, name): held for name, held in saved["state"].items() if name not in divided}

@@ -125,7 +125,7 @@ def read_alone() -> tuple[str, float, dict[str, torch.Tensor]]:
 def test_reading_on_one_rank_does_not_hang(ranks: Ranks) -> None:
     first, *others = ranks.values(read_alone, size=4)
     message, waited, _ = first
-    assert "model.state_dict() on every rank, then save on one" in message
+    assert "step.state_dict() on every rank, then save on one" in message
     assert 3.0 < waited < 7.0
     assert not any(text for text, _, _ in others)
     for _, _, have in (first, *others):

@@ -25,6 +25,7 @@ from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free,
 from commfuse_fx.runtime.memory.divided_gradients import DividedGradients
 from commfuse_fx.runtime.memory.layout import divided_parameters, joined_group
 from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.memory.whole_states import gather_for_state_dict
 from commfuse_fx.runtime.ranks.exchange import Exchange
 
 log = logging.getLogger("commfuse_fx.runtime")
@@ -75,6 +76,8 @@ class Shards:
         self.updated: Mapping[str, nn.Parameter] = {**params, **{each.name: each.updated for each in self._divided}}
         states: dict[torch.Tensor, dict[str, Any]] = {each.updated: each.state for each in self._divided}
         self.optimizer = None if optimizer is None else DividedOptimizer(optimizer, states)
+        if optimizer is not None:
+            gather_for_state_dict(optimizer)
         self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._has_released = self._has_warned = False

@@ -145,9 +145,10 @@ class ProcessExchange:
     def _complaint(self, left: str) -> str:
         who = "the other ranks did not come" if left == f"rank {self.rank}" else f"{left} has given up waiting"
         return (
-            f"rank {self.rank}: reading sharded parameters is done by all ranks together, and {who} within "
-            f"{self.limit.total_seconds():.0f} s: call model.state_dict() on every rank, then save "
-            "on one (the same holds for the optimizer's state, and for gradients). Nothing is lost."
+            f"rank {self.rank}: reading what is divided among ranks is done by all ranks together, and {who} within "
+            f"{self.limit.total_seconds():.0f} s: call model.state_dict(), optimizer.state_dict() and "
+            "step.state_dict() on every rank, then save on one (the same holds for code that reads a parameter, the "
+            "optimizer's state or a gradient). Nothing is lost."
         )
 
     def _group(self, group: str) -> Any:
