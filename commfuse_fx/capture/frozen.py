@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, MethodType
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -82,6 +82,9 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(kind, None, (freeze(value.copy(), own, depth + 1),))
     if isinstance(value, MethodType):  # a new one at each access
         return Frozen(kind, (Itself(value.__func__), Itself(value.__self__)))
+    if kind is FunctionType and value.__closure__ and depth == 0 and not vars(value):  # a closure may be made anew
+        around = (*map(content_of, value.__closure__), value.__defaults__, value.__kwdefaults__)
+        return Frozen(kind, (Itself(value.__code__), *[freeze(each, own, _DEEPEST) for each in around]))
     if kind is partial and depth < _DEEPEST:
         return Frozen(kind, None, tuple([freeze(getattr(value, part), own, depth + 1) for part in _PARTS]))
     if isinstance(value, torch.Tensor) and id(value) in own:
@@ -90,6 +93,14 @@ def freeze(value: Any, own: Container[int] = (), depth: int = 0) -> Frozen:
         return Frozen(weakref.ref, None)
     size = len(value) if isinstance(value, (*CONTAINERS, set, frozenset)) else None
     return Frozen(kind, (Itself(value), size))
+
+
+def content_of(cell: CellType) -> Any:
+    """What a variable of a closure is now; ABSENT before it is set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
 
 
 def freeze_values(tensor: torch.Tensor) -> Frozen:

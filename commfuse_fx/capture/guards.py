@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -49,8 +49,9 @@ class _Flat:
         except (LookupError, AttributeError):
             return False
 
-    def take_equal_constants(self) -> bool:
-        """Whether values differ only as objects that are equal constants. If so, the new objects are kept."""
+    def take_equal_values(self) -> bool:
+        """Whether values differ only as objects: equal constants, or closures and methods that were made anew. If so,
+        the new objects are kept."""
         try:
             if list(map(type, self.instances)) != self.classes or list(map(len, self.sized)) != self.sizes:
                 return False
@@ -59,7 +60,7 @@ class _Flat:
             return False
         for number, (new, old) in enumerate(zip(now, self.values, strict=True)):
             if new is not old:
-                if not isinstance(new, CONSTANTS) or freeze(new) != freeze(old):
+                if not isinstance(new, (*CONSTANTS, FunctionType, MethodType)) or freeze(new) != freeze(old):
                     return False
                 self.values[number] = new
         return self.holds()
@@ -83,7 +84,7 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all values are unchanged. The check is cheap if nothing has changed."""
-        if self._flat is not None and (self._flat.holds() or self._flat.take_equal_constants()):
+        if self._flat is not None and (self._flat.holds() or self._flat.take_equal_values()):
             return True
         if self.difference():
             return False

@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,6 +34,9 @@ class Notes(Protocol):
 
     def wrote(self, owner: Any, name: str) -> None:
         """The attribute `name` of `owner` is about to be set."""
+
+    def deleted(self, owner: Any, name: str) -> None:
+        """The attribute `name` of `owner` is about to be deleted."""
 
 
 @contextmanager
@@ -71,19 +74,14 @@ def noted(cls: type) -> None:
     with _lock:
         if cls in _originals or not _users:
             return
-        kept = {name: vars(cls)[name] for name in ("__getattribute__", "__setattr__") if name in vars(cls)}
+        kept = {name: vars(cls)[name] for name in _TELLING if name in vars(cls)}
         _originals[cls] = kept
         try:
-            if not hasattr(cls.__getattribute__, _MARK):
-                _set(cls, "__getattribute__", _telling_reads)
-            if not hasattr(cls.__setattr__, _MARK):
-                _set(cls, "__setattr__", _telling_writes)
+            for name, telling in _TELLING.items():
+                if not hasattr(getattr(cls, name), _MARK):
+                    setattr(cls, name, telling(getattr(cls, name)))
         except (TypeError, AttributeError):  # its metaclass does not allow it
             _restore_one(cls, _originals.pop(cls))
-
-
-def _set(cls: type, name: str, telling: Callable[[Any], Any]) -> None:
-    setattr(cls, name, telling(getattr(cls, name)))
 
 
 def _restore() -> None:
@@ -93,7 +91,7 @@ def _restore() -> None:
 
 
 def _restore_one(cls: type, kept: dict[str, Any]) -> None:
-    for name in ("__getattribute__", "__setattr__"):
+    for name in _TELLING:
         if name in kept:
             setattr(cls, name, kept[name])
         elif hasattr(vars(cls).get(name), _MARK):
@@ -126,3 +124,21 @@ def _telling_writes(original: Callable[[Any, str, Any], None]) -> Callable[[Any,
 
     setattr(__setattr__, _MARK, True)
     return __setattr__
+
+
+def _telling_deletions(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    def __delattr__(self: Any, name: str) -> None:
+        notes: Notes | None = getattr(_active, "notes", None)
+        if notes is not None:
+            notes.deleted(self, name)
+        original(self, name)
+
+    setattr(__delattr__, _MARK, True)
+    return __delattr__
+
+
+_TELLING: Mapping[str, Callable[[Any], Any]] = {
+    "__getattribute__": _telling_reads,
+    "__setattr__": _telling_writes,
+    "__delattr__": _telling_deletions,
+}

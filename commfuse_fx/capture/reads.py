@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS, Frozen, Itself, freeze, freeze_values
+from commfuse_fx.capture.forward_writes import ForwardWrites, WholeCall, instance_dict
+from commfuse_fx.capture.frozen import (
+    ABSENT,
+    CONSTANTS,
+    CONTAINERS,
+    MOST_ITEMS,
+    Frozen,
+    Itself,
+    content_of,
+    freeze,
+    freeze_values,
+)
 from commfuse_fx.capture.model_structure import HOOKS
 from commfuse_fx.capture.noted_classes import FOREIGN, can_be_noted, noted, taking_notes
 from commfuse_fx.capture.numpy_types import GENERATORS
@@ -72,12 +83,7 @@ class Read:
         if self.kind == "names":
             held = vars(owner)
             return tuple(name for name in self.first.value if name in held)
-        if self.kind == "cell":
-            try:
-                return owner.cell_contents
-            except ValueError:
-                return ABSENT
-        return owner
+        return content_of(owner) if self.kind == "cell" else owner
 
     def now(self, own: Container[int]) -> Frozen:
         """The present value, frozen. own: as for `freeze`."""
@@ -87,11 +93,12 @@ class Read:
 class Reads:
     """Notes the values that one trace reads.
 
+    whole_call: the call that is traced, which is told what the forward has written.
     on_generator, on_python_generator: called with each random generator that is found, and its label. The first is for
         generators of torch, the second for those of Python and numpy.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None, whole_call: WholeCall | None = None) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._labels = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._inside = frozenset(self._labels)
@@ -101,6 +108,8 @@ class Reads:
         self._not_there: dict[int, tuple[Any, dict[str, None]]] = {}
         self._alive: dict[int, Any] = {}  # so that no other object gets the id of one of these
         self._made: dict[int, nn.Module] = {}  # modules that the forward makes, as a slice of a ModuleList does
+        self._whole_call = whole_call or WholeCall()
+        self._writes = ForwardWrites(self.own, self._whole_call.chains)
         self.python_numbers: Mapping[str, None] = {}
         """The places where the trace has drawn random numbers of Python or numpy."""
         self.on_generator: Callable[[torch.Generator, str], None] = lambda generator, label: None
@@ -112,6 +121,7 @@ class Reads:
         with taking_notes(self, nn.Module):
             self.see(self._loss_fn, "loss_fn")
             for name, module in self._model.named_modules():
+                self._writes.know(module, name)
                 for kind in HOOKS:
                     for hook in vars(module).get(kind, {}).values():
                         self.see(hook, f"a hook of {name or type(module).__name__}")
@@ -119,19 +129,26 @@ class Reads:
                 for hook in (param._backward_hooks or {}).values():
                     self.see(hook, f"a hook of {name}")
             yield
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """At the end of a trace, set what it has set to what was there before."""
+        for owner, names in self._not_there.values():
+            for name in names:
+                if name in (instance_dict(owner) or {}):
+                    self._wrote(owner, name)  # past __setattr__, as functools.cached_property does
+        notes = self._notes
+        self._whole_call.writes = self._writes.taken_back(lambda owner, name: notes.get((id(owner), name)) is not None)
 
     def finish(self) -> list[Read]:
         """All reads, with the values at the end of the trace. Objects that existed only while tracing are left out."""
-        for owner, names in self._not_there.values():
-            for name in names:
-                if name in (_instance_dict(owner) or {}):
-                    self.wrote(owner, name)  # past __setattr__, as functools.cached_property does
+        owner: Any
         for owner in self._made.values():
             self._note_parts(owner)
         found = [read for read in self._notes.values() if read is not None]
         for owner, names in self._not_there.values():
             absent = tuple(name for name in names if (id(owner), name) not in self._notes)
-            if absent and _instance_dict(owner) is not None:
+            if absent and instance_dict(owner) is not None:
                 found.append(Read("names", owner, "", self._label(owner), Frozen(tuple, absent)))
         self._notes.clear()
         self._not_there.clear()
@@ -147,14 +164,15 @@ class Reads:
     def got(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name` was read."""
         if name == "__dict__" and not is_library(sys._getframe(2).f_code.co_filename):
-            for each, held in list(value.items()):
+            is_first = self._writes.know(value, f"{self._label(owner)}.__dict__")
+            for each, held in list(value.items()) if is_first else ():
                 self.got(owner, each, held)
         if name.startswith("__") or (id(owner), name) in self._notes:
             return
         inside = id(owner) in self._inside
         if (name in _OF_MODULES and isinstance(owner, nn.Module)) or (inside and name in _STRUCTURE):
             return
-        held = _instance_dict(owner)
+        held = instance_dict(owner)
         if held is not None and name in held:
             self._note("attribute", owner, name, value)
             self.see(value, f"{self._label(owner)}.{name}")
@@ -208,7 +226,19 @@ class Reads:
                 self._note("attribute", owner, held, vars(owner)[held])
 
     def wrote(self, owner: Any, name: str) -> None:
-        """`owner.name` was set."""
+        """`owner.name` is about to be set."""
+        if name not in _OF_MODULES:
+            self._writes.about_to_write(owner, name, f"{self._label(owner)}.{name}")
+        self._wrote(owner, name)
+
+    def deleted(self, owner: Any, name: str) -> None:
+        """`owner.name` is about to be deleted."""
+        held = instance_dict(owner) or {}
+        if name in held:
+            self.got(owner, name, held[name])
+        self.wrote(owner, name)
+
+    def _wrote(self, owner: Any, name: str) -> None:
         if (id(owner), name) in self._notes:
             return
         self._alive[id(owner)] = owner
@@ -230,6 +260,7 @@ class Reads:
         if isinstance(value, (*CONSTANTS, enum.Enum, torch.Tensor, type, ModuleType)) or id(value) in self._alive:
             return
         self._alive[id(value)] = value
+        self._writes.know(value, label)
         if isinstance(value, nn.Module):
             self._name_modules(value, label)
         elif isinstance(value, (*CONTAINERS, set, frozenset)):
@@ -309,14 +340,9 @@ class Reads:
         self._alive[id(owner)] = owner
         label = f"{self._label(owner)}.{name}"
         self._notes[id(owner), name] = Read(kind, owner, name, label, freeze(value, self.own))
+        if not isinstance(owner, (torch.Tensor, type)):
+            held = value if kind == "slot" else (instance_dict(owner) or {}).get(name, ABSENT)
+            self._writes.read(owner, name, label, held if value is not ABSENT else ABSENT, kind)
 
     def _label(self, owner: Any) -> str:
         return self._labels.get(id(owner)) or (owner if isinstance(owner, type) else type(owner)).__name__
-
-
-def _instance_dict(owner: Any) -> dict[str, Any] | None:
-    try:
-        held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return None
-    return held

@@ -165,7 +165,7 @@ class ModuleSession(Session):
         return self.planner.plan(call)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
-        with lock_of(self.planner.model):
+        with lock_of(self.planner.model), self.planner.whole_call:
             call = self.planner.take_apart(args, kwargs)
             plan = self._compiled(call)
             executor = self._executor_of(plan)

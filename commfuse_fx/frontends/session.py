@@ -98,11 +98,11 @@ class Session:
             self.check_open()
         agreement = self.agreement
         if agreement is None:
-            with lock_of(self.planner.model):
+            with lock_of(self.planner.model), self.planner.whole_call:
                 self._calls += 1
                 return self._run(args, kwargs)
         self.check_process()
-        with agreement.callers.turn(agreement.number):
+        with agreement.callers.turn(agreement.number), self.planner.whole_call:
             self._calls += 1
             while True:
                 try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from commfuse_fx.capture.forward_writes import ForwardWrite
 from commfuse_fx.capture.guards import Guards
 from commfuse_fx.capture.signature import Signature
 from commfuse_fx.config.compile_config import CompileConfig
@@ -25,12 +26,14 @@ class Plan:
         not use some outputs, given by their numbers.
     config: the options that it was planned with; None: those of its planner. common: as in `Planner.planned_as`.
     parts: of an evaluation of parameters that are divided, what the training step has made of these.
+    writes: the attributes that the forward sets, which a call of the graph sets as well.
     may_run: whether all tensors of the call are known to have memory; until then it has been read at most.
     """
 
     compiled: Compiled
     signature: Signature
     guards: Guards
+    writes: tuple[ForwardWrite, ...] = ()
     flat_updates: bool = True
     opaque: str = ""
     others: dict[tuple[str, tuple[int, ...]], Plan] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from torch import nn
 
 from commfuse_fx.capture.absent_gradients import leave_out
 from commfuse_fx.capture.differences import cause
+from commfuse_fx.capture.forward_writes import WholeCall
 from commfuse_fx.capture.guards import Guards, OwnValues
 from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
 from commfuse_fx.capture.meta_tensors import check_memory
@@ -97,6 +98,8 @@ class Planner:
         self._findings = Findings()
         self._reads: Reads | None = None  # of a trace whose guards have not been made yet
         self._own_values: OwnValues = {}
+        self.whole_call = WholeCall()
+        """What sessions do a call in, as graphs do not set the attributes that forwards set."""
         self._has_compiled = False
         self._fixed = FixedLayouts()
         file = config.strategy_ckpt_load_file
@@ -117,6 +120,7 @@ class Planner:
         plan = self.plans.find(self.signature(call))
         if plan is not None:
             self.plans.last = plan
+            self.whole_call.writes = plan.writes
         return plan
 
     def plan(self, call: Call) -> Plan:
@@ -184,7 +188,7 @@ class Planner:
         plan.flat_updates = plan.flat_updates and conflict.remedy == "capture"
         plan.opaque = str(conflict) if conflict.remedy == "opaque" else ""
         compiled = self._compile(call, like=plan)
-        plan.guards = self._guards()
+        plan.guards, plan.writes = self._guards(), self.whole_call.writes
         asked, common = plan.config, plan.common
         plan.compiled = compiled if asked is None else self.planned_as(compiled, asked, common, plan.flat_updates)
 
@@ -221,7 +225,7 @@ class Planner:
         return found or f"it is no longer among the {MAX_GRAPHS} graphs that are kept"
 
     def _keep(self, signature: Signature, compiled: Compiled) -> Plan:
-        plan = Plan(compiled, signature, self._guards())
+        plan = Plan(compiled, signature, self._guards(), self.whole_call.writes)
         self.plans.keep(plan)
         return plan
 
@@ -383,7 +387,7 @@ class Planner:
             return compiled
 
     def _trace(self, request: CompileRequest) -> Compiled:
-        self._reads = Reads(self.model, self.loss_fn)
+        self._reads = Reads(self.model, self.loss_fn, self.whole_call)
         return compile_call(request, self._reads)
 
     def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:

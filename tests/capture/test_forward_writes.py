@@ -1,0 +1,253 @@
+"""Attributes that a forward sets are set by every call, whether it is traced or runs a cached graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import commfuse_fx as cf
+
+
+@pytest.fixture(autouse=True)
+def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are not what is tested here: leave out their verification, which takes most of the time."""
+    monkeypatch.setenv("COMMFUSE_VERIFY", "0")
+
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    """Its forward sets attributes of itself, of its parts and of what it holds."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.lin, self.drop, self.way = nn.Linear(4, 4), nn.Dropout(0.0), way
+        self.flag, self.first, self.phase, self.rows = False, None, "warm", 0
+        self.config = types.SimpleNamespace(problem_type=None, table={"mode": "a", "inner": {"deep": None}})
+        self.flags, self.helper = [False, "b"], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = WAYS[self.way](self, self.lin(x))
+        return y
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        del self.forward
+        return self(x) * 2
+
+    @contextlib.contextmanager
+    def activated(self) -> Iterator[None]:
+        self.activation = torch.tanh
+        try:
+            yield
+        finally:
+            del self.activation
+
+
+def _lazily(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if net.first is None:
+        net.first = 1
+        y = y + 5
+    return y
+
+
+def _once(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(net, "is_ready"):
+        net.is_ready = True
+        y = y + 5
+    return y
+
+
+def _turn(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.flag = not net.flag
+    return y * (2 if net.flag else 3)
+
+
+def _phase(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.phase = {"warm": "run", "run": "cool", "cool": "warm"}[net.phase]
+    return y * len(net.phase) * (net.phase == "run")
+
+
+def _problem(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if net.config.problem_type is None:
+        net.config.problem_type = "single" if len(y) > 3 else "several"
+    return y * len(net.config.problem_type)
+
+
+def _item(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.config.table["mode"] = "b" if net.config.table["mode"] == "a" else "c"
+    net.config.table["inner"]["deep"] = "z"
+    net.flags[0] = True
+    return y * ord(net.config.table["mode"])
+
+
+def _written_only(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.rows = len(y)
+    setattr(net.lin, "note", f"{len(y)} rows")  # noqa: B010
+    net.__dict__["seen"] = "x"
+    return y
+
+
+def _context(net: Any, y: torch.Tensor) -> torch.Tensor:
+    with net.activated():
+        result: torch.Tensor = net.activation(y)
+        return result
+
+
+def _mode(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.drop.eval()
+    return y
+
+
+def _partial(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.helper = functools.partial(torch.mul, other=2.0)
+    result: torch.Tensor = net.helper(y)
+    return result
+
+
+def _deleted(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if "extra" in vars(net):
+        del net.extra
+        y = y * 7
+    return y
+
+
+WAYS: dict[str, Forward] = {
+    "a number in place of None": _lazily,
+    "a flag that was absent": _once,
+    "a flag that turns": _turn,
+    "one of three states": _phase,
+    "an attribute of a configuration": _problem,
+    "items of containers": _item,
+    "attributes that nobody reads": _written_only,
+    "a context": _context,
+    "a mode": _mode,
+    "a partial": _partial,
+    "a deletion": _deleted,
+    "nothing": lambda net, y: y,
+}
+
+
+def _state(net: Any) -> dict[str, Any]:
+    found = {name: value for name, value in vars(net).items() if not name.startswith("_")}
+    found |= vars(found.pop("config"))
+    helper = found.pop("helper")
+    return {**found, "helper": str(helper), "mode": net.drop.training, "note": getattr(net.lin, "note", None)}
+
+
+def _calls(net: nn.Module, form: str) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    if form == "module":
+        compiled = cf.compile(net)
+        return compiled, lambda x: compiled(x).sum()
+    step = cf.compile(net, loss_fn=lambda out, _: out.sum())
+    return step, lambda x: step(x, x)
+
+
+@pytest.mark.parametrize("form", ["module", "step", "evaluation"])
+@pytest.mark.parametrize("way", WAYS)
+def test_state_and_values_are_those_of_eager_torch(way: str, form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also after the user has set attributes back, and for shapes that take turns."""
+    net = Model(way)
+    other = copy.deepcopy(net)
+    _, call = _calls(net, form)
+    for number, rows in enumerate([2, 2, 5, 2, 5, 5, 2, 2]):
+        for each in (net, other):
+            each.train(form != "evaluation")
+            each.extra = 1
+            if number == 5:
+                each.config.problem_type = each.first = None
+            if number == 6:
+                each.rows, each.lin.note = -1, "of the user"
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(call(x).detach(), other(x).sum().detach())
+        assert _state(net) == _state(other), number
+    assert not [each for each in caplog.records if each.levelno == logging.WARNING and "in forward" in each.message]
+
+
+def _patched_by_method(net: Any) -> None:
+    net.forward = types.MethodType(Model.doubled, net)
+
+
+def _patched_by_closure(net: Any) -> None:
+    original = net.forward
+
+    def redirected(x: torch.Tensor) -> torch.Tensor:
+        net.forward = original
+        result: torch.Tensor = original(x) * 2
+        return result
+
+    net.forward = redirected
+
+
+def _patched_part(net: Any) -> None:
+    def once(x: torch.Tensor) -> torch.Tensor:
+        del net.lin.forward
+        return nn.Linear.forward(net.lin, x) * 2
+
+    net.lin.forward = once
+
+
+def _patched_by_partial(net: Any) -> None:
+    net.forward = functools.partial(Model.doubled, net)
+
+
+@pytest.mark.parametrize("form", ["module", "step"])
+@pytest.mark.parametrize("patch", [_patched_by_method, _patched_by_closure, _patched_part, _patched_by_partial])
+def test_a_patch_that_takes_itself_back_serves_one_call(patch: Callable[[Any], None], form: str) -> None:
+    """The graph of the patched forward serves the next patch, though that is another function."""
+    net = Model("nothing")
+    other = copy.deepcopy(net)
+    compiled, call = _calls(net, form)
+    x = torch.randn(3, 4)
+    for is_patched in (False, True, True, False, False, True, False):
+        if is_patched:
+            patch(net)
+        want = other(x).sum().detach() * (2 if is_patched else 1)
+        torch.testing.assert_close(call(x).detach(), want)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), other(x))
+    assert len(compiled.planner.plans if form == "step" else compiled._compiled.planner.plans) <= 3
+
+
+def test_reading_a_graph_sets_nothing() -> None:
+    net = Model("a flag that was absent")
+    step = cf.compile(net, loss_fn=F.mse_loss)
+    x = torch.randn(3, 4)
+    assert "aten" in step.lower(x, x).text() and not hasattr(net, "is_ready")
+    step(x, x)
+    assert net.is_ready
+
+
+class Growing(nn.Module):
+    """What its forward leaves is made of what it has found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.calls, self.text = nn.Linear(4, 4), 0, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.text += "x"
+        y: torch.Tensor = self.lin(x)
+        return y
+
+
+def test_what_counts_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    net = Growing()
+    step = cf.compile(net, loss_fn=F.mse_loss)
+    x = torch.randn(3, 4)
+    for _ in range(12):
+        step(x, x)
+    warned = [each.message for each in caplog.records if "does only when it is traced" in each.message]
+    assert len(warned) == 2 and "Growing.calls" in warned[0] and "Growing.text" in warned[1], warned
+    assert len(step.planner.plans) <= 6
