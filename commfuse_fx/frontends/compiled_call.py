@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.meta_tensors import device_of
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import priced_for
+from commfuse_fx.errors import CommFuseError
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher, check_files
@@ -25,11 +27,15 @@ from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
+from commfuse_fx.runtime.ranks.joined_world import JoinedWorld, check_same_turn
 from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.support.logs import configure_logs
 from commfuse_fx.support.ranks import get_group_size, get_rank
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.support.warned import warn_once_per_step
+
+_numbers = count(1)
+"""Counts what is compiled for several ranks, or may be."""
 
 
 class CompiledCall:
@@ -53,6 +59,14 @@ class CompiledCall:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.virtual = config.device_num is not None
+        self._asked = config
+        self._number = 0 if self.virtual or config.parallel_mode == "stand_alone" else next(_numbers)
+        self._begin(config)
+
+    def _begin(self, config: CompileConfig) -> None:
+        """Take the ranks that there are now."""
+        model, loss_fn, optimizer = self.model, self.loss_fn, self.optimizer
+        self._joined = JoinedWorld()
         self.rank = config.global_rank if config.global_rank is not None else get_rank()
         check_files(config, self.rank)
         self.mesh = _mesh_of(config)
@@ -75,6 +89,46 @@ class CompiledCall:
 
     def _make_session(self) -> Session:
         return Session(self.planner, self.rank)
+
+    def _follow_world(self) -> bool:
+        """Go on with the process group that there is now. What uses the ranks calls this first.
+
+        Returns whether it is one that was joined after compiling. All ranks call this together then. Raises
+        CommFuseError where a launcher has started several ranks and none is joined, or where the group that this was
+        compiled for is gone.
+        """
+        if self.virtual or self._joined.stays():
+            return False
+        with lock_of(self.model):
+            return not self._joined.stays() and self._take_up_world()
+
+    def _take_up_world(self) -> bool:
+        before, is_alone = self.session, get_group_size() == 1
+        if before.is_closed:
+            return False
+        if before.agreement is not None:
+            raise CommFuseError(
+                f"the process group for which this {self.form} was compiled has been destroyed: keep it while you "
+                f"train, or call cf.compile again, on all ranks, {'before' if is_alone else 'for'} another one"
+            )
+        if is_alone:
+            if self.config.parallel_mode != "stand_alone":
+                self._joined.follow_alone()
+            return False
+        if before.micro_batches.count:
+            raise CommFuseError(
+                f"a process group was joined after {before.micro_batches.count} of {self.config.accumulate_steps} "
+                "micro-batches of an update: join it before the first of them, or call step.drop_micro_batches() to "
+                "forget their gradients"
+            )
+        before.synchronize()
+        self._begin(self._asked)
+        self.session.go_on(before.steps, None)
+        self.session.timeline = before.timeline
+        if self.session.agreement is not None:
+            what = f"{self.form} {self._number}, of {type(self.model).__qualname__}"
+            check_same_turn(self.session.agreement.from_all(what))
+        return True
 
     def synchronize(self) -> None:
         """Wait until the last step is complete."""
@@ -101,6 +155,7 @@ class CompiledCall:
         The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual
         world. Raises what compiling raises.
         """
+        self._follow_world()
         self.synchronize()
         with lock_of(self.model), outside_inference_mode():
             with self.session.shapes_only():

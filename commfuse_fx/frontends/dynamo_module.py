@@ -38,6 +38,11 @@ class DynamoModule(CompiledModule):
         super().__init__(model, config)
         self._start()
 
+    def _meet_ranks(self) -> None:
+        super()._meet_ranks()
+        if "_graphs" in self.__dict__:
+            self._start()
+
     def _start(self) -> None:
         self._graphs = DynamoGraphs(self._compiled, self._names_of)
         self._held: tuple[Any, Any] = (None, None)
@@ -110,6 +115,7 @@ class DynamoModule(CompiledModule):
 
         Raises NotAvailableError on several ranks for a model with collectives in it, and what the model raises.
         """
+        self._follow_world()
         graphs, lowering = self._graphs, Lowering()
         quietly = nothing_sent() if self._compiled.mesh.world > 1 else nullcontext()
         graphs.lowering = lowering

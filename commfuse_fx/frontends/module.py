@@ -61,16 +61,27 @@ class CompiledModule(nn.Module, Joinable):
         self.training = model.training
         self._compiled = ModuleCompiler(model, None, None, config)
         self._calls = Calls()
-        self._past = None if self._session.agreement is None else PastGradients(self._compiled)
         self._ran = False
-        if not self._compiled.virtual:
-            self._session.send_start_values()
+        self._meet_ranks()
 
     @property
     def _session(self) -> ModuleSession:
         session = self._compiled.session
         assert isinstance(session, ModuleSession)
         return session
+
+    def _meet_ranks(self) -> None:
+        """Begin with the ranks that there are now: all go on with rank 0's parameters and buffers."""
+        self._has_met = False
+        self._past = None if self._session.agreement is None else PastGradients(self._compiled)
+        if not self._compiled.virtual:
+            self._session.send_start_values()
+        self._has_met = True
+
+    def _follow_world(self) -> None:
+        """Go on with the process group that there is now, as `CompiledCall._follow_world`."""
+        if self._compiled._follow_world() or not self._has_met:
+            self._meet_ranks()
 
     @torch._disable_dynamo  # torch.compile of what holds this module leaves it as it is
     @user_frames_only
@@ -84,6 +95,7 @@ class CompiledModule(nn.Module, Joinable):
                 f"this module was compiled for a virtual world (device_num={self._compiled.config.device_num}), which "
                 "has no devices to run on: leave device_num out and start the program under torchrun; lower() works"
             )
+        self._follow_world()
         if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
             if not self._ran:
                 refuse_parts_of_flat_parameters(self.module)
@@ -152,6 +164,7 @@ class CompiledModule(nn.Module, Joinable):
         hybrid_parallel, what each rank has of parameters with `layerwise_parallel` counts as well. All ranks call it
         together in both cases. Returns the norm that the gradients had.
         """
+        self._follow_world()
         return clip_grad_norm(self._session, dict(self.module.named_parameters()), max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,6 +189,7 @@ class CompiledModule(nn.Module, Joinable):
         The arguments are those of a call; tensors serve as examples of shape and dtype. It works in a virtual world.
         Raises what compiling raises.
         """
+        self._follow_world()
         with torch.enable_grad():
             return self._compiled.lower(*args, **kwargs)
 
@@ -194,12 +208,14 @@ class CompiledModule(nn.Module, Joinable):
         divide_by_initial_world_size: whether means divide by all ranks, rather than by those that still have batches.
         throw_on_early_termination: whether all ranks raise once one has no more batches.
         """
+        self._follow_world()
         if enable:
             self._refuse_join()
         return ModuleJoin(self, self._session, enable, throw_on_early_termination, divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does for the others when it has no more batches."""
+        self._follow_world()
         return ModuleJoinHook(self, self._session, **kwargs)
 
     @property

@@ -39,6 +39,7 @@ from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.runtime.ranks.seeds import Seeds
+from commfuse_fx.support.ranks import get_group_size
 
 
 class Session:
@@ -63,10 +64,9 @@ class Session:
         self._calls = 0
         self._undone_calls = 0  # of them, those of `profile`
         self._random: RandomStates | None = None  # before the step that runs
-        config, mesh = planner.config, planner.mesh
-        groups = None
-        if config.device_num is None and mesh.world > 1 and config.parallel_mode != "stand_alone":
-            groups = self._join(config)
+        config = planner.config
+        is_real = config.device_num is None and config.parallel_mode != "stand_alone"
+        groups = self._join(config) if is_real and max(planner.mesh.world, get_group_size()) > 1 else None
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
         self._voting = Voting(planner, self.agreement)
         self.micro_batches = MicroBatches(planner)

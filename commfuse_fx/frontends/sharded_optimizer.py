@@ -20,6 +20,7 @@ from commfuse_fx.ir.update_sharing import refuse_unknown
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.support.checks import show
+from commfuse_fx.support.ranks import is_distributed
 from commfuse_fx.support.tracebacks import user_frames_only
 
 _NAME = "parallel_optimizer_config"
@@ -65,6 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer = optimizer_class(model.parameters() if params is None else params, **options)
         check_optimizer(self._optimizer, model.module)
         refuse_unknown(describe_optimizer(self._optimizer, model.module), "ShardedOptimizer", "use it as it is")
+        self._model = model
+        if is_distributed():
+            model._follow_world()
         self._update = CompiledUpdate(model._compiled, self._optimizer, config)
         begins_with = self._optimizer.state  # that of Adagrad
         super().__init__(self._optimizer.param_groups, self._optimizer.defaults)
@@ -116,6 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the module was compiled for a virtual world (device_num={self._update.config.device_num}), which has "
                 "no devices to run on: leave device_num out and start the program under torchrun; lower() works here"
             )
+        self._follow_world()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,11 +153,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def lower(self) -> Lowered:
         """Compile the update of all parameters that require a gradient, without running it. It works in a virtual
         world."""
+        self._follow_world()
         held = dict.fromkeys(id(param) for group in self.param_groups for param in group["params"])
         named = self._update.model.named_parameters()
         learning = {name: param for name, param in named if id(param) in held and param.requires_grad}
         with torch.enable_grad():
             return self._update.lower(self._update.examples(learning))
+
+    def _follow_world(self) -> None:
+        """The module goes first, since the update works on its gradients."""
+        self._model._follow_world()
+        self._update._follow_world()
 
     @property
     def _session(self) -> UpdateSession:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.checkpoints import Checkpoints
@@ -59,6 +60,7 @@ class CompiledStep(CompiledCall):
         if torch.is_inference_mode_enabled():
             with outside_inference_mode():
                 return self(*args, **kwargs)
+        self._follow_world()
         return self.session.call(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +109,7 @@ class CompiledStep(CompiledCall):
                 "lower_micro_batch() of a step with accumulate_steps=1, in which every call updates: use lower(), or "
                 "compile with accumulate_steps"
             )
+        self._follow_world()
         self.synchronize()
         with lock_of(self.model), outside_inference_mode(), self.session.shapes_only():
             compiled = self.planner.read_early(self.planner.read(self.planner.take_apart(args, kwargs)))
@@ -153,6 +156,7 @@ class CompiledStep(CompiledCall):
         Raises CheckpointError, which lists names and shapes, if it is the state of another model or optimizer, and
         PeerFailedError if that is so on another rank. Nothing has changed on any rank then.
         """
+        self._follow_world()
         self.session.check_open()
         self.session.check_process()
         with outside_inference_mode():
@@ -205,8 +209,14 @@ class CompiledStep(CompiledCall):
     def _check_ranks(self, what: str) -> None:
         if self.virtual:
             raise VirtualWorldError(f"{what}() is for real ranks: leave device_num out and start under torchrun")
+        self._follow_world()
         self.session.check_open()
         self.session.check_process()
+
+    def _begin(self, config: CompileConfig) -> None:
+        if (checkpoints := self.__dict__.pop("_checkpoints", None)) is not None:
+            checkpoints.finish()
+        super()._begin(config)
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
@@ -242,6 +252,7 @@ class CompiledStep(CompiledCall):
         """
         if self.virtual:
             raise VirtualWorldError("profile() measures real ranks: leave device_num out and start under torchrun")
+        self._follow_world()
         self.session.check_open()
         self.session.check_process()
         with self.session.turn():

@@ -134,6 +134,7 @@ class _Engine:
                     like = nn.Parameter(value.detach().new_empty(()).expand(value.shape), value.requires_grad)
                     register(model, f"argument_{number}", like)
             self._graphs = DynamoGraphs(ModuleCompiler(model, None, None, self._config), self._names_of)
+        self._graphs.owner._follow_world()
         return self._graphs
 
     def _names_of(self, graph: SharedGraph, values: Sequence[Any]) -> Names:

@@ -39,12 +39,16 @@ class CompiledUpdate(CompiledCall):
     def __init__(
         self, owner: CompiledCall, optimizer: torch.optim.Optimizer, parallel_optimizer_config: dict[str, Any] | None
     ) -> None:
-        assert isinstance(owner.session, ModuleSession)
-        self._owner = owner.session
+        self._of_module = owner
         super().__init__(owner.model, None, optimizer, _config_of_update(owner.config, parallel_optimizer_config))
 
     def _make_session(self) -> Session:
         return UpdateSession(self.planner, self.rank, self._owner)
+
+    @property
+    def _owner(self) -> ModuleSession:
+        assert isinstance(self._of_module.session, ModuleSession)
+        return self._of_module.session
 
     @property
     def parts(self) -> GradientParts:

@@ -54,8 +54,9 @@ class Groups:
         world = dist.get_world_size()
         if mesh.world != world:
             raise ConfigValueError(
-                f"mesh={mesh.shape} has {mesh.world} devices, but the world has {world} processes: make the product "
-                "of the sizes equal to --nproc-per-node times the number of nodes"
+                f"mesh={mesh.shape} has {mesh.world} device{'s' if mesh.world > 1 else ''}, but the world has {world} "
+                "processes: make the product of the sizes equal to --nproc-per-node times the number of nodes"
+                + ("" if mesh.world > 1 else ', or pass parallel_mode="stand_alone" where each rank trains by itself')
             )
         name_of_start(world_timeout())  # before any group is made
         if device_mesh is None:

@@ -10,6 +10,9 @@ from torch import nn
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
+from commfuse_fx.support.logs import logger
+
+log = logger("runtime")
 
 
 def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> None:
@@ -25,6 +28,14 @@ def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> No
     for rank, other in enumerate(listed):
         if other != listed[0]:
             raise PlanMismatchError(_difference(listed[0], other, rank))
+    shared = [name for name, tensor in held if tensor.is_cpu and tensor.is_shared()]
+    if shared:
+        log.warning(
+            "%s lies in memory that processes share. Where these are ranks, as for a model that is handed to mp.spawn, "
+            "each changes what the others compute with: build the model in each rank, or copy.deepcopy it there before "
+            "cf.compile",
+            shared[0],
+        )
     tensors = [tensor.detach() for _, tensor in held if tensor.numel()]
     if sends and tensors:
         broadcast_parameters(_apart(tensors))

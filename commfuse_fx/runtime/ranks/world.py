@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from commfuse_fx.errors import ConfigTypeError, ConfigValueError
+from commfuse_fx.errors import CollectiveError, ConfigTypeError, ConfigValueError
+from commfuse_fx.runtime.ranks.rank_place import ENVIRONMENT, RankPlace
 from commfuse_fx.runtime.ranks.starts import store_of_this_start, store_outlives_ranks
 from commfuse_fx.support.tracebacks import user_frames_only
 
@@ -16,8 +17,15 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 @user_frames_only
-def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
-    """Join the world that torchrun started. Outside torchrun this is a world of one.
+def init(
+    backend: str | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+) -> None:
+    """Join the world that torchrun started, or that the arguments name. Without both this is a world of one.
 
     It does nothing when torch.distributed is initialised already. After a restart by torchrun, ranks read nothing
     that an earlier start wrote into the store.
@@ -25,27 +33,45 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     backend: the backend of torch.distributed. None picks by device: Gloo on CPU; with CUDA, NCCL for GPU
         tensors and Gloo for CPU ones (each process then uses the GPU of its LOCAL_RANK).
     timeout: seconds, or a timedelta, after which a collective that some rank does not join is an error.
+    rank, world_size: which rank this process is, and of how many. None: RANK and WORLD_SIZE of the environment.
+    init_method: where ranks find each other: "tcp://HOST:PORT" of rank 0, or "file:///PATH" that all of them see.
+        None: MASTER_ADDR and MASTER_PORT of the environment.
 
-    Raises ConfigTypeError or ConfigValueError on a bad timeout, CollectiveError if some rank does not come.
+    Raises ConfigTypeError or ConfigValueError on bad arguments, and where nothing says which rank a process is that a
+    launcher has started as one of several, or that is a child of multiprocessing. Raises CollectiveError if some rank
+    does not come.
     """
     limit = _timeout(timeout)
-    if not dist.is_available() or dist.is_initialized():
+    place = RankPlace.given(rank, world_size, init_method)
+    if not dist.is_available():
+        return
+    if dist.is_initialized():
+        place.check_running(dist.get_rank(), dist.get_world_size())
         return
     cuda = torch.cuda.is_available()
     if cuda and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        _join(chosen, limit)
-    else:
+    if place.is_alone:
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-
-
-def _join(backend: str, limit: timedelta) -> None:
-    if not store_outlives_ranks():
-        dist.init_process_group(backend, timeout=limit)
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    try:
+        _join(chosen, limit, place)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{place} could not join the others, which have not come within {limit.total_seconds():.0f} s or cannot be "
+            f"reached: look at the output of all ranks. [{type(error).__name__}: {error}]"
+        ) from error
+
+
+def _join(backend: str, limit: timedelta, place: RankPlace) -> None:
+    rank, size = place.rank, place.size
+    if place.method != ENVIRONMENT or not store_outlives_ranks():
+        dist.init_process_group(backend, place.method, limit, world_size=size, rank=rank)
+        return
+    store, rank, size = next(dist.rendezvous(ENVIRONMENT, rank, size, timeout=limit))
     store.set_timeout(limit)
     store = store_of_this_start(store, rank, size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
