@@ -7,7 +7,8 @@ says of its operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +34,29 @@ def computed_spec(node: fx.Node) -> Spec:
     args = tuple(map(_key, node.args))
     kwargs = tuple((name, _key(value)) for name, value in node.kwargs.items())
     return _made(node.target, args, kwargs, is_start(node), is_wait(node))
+
+
+def declare_anew(nodes: Iterable[fx.Node]) -> None:
+    """Declare what these nodes make of their operands, which lie otherwise now, and what others make of that."""
+    pending = dict.fromkeys(nodes)
+    while pending:
+        node = min(pending)
+        del pending[node]
+        if not is_declared(node) or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        details = info(node)
+        made = _on_devices_of(details.spec, computed_spec(node))
+        if difference(details.spec, made) is not None:
+            details.spec = made
+            pending.update(dict.fromkeys(node.users))
+
+
+def _on_devices_of(declared: Spec, made: Spec) -> Spec:
+    if isinstance(declared, TensorSpec) and isinstance(made, TensorSpec):
+        return replace(made, device=declared.device)
+    if isinstance(declared, tuple) and isinstance(made, tuple) and len(declared) == len(made):
+        return tuple(map(_on_devices_of, declared, made))
+    return declared
 
 
 def is_declared(node: fx.Node) -> bool:

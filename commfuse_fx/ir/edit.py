@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from commfuse_fx.ir.collectives import is_wait, role_of
+from commfuse_fx.ir.declared_specs import declare_anew
 from commfuse_fx.ir.dependence import is_opaque, written_nodes
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.meta import TensorSpec, info, same_layout
 from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.random_draws import draws_random_numbers
 
@@ -28,7 +29,8 @@ def replace(program: Program, node: fx.Node, replacement: fx.Node) -> None:
 def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> None:
     """The same for many nodes at once, one visit per user: updates have lists of thousands of gradients.
 
-    A replacement may be replaced itself.
+    A replacement may be replaced itself. Where one lies otherwise than what it replaces, so does what passes have made
+    of that: it is declared anew.
     """
 
     def final(node: fx.Node) -> fx.Node:
@@ -36,6 +38,7 @@ def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> No
             node = replacements[node]
         return node
 
+    laid_otherwise = [user for node in replacements if _lies_otherwise(node, final(node)) for user in node.users]
     for user in dict.fromkeys(user for node in replacements for user in node.users):
         user.args = fx.node.map_arg(user.args, final)
         if user.kwargs:
@@ -44,6 +47,15 @@ def replace_all(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> No
     if program.grads:
         program.grads = {name: final(grad) for name, grad in program.grads.items()}
     program.aux = {name: final(node) for name, node in program.aux.items()}
+    declare_anew(laid_otherwise)
+
+
+def _lies_otherwise(node: fx.Node, replacement: fx.Node) -> bool:
+    """Whether memory has the elements in another order."""
+    one, other = info(node).spec, info(replacement).spec
+    if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec) or one.shape != other.shape:
+        return False
+    return not same_layout(one.shape, one.stride, other.stride)
 
 
 def replace_members(program: Program, replacements: Mapping[fx.Node, fx.Node]) -> None:
