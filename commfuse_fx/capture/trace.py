@@ -30,6 +30,7 @@ from commfuse_fx.capture.anomaly import without_anomaly_detection
 from commfuse_fx.capture.batch_norm import BATCH_NORMS
 from commfuse_fx.capture.call_paths import CallPaths
 from commfuse_fx.capture.changes_in_place import refuse_changes, refuse_turned
+from commfuse_fx.capture.copied_gradients import drop_copies_of_gradients
 from commfuse_fx.capture.eager_collectives import eager_collectives_refused
 from commfuse_fx.capture.empty_tensors import FakeTensors
 from commfuse_fx.capture.emulate import traceable_torch
@@ -336,6 +337,7 @@ def _read(
 ) -> Traced:
     graph = module.graph
     _drop_aliases(graph)
+    drop_copies_of_gradients(graph, 2 * num_results)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutations: dict[fx.Node, fx.Node] = {}
     written: dict[fx.Node, fx.Node] = {}  # a copy_ into a placeholder -> that placeholder
