@@ -110,7 +110,8 @@ class Runners:
     def _make_exchange(self, mesh: Mesh, _: Any) -> Exchange:
         assert self._agreement is not None, "a world of several ranks"
         self._exchanges += 1
-        return ProcessExchange(mesh, self._rank, f"{self._agreement.name}/{self._exchanges}", self._calls)
+        name = f"{self._agreement.name}/{self._exchanges}"
+        return ProcessExchange(mesh, self._rank, name, self._calls, self._agreement.distress)
 
 
 def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) -> Ballot:
@@ -120,12 +121,14 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
         return _ballot_of_update(plan.compiled.program, number, planner)
     texts = plan.compiled.voted
     assert texts is not None, "a step of several ranks"
+    is_training = plan.compiled.program.training
     return Ballot(
         number,
         type(planner.model).__qualname__,
         *texts,
         communication_text(plan.compiled.program),
         plan.config is None and (planner.has_common_plan or not config.plans_by_cost),
+        between_steps="" if is_training else "an evaluation",
     )
 
 
@@ -145,8 +148,8 @@ def _ballot_of_forward(program: Program, number: int, planner: Planner) -> Ballo
     """Where parameters are divided, ranks gather them in their forwards."""
     lines = [f"use of {name}: {param.spec}" for name, param in program.params.items() if _is_read(program, name)]
     text, plan = "\n".join(lines) + "\n", "forward\n" + sent_in_forward_text(program)
-    model = type(planner.model).__qualname__
-    return Ballot(number, model, text, text, plan, True, is_module=True, between_steps="a forward")
+    model, what = type(planner.model).__qualname__, "a forward" if program.training else "an evaluation"
+    return Ballot(number, model, text, text, plan, True, is_module=True, between_steps=what)
 
 
 def _is_read(program: Program, name: str) -> bool:

@@ -29,9 +29,9 @@ from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from commfuse_fx.runtime.ranks.ballots import Ballot, explain_failures, explain_mismatch
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
+from commfuse_fx.runtime.ranks.lost_votes import explain_lost_votes
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 from commfuse_fx.runtime.ranks.world import world_timeout
-from commfuse_fx.support.long_lists import shortened
 
 log = logging.getLogger("commfuse_fx.runtime")
 
@@ -70,6 +70,7 @@ class Agreement:
         self.name = f"{self.distress.name}/{self.number}"
         self._work: Any = None
         self._is_running = False
+        self._since = 0.0  # when the vote was cast
         self._sent = self._votes = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._settled = True
         self.rank = dist.get_rank()
@@ -121,11 +122,12 @@ class Agreement:
         world = dist.get_world_size(self._box.group)
         self._sent = torch.tensor([signature, kind, parameters, wish], device="cpu").repeat(world)
         self._votes = torch.full_like(self._sent, _NOT_CAST)
-        since = perf_counter()
+        self._since = since = perf_counter()
+        self.distress.tell_no_more(self.rank)
         try:
             self._work = dist.all_to_all_single(self._votes, self._sent, group=self._box.group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, since) from error
         self._is_running = kind != _FAILED
         if self.timeline is not None:
             self.timeline.issued(self, "agreement", f"vote bytes={self._votes.nbytes}", since, self._work)
@@ -145,7 +147,7 @@ class Agreement:
 
     def _read(self, ballot: Ballot | None) -> int:
         self._settled = True
-        votes = self._result()
+        votes = self._result("" if ballot is None else ballot.between_steps)
         signatures, kinds, parameters, wishes = zip(*(vote for vote in votes if vote[1] != _ATTENDS), strict=True)
         self.wish = min(wishes)
         failed, differ = _FAILED in kinds, len(set(signatures)) > 1
@@ -203,8 +205,8 @@ class Agreement:
             self._box.broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
 
-    def _result(self) -> list[list[int]]:
-        """Wait for the votes.
+    def _result(self, own: str = "") -> list[list[int]]:
+        """Wait for the votes. own: what this rank does instead of a step.
 
         Each is the hash of a plan, what kind of vote it is, a checksum of the rank's parameters, and its wish.
         """
@@ -215,7 +217,7 @@ class Agreement:
             else:
                 self.timeline.wait(self, work)
         except RuntimeError as error:
-            raise self._lost(error, self._silent_ranks()) from error
+            raise self._lost(error, self._since, self._silent_ranks(), own) from error
         finally:
             self._work = None
         votes: list[list[int]] = self._votes.view(-1, 4).tolist()
@@ -223,28 +225,26 @@ class Agreement:
 
     def _exchange(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self._box.group)
+        since = perf_counter()
         try:
             dist.all_gather_object(gathered, mine, self._box.group)
         except RuntimeError as error:
             self._box.broken = type(error).__name__
-            raise self._lost(error) from error
+            raise self._lost(error, since) from error
         return gathered
 
-    def _silent_ranks(self) -> list[str]:
-        """The numbers of the ranks whose votes have not arrived."""
+    def _silent_ranks(self) -> list[int]:
+        """The ranks whose votes have not arrived."""
         kinds = self._votes.view(-1, 4)[:, 1].tolist()
-        return [str(rank) for rank, kind in enumerate(kinds) if kind == _NOT_CAST and rank != self.rank]
+        return [rank for rank, kind in enumerate(kinds) if kind == _NOT_CAST and rank != self.rank]
 
-    def _lost(self, error: RuntimeError, silent: Sequence[str] = ()) -> CollectiveError:
-        named = ", ".join(shortened(silent, 8, "{} others"))
-        who = "another rank"
-        if silent:
-            who = f"no vote has come from rank{'s' if len(silent) > 1 else ''} {named}, which"
+    def _lost(self, error: RuntimeError, since: float, silent: Sequence[int] = (), own: str = "") -> CollectiveError:
+        waited, limit = perf_counter() - since, world_timeout().total_seconds()
+        told = self.distress.told_by(silent)
+        before = own or "the first collective of the step"
         return CollectiveError(
-            f"rank {self.rank}: the agreement before the first collective of the step failed: {who} died or did not "
-            f"reach this step within the time-out of {world_timeout().total_seconds():.0f} s. Nothing was updated. If "
-            "there were fewer batches, give all ranks as many (drop_last), or run the loop in the join() of a compiled "
-            f"module. [{type(error).__name__}: {error}]"
+            f"rank {self.rank}: the agreement before {before} failed: "
+            f"{explain_lost_votes(str(error), silent, waited, limit, own, told)}. [{type(error).__name__}: {error}]"
         )
 
     def _mismatch(self, cast: list[Ballot | None]) -> Exception:

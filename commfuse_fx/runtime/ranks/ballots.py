@@ -58,7 +58,9 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                 "Compile the same steps in the same order on every rank, and call them in the same order."
             )
         if ballot.between_steps != first.between_steps:
-            here, there = first.between_steps or "the step", ballot.between_steps or "the step"
+            here, there = (
+                each.between_steps or ("a backward" if each.is_module else "the step") for each in (first, ballot)
+            )
             return (
                 f"ranks {one} and {other} called different methods of a step\n"
                 f"  rank {one}: {here}\n  rank {other}: {there}\n"

@@ -8,6 +8,7 @@ the world, and a rank that has waited for PATIENCE looks there.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,28 @@ class Distress:
         self.name = name
         self._key = f"commfuse_fx/left/{name}"
         self._store = dist.distributed_c10d._get_default_store()
+        self._has_told = False
+
+    def tell(self, rank: int, what: str) -> None:
+        """Say what this rank has waited for alone. The ranks that miss its next vote quote it."""
+        with suppress(RuntimeError):
+            self._store.set(f"{self._key}/alone/{rank}", what)
+            self._has_told = True
+
+    def tell_no_more(self, rank: int) -> None:
+        """It is over: this rank votes."""
+        if self._has_told:
+            self._has_told = False
+            with suppress(RuntimeError):
+                self._store.delete_key(f"{self._key}/alone/{rank}")
+
+    def told_by(self, ranks: Sequence[int]) -> list[str]:
+        """What these ranks have told, of those that have."""
+        keys = [f"{self._key}/alone/{rank}" for rank in ranks]
+        try:
+            return [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        except RuntimeError:  # the store is gone
+            return []
 
     def call(self, message: str) -> None:
         """Say that this rank has left. The first message stays, because later ones only follow from it."""

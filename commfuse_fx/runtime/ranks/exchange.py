@@ -12,6 +12,7 @@ import torch.distributed as dist
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.runtime.ranks.broadcast import buckets
+from commfuse_fx.runtime.ranks.distress import Distress
 from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.polling import value_of
 from commfuse_fx.runtime.ranks.world import world_timeout
@@ -45,15 +46,17 @@ class ProcessExchange:
     name: a key that is the same on all ranks and belongs to this step alone.
     epoch: a function that gives the number of the step's calls so far. If a rank misses a meeting, the ranks can meet
         again in the next epoch.
+    distress: hears of a rank that has come alone.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, name: str, epoch: Callable[[], int]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, name: str, epoch: Callable[[], int], distress: Distress) -> None:
         self.mesh = mesh
         self.rank = rank
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"commfuse_fx/read/{name}"
         self._groups: dict[str, Any] = {}
         self._epoch = epoch
+        self._distress = distress
         self._process = process()
         self._place = (-1, 0)  # epoch, and how many meetings it has seen
         self._behind: tuple[str, str] | None = None  # keys of the last meeting, to be deleted after the next one
@@ -83,6 +86,11 @@ class ProcessExchange:
         else:
             said = self._await(verdict)
         if said != _TOGETHER:
+            self._distress.tell(
+                self.rank,
+                f"Rank {self.rank} has come alone to read what is divided among ranks, as state_dict() does it, and "
+                f"has given up after {self.limit.total_seconds():.0f} s",
+            )
             raise CollectiveError(self._complaint(said))
         if self._behind is not None and self.rank == self._first:
             for key in self._behind:
