@@ -19,19 +19,19 @@ def sync_batch_norm(mesh: Mesh, divided: bool) -> Callable[[nn.SyncBatchNorm, to
     """A forward for nn.SyncBatchNorm on this mesh.
 
     divided: whether the compiler divides the graph. The traced batch is then the whole one, and needs no collective.
+    In eval mode there is none either, as in torch: without running statistics, those of the rank's own batch count.
 
     The forward raises CaptureError if the module's process group is not that of all ranks, and ConfigValueError in a
     call with `cross_batch`.
     """
 
     def forward(self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-        uses_batch = self.training or self.running_mean is None
-        if uses_batch and (call := entered_call()) is not None:
+        if self.training and (call := entered_call()) is not None:
             raise ConfigValueError(
                 f"{call.label} has a SyncBatchNorm, which takes the statistics of all ranks in data parallel as well: "
                 "leave cross_batch out, or use BatchNorm"
             )
-        if not uses_batch or divided or mesh.world == 1:
+        if not self.training or divided or mesh.world == 1:
             return nn.modules.batchnorm._BatchNorm.forward(self, x)
         _check_group(self.process_group, mesh)
         return _over_all_ranks(self, x)

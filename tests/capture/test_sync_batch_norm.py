@@ -60,3 +60,31 @@ def test_semi_auto_and_evaluation() -> None:
     eager.eval()
     lowered = cf.compile(synchronised, loss_fn=loss, device_num=2, global_rank=0).lower(x, y)
     assert lowered.collectives == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": True}], ids=str
+)
+def test_ranks_in_eval_mode_use_what_they_have(settings: dict[str, Any]) -> None:
+    """As in torch a rank may evaluate alone. Without running statistics those of its own batch count."""
+    torch.manual_seed(0)
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, **{"track_running_stats": False, **settings}))
+    net = nn.Sequential(nn.Linear(3, 3), norm).double().eval()
+    batches = [(torch.randn(4, 3).double() * (rank + 1), torch.randn(4, 3).double()) for rank in range(2)]
+    step = cf.compile(net, loss_fn=loss, device_num=2, global_rank=0)
+    assert step.lower(*batches[0]).collectives == []
+    for (x, y), result in zip(batches, LockstepWorld(step)(batches), strict=True):
+        torch.testing.assert_close(result.loss, loss(net(x), y).detach())
+    module = cf.compile(net, device_num=2, global_rank=0)
+    assert {each.phase for each in module.lower(batches[0][0]).collectives} == {"backward"}
+    norm.train()
+    assert "forward" in {each.phase for each in module.lower(batches[0][0]).collectives}
+
+
+def test_a_divided_graph_evaluates_the_whole_batch() -> None:
+    """The marks of semi_auto change no result: it is that of one device, on which the batch is the whole one."""
+    norm = nn.SyncBatchNorm(3, track_running_stats=False).double().eval()
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 3).double()
+    step = cf.compile(norm, loss_fn=loss, parallel_mode="semi_auto", device_num=2, global_rank=0)
+    for result in LockstepWorld(step)(list(zip(x.chunk(2), y.chunk(2), strict=True))):
+        torch.testing.assert_close(result.loss, loss(norm(x), y).detach())
