@@ -159,6 +159,7 @@ class _Sent:
         self._arrivals: Arrivals | None = None
         self._came: dict[int, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
+        self._refusal: NotAvailableError | None = None
 
     @contextmanager
     def taking_gradients(self) -> Iterator[None]:
@@ -180,11 +181,16 @@ class _Sent:
                 leaf.grad = None
 
     def finish(self) -> NamedGradients:
-        """All gradients, when autograd has come to the end of the graph."""
+        """All gradients, when autograd has come to the end of the graph. Raises NotAvailableError for a sparse one: by
+        then all that the ranks send has been sent, so that they are at the same place."""
         of_inputs = {f"{path}.grad": leaf.grad for path, leaf in self._recorded.inputs.items() if leaf.grad is not None}
         if self._arrivals is None:
             return self._local, of_inputs
         grads, _ = self._arrivals.finish()
+        if self._refusal is not None:
+            if self._session.agreement is not None:
+                self._session.agreement.end_step()
+            raise self._refusal
         self._session._to_mean_of_active(grads, self._mode)
         return grads, of_inputs
 
@@ -195,10 +201,11 @@ class _Sent:
             self._local[name] = gradient
             return
         if gradient.layout is not torch.strided:
-            raise NotAvailableError(
+            self._refusal = NotAvailableError(
                 f"parameter {name} has a gradient of layout {gradient.layout}, which is not reduced: make the "
                 "embedding with sparse=False"
             )
+            gradient = gradient.to_dense()
         if self._arrivals is None:
             reached = self._reached()
             self._arrivals = self._session.begin(self._forward, self._recorded, reached, self._mode, self._keep)
