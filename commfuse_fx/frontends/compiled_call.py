@@ -15,6 +15,7 @@ from commfuse_fx.capture.meta_tensors import device_of
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.errors import CommFuseError
+from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher, check_files
@@ -157,6 +158,7 @@ class CompiledCall:
         """
         self._follow_world()
         self.synchronize()
+        remove_hooks_of_graphs(self.model)
         with lock_of(self.model), outside_inference_mode():
             with self.session.shapes_only():
                 compiled = self.planner.read(self.planner.take_apart(args, kwargs))

@@ -22,6 +22,7 @@ from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.other_tracers import refuse_other_tracers
+from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
@@ -111,6 +112,7 @@ class CompiledModule(nn.Module, Joinable):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        remove_hooks_of_graphs(self.module)
         session, past, syncs = self._session, self._past, self.require_backward_grad_sync
         owes = self._begin_iteration(syncs)
         if past is not None:

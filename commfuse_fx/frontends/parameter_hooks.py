@@ -56,10 +56,13 @@ class ParameterHooks:
 
 
 class LateHook:
-    """The hook of a parameter that runs when autograd has come to its end."""
+    """The hook of a parameter that runs when autograd has come to its end. there_are: how many of them there are."""
+
+    there_are = 0
 
     def __init__(self, listener: weakref.ref[Listener], name: str, param: nn.Parameter) -> None:
         self.is_removed = False
+        LateHook.there_are += 1
         self._listener = listener
         self._name = name
         self._node: Any = None
@@ -77,6 +80,7 @@ class LateHook:
 
     def remove(self) -> None:
         """Listen no longer."""
+        LateHook.there_are -= not self.is_removed
         self.is_removed, self._node = True, None
         for handle in self._handles:
             handle.remove()
@@ -97,3 +101,12 @@ class LateHook:
 def _remove(hooks: Mapping[str, LateHook]) -> None:
     for hook in hooks.values():
         hook.remove()
+
+
+def remove_hooks_of_graphs(model: nn.Module) -> None:
+    """Before a call that is not cut into graphs: take away what was left by calls of the same model that were."""
+    if LateHook.there_are:
+        for param in model.parameters():
+            for hook in tuple((param._post_accumulate_grad_hooks or {}).values()):
+                if isinstance(hook, LateHook):
+                    hook.remove()

@@ -15,6 +15,7 @@ from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.checkpoints import Checkpoints
 from commfuse_fx.frontends.compiled_call import CompiledCall
+from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.step_state import StepState
 from commfuse_fx.inspect.lowered import Lowered
@@ -61,6 +62,7 @@ class CompiledStep(CompiledCall):
             with outside_inference_mode():
                 return self(*args, **kwargs)
         self._follow_world()
+        remove_hooks_of_graphs(self.model)
         return self.session.call(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
