@@ -30,7 +30,7 @@ class GraphSession(ModuleSession):
     def __init__(self, planner: Planner, owner: ModuleSession) -> None:
         self._owner = owner
         super().__init__(planner, owner.rank)
-        self._voting.is_started = owner.is_started
+        self.voting.is_started = owner.voting.is_started
         self.parts, self.uneven = owner.parts, owner.uneven
 
     def take_apart(self, args: Sequence[Any]) -> Call:

@@ -40,7 +40,8 @@ class MeasuredSteps:
     @staticmethod
     def wants(plan: Plan, runner: Runner) -> bool:
         """Whether a step of this plan is to be run by `run`."""
-        return runner.ballot is not None and runner.executor.has_run and plan.compiled.program.training
+        executor = runner.executor
+        return executor.has_collectives and executor.has_run and plan.compiled.program.training
 
     def run(self, plan: Plan, runner: Runner, run_by: Callable[[Run], Result]) -> Result:
         """A step, whose collectives end where they begin.

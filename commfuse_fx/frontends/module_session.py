@@ -36,7 +36,7 @@ from commfuse_fx.planning.request import Call
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor, NamedGradients
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.memory.shards import Shards
-from commfuse_fx.runtime.ranks.ballots import Ballot
+from commfuse_fx.runtime.ranks.ballots import Ballot, Vote
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.start_values import send_start_values
 from commfuse_fx.support.logs import logger
@@ -87,7 +87,7 @@ class ModuleSession(Session):
         check_memory(self.planner.model, ())
         send_start_values(self.planner.model, self.agreement, self.planner.config.parameter_broadcast)
         if self.planner.config.parameter_broadcast:
-            self._voting.is_started = True
+            self.voting.is_started = True
 
     @property
     def device(self) -> torch.device:
@@ -192,10 +192,10 @@ class ModuleSession(Session):
         """Of parameters that are divided: ranks vote, let go of whole ones, and gather each where it is used."""
         runner = self.runners.of(plan)
         assert runner is not None, "it has been made"
-        if not self._voting.is_started:
-            self._voting.start(runner)
+        if not self.voting.is_started:
+            self.voting.start(runner)
         self.hold_rows(executor.shards)
-        self._voting.agree_on_forward(runner)
+        self.voting.agree_on_forward(runner)
         self._watch_wire(executor)
         return executor.forward(inputs)
 
@@ -231,7 +231,7 @@ class ModuleSession(Session):
         name = type(self.planner.model).__qualname__
         ballot = Ballot(agreement.number, name, "", "", what, in_common=True, is_module=True, between_steps=what)
         with self.step_of_ranks():
-            agreement.cast(ballot.signature)
+            agreement.cast(Vote(ballot.signature))
             agreement.settle(ballot)
             with agreement.outside_of_steps(what) as heed:
                 heed(dist.all_reduce(value, op, group=groups[groups.mesh.all_axes], async_op=True)).wait()
@@ -264,10 +264,10 @@ class ModuleSession(Session):
             yield
 
     def _prepare(self, runner: Runner) -> None:
-        runner.executor.prepare(lambda: self._voting.cast(runner), lambda: self._settle(runner))
+        runner.executor.prepare(partial(self.voting.cast, runner), partial(self._settle, runner), runner.changes)
 
     def _settle(self, runner: Runner) -> None:
-        self._voting.settle(runner)
+        self.voting.settle(runner)
         if self.uneven is not None and self.uneven.are_absent:
             assert runner.ballot is not None, "it was voted on"
             self.uneven.tell(runner.ballot.signature, runner.executor.program)
@@ -343,8 +343,8 @@ class ModuleSession(Session):
     def _about_to_run(self, plan: Plan, executor: HalvesExecutor, mode: str) -> None:
         """Agree on first values where that has still to be done, and let the wire know who looks on and who sends."""
         runner = self.runners.of(plan)
-        if mode != "local" and not self._voting.is_started and runner is not None:
-            self._voting.start(runner)
+        if mode != "local" and not self.voting.is_started and runner is not None:
+            self.voting.start(runner)
         self._watch_wire(executor)
         executor.wire.buffers_from = None if self.uneven is None else self.uneven.source
 

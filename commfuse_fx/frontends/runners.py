@@ -27,12 +27,18 @@ from commfuse_fx.runtime.ranks.groups import Groups
 
 @dataclass(frozen=True)
 class Runner:
-    """A plan's executor. ballot: what ranks that run it together vote for; None where nothing is sent. forward: what
-    they vote for ahead of the forward of a module; None where that sends nothing."""
+    """A plan's executor.
+
+    ballot: what ranks that run it together vote for; None where they do not vote. forward: what they vote for ahead of
+    the forward of a module; None where that sends nothing.
+    changes: whether several ranks that run it change parameters or reduce gradients, so that they vote even where
+        nothing is sent: one that skips a batch or dies would go unnoticed.
+    """
 
     executor: Executor
     ballot: Ballot | None
     forward: Ballot | None = None
+    changes: bool = False
 
 
 class Runners:
@@ -72,12 +78,13 @@ class Runners:
         watch = planner.watch
         executor = self.executors.make(program, watch.params, watch.buffers, planner.optimizer, groups)
         ballot = forward = None
-        if self._agreement is not None and (executor.has_collectives or planner.form == "update"):
+        changes = self._agreement is not None and _changes(plan)
+        if self._agreement is not None and (executor.has_collectives or changes):
             ballot = _ballot(plan, self._agreement.number, planner, planner.config)
             executor.wire.distress = self._agreement.distress
             if isinstance(executor, HalvesExecutor) and executor.shards is not None and executor.forward_sends:
                 forward = _ballot_of_forward(program, self._agreement.number, planner)
-        runner = Runner(executor, ballot, forward)
+        runner = Runner(executor, ballot, forward, changes)
         prepare(runner)
         if executor.has_collectives:
             let_lock_holders_run()
@@ -112,6 +119,12 @@ class Runners:
         self._exchanges += 1
         name = f"{self._agreement.name}/{self._exchanges}"
         return ProcessExchange(mesh, self._rank, name, self._calls, self._agreement.distress)
+
+
+def _changes(plan: Plan) -> bool:
+    """Whether a call of this plan updates, or hands out gradients that are reduced."""
+    compiled = plan.compiled
+    return compiled.asked.gradients != "local" and (compiled.program.training or compiled.program.has_two_halves)
 
 
 def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) -> Ballot:

@@ -68,7 +68,7 @@ class Session:
         is_real = config.device_num is None and config.parallel_mode != "stand_alone"
         groups = self._join(config) if is_real and max(planner.mesh.world, get_group_size()) > 1 else None
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
-        self._voting = Voting(planner, self.agreement)
+        self.voting = Voting(planner, self.agreement)
         self.micro_batches = MicroBatches(planner)
         self._seeds = Seeds(rank, None if self.agreement is None else self.agreement.name)
         self.together = Together(planner, self.agreement, self.synchronize, lambda: self._is_lost)
@@ -86,11 +86,6 @@ class Session:
         release_at_exit(self)
         before_destroy(self.synchronize)
         return groups
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the ranks have agreed on the first values of parameters."""
-        return self._voting.is_started
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of the step: its loss, or a pair of the loss and auxiliary outputs."""
@@ -175,7 +170,8 @@ class Session:
             self.capture_with(CudaRecorder(torch.device("cuda", executor.devices[0])))
         if self.graphs is not None:
             self.graphs.admit(executor)
-        executor.prepare(lambda: self._voting.cast_in_step(runner), lambda: self._voting.settle_in_step(runner))
+        cast, settle = partial(self.voting.cast_in_step, runner), partial(self.voting.settle_in_step, runner)
+        executor.prepare(cast, settle, runner.changes)
 
     def capture_with(self, recorder: Recorder) -> None:
         """Capture steps from now on, where that is possible. Call it before the first step."""
@@ -188,7 +184,7 @@ class Session:
     def calls_undone(self, executor: Executor) -> Iterator[None]:
         """Calls inside the block do not count for what comes after: for seeds, for parameters that rank 0 has still to
         send, and for those that were whole."""
-        calls, steps, started = self._calls, self.steps, self._voting.is_started
+        calls, steps, started = self._calls, self.steps, self.voting.is_started
         shards = executor.shards
         whole = [] if shards is None or shards.is_divided else list(executor.params.values())
         kept = [param.detach().clone() for param in whole]
@@ -202,7 +198,7 @@ class Session:
             self._undone_calls += self._calls - calls
             self.steps = steps
             if self.planner.config.parameter_broadcast:  # what was sent has been undone as well
-                self._voting.is_started = started
+                self.voting.is_started = started
         if shards is not None and whole:
             shards.open()
             with torch.no_grad():
@@ -225,7 +221,7 @@ class Session:
 
         asked, preset: as `Replan` takes them.
         """
-        self.replan = Replan(self.planner, self._voting, asked, preset, self.rank, self._let_go)
+        self.replan = Replan(self.planner, self.voting, asked, preset, self.rank, self._let_go)
 
     def _let_go(self) -> None:
         """Give back the memory that plans keep between steps. The last step is complete then."""
@@ -294,7 +290,7 @@ class Session:
             self.synchronize()
             plan = self._chosen(self.plan(call))
             self.running = self.executor(plan, call)
-        if not self._voting.is_started:
+        if not self.voting.is_started:
             self._start(plan, call)
         executor = self.running
         assert executor is not None
@@ -330,7 +326,7 @@ class Session:
         # may go soon.
         is_tried = replan is not None and not replan.is_settled
         with self.graphs.paused() if is_tried or self.timeline is not None else nullcontext():
-            return graph_runs.run(self.graphs, self._voting, runner, inputs)
+            return graph_runs.run(self.graphs, self.voting, runner, inputs)
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan that runs in place of the default plan of a call."""
@@ -345,12 +341,12 @@ class Session:
         runner = self.runners.of(plan)
         assert runner is not None, "the plan's executor"
         sends = self.agreement is not None and self.planner.config.parameter_broadcast
-        if self.micro_batches.is_early and sends and not runner.executor.has_collectives:
+        if self.micro_batches.is_early and sends and runner.ballot is None:
             last = self.plan(call)  # that of the last micro-batch, in which the ranks vote
             self.executor(last, call)
             runner = self.runners.of(last)
             assert runner is not None, "the plan's executor"
-        self._voting.start(runner)
+        self.voting.start(runner)
         if runner.executor is not self.running:
             self.running = self.executor(plan, call)
 
@@ -397,4 +393,4 @@ class Session:
         self.runners.release()
         self.together.release()
         self.agreement = None
-        self._voting = Voting(self.planner, None)
+        self.voting = Voting(self.planner, None)

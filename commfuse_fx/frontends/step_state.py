@@ -208,8 +208,8 @@ class StepState:
         Each rank has its own buffers, and its own parameters where the user divides the model. Ranks may begin with any
         parameters: rank 0 may send its own in the first step, or they stay different.
         """
-        agreement = self._session.agreement
-        if agreement is not None and (agreement.starts_differ or not self._session.is_started):
+        voting = self._session.voting
+        if self._session.agreement is not None and (voting.starts_differ or not voting.is_started):
             return set()
         single, divided = self.of_single_ranks().values(), self._state_places()
         found: set[int] = set()

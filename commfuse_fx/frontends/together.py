@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.ranks.agreement import Agreement
-from commfuse_fx.runtime.ranks.ballots import Ballot
+from commfuse_fx.runtime.ranks.ballots import Ballot, Vote
 from commfuse_fx.runtime.ranks.callers import OutOfTurn, lock_of
 from commfuse_fx.runtime.ranks.exchange import LONGEST_WAIT
 from commfuse_fx.runtime.ranks.meeting import Meeting
@@ -71,7 +71,7 @@ class Together:
             others = agreement.callers.have_others()
             ballot = Ballot(agreement.number, model, what, what, "", others=others, between_steps=what)
             try:
-                agreement.cast(ballot.signature)
+                agreement.cast(Vote(ballot.signature))
                 agreement.settle(ballot)
                 return
             except OutOfTurn as other:

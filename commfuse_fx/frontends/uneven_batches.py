@@ -18,7 +18,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.runtime.execute.answer import answer
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.ranks.agreement import Agreement
-from commfuse_fx.runtime.ranks.ballots import Ballot, explain_failures
+from commfuse_fx.runtime.ranks.ballots import Ballot, Vote, explain_failures
 from commfuse_fx.runtime.ranks.groups import Groups
 
 _END, _PRICES = "the end of an iteration", "prices of a plan"
@@ -198,7 +198,7 @@ class UnevenBatches:
 
     def _vote(self, what: str) -> None:
         ballot = self._ballot(what)
-        self._agreement.cast(ballot.signature)
+        self._agreement.cast(Vote(ballot.signature))
         self._agreement.settle(ballot)
 
     def _ballot(self, what: str) -> Ballot:

@@ -80,7 +80,7 @@ class UpdateSession(Session):
         self._owner = owner
         if owner.gathers:
             self.runners.executors.beneath = owner.shards_of
-            self._voting.is_started = True  # forwards have been voted on
+            self.voting.is_started = True  # forwards have been voted on
 
     def update(self) -> None:
         """Update the parameters that have a gradient.
@@ -137,8 +137,8 @@ class UpdateSession(Session):
 
     def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         if self.agreement is not None:
-            self._voting.cast(runner)
-            self._voting.settle(runner)
+            self.voting.cast(runner)
+            self.voting.settle(runner)
         return super()._launch(plan, runner, inputs)
 
     def _refuse_join(self) -> None:

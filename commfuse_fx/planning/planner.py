@@ -288,7 +288,7 @@ class Planner:
             asked = self._asked(gradients=gradients)
             asked = asked if common is None else replace(asked, common=common)
             planned = plan_step(captured, config or self.config, asked)
-        return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2])
+        return replace(compiled, program=planned[0], pipeline=planned[1], records=planned[2], asked=asked)
 
     def early(self, plan: Plan) -> Plan:
         """The plan of a call that this plan would serve if it were not one of the first micro-batches of an update."""

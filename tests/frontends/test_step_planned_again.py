@@ -67,7 +67,7 @@ class PlannedAgain(Session):
             run=self._draw,
         )
         self.runners: Any = SimpleNamespace(of=lambda plan: SimpleNamespace(executor=self.running))
-        self._voting: Any = SimpleNamespace(is_started=True)
+        self.voting: Any = SimpleNamespace(is_started=True)
         self.micro_batches: Any = SimpleNamespace(
             is_early=False, check=lambda program: None, begin=lambda held: None, done=lambda program: False
         )

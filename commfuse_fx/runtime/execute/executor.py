@@ -33,6 +33,7 @@ from commfuse_fx.runtime.execute.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
 from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, TakenMemory, views_of_memory
+from commfuse_fx.runtime.execute.vote_hooks import vote_hooks
 from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
 from commfuse_fx.runtime.execute.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
@@ -81,6 +82,7 @@ class Executor:
         self.storage = Storage(program, updated, states, pool, buffers)
         self.wire = Wire(program, groups, rank)
         self.has_collectives = any(True for _ in program.collectives())
+        self.votes = False  # until the code is there
         self.draws = any(draws_random_numbers(node) for node in program.graph.nodes)
         self.devices = sorted({p.device.index or 0 for p in params.values() if p.device.type == "cuda"})
         self._held_specs = specs_of_held(program, rank)
@@ -101,13 +103,9 @@ class Executor:
         self.guard = Guard(self.synchronize)
         self.tail = Tail((), self.guard, self.devices)
 
-    def prepare(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> None:
-        """Generate the code.
-
-        on_backward: runs when the backward begins, or when the step begins if a collective comes earlier.
-        on_first_collective: runs just before the first collective.
-        """
-        hooks, sends = self._hooks(on_backward, on_first_collective), self.wire.sends()
+    def prepare(self, cast: Callable[[], None], settle: Callable[[], None], always: bool = False) -> None:
+        """Generate the code. cast, settle, always: as `vote_hooks` takes them."""
+        hooks, sends = self._hooks(cast, settle, always), self.wire.sends()
         self._views = views_of_memory(self.program, but=[*hooks, *sends])
         self._generate(hooks, sends)
 
@@ -122,16 +120,10 @@ class Executor:
         views = (node for made in self._views.values() for node in (*made.own, *made.lent))
         return dict.fromkeys((*views, *(node for node in self.program.graph.nodes if info(node).once)))
 
-    def _hooks(self, on_backward: Callable[[], None], on_first_collective: Callable[[], None]) -> Hooks:
+    def _hooks(self, cast: Callable[[], None], settle: Callable[[], None], always: bool) -> Hooks:
         """The functions that run just before a node, by node."""
-        hooks: Hooks = {}
-        body = self._voted_for()
-        first = next((node for node in body if communicates(node)), None)
-        if first is not None:
-            backward = next((node for node in body if info(node).phase == "backward"), first)
-            before_first = body.index(backward) < body.index(first)
-            hooks.setdefault(backward if before_first else body[0], []).append(on_backward)
-            hooks.setdefault(first, []).append(on_first_collective)
+        hooks = vote_hooks(self.program, self._voted_for(), cast, settle, always)
+        self.votes = bool(hooks)
         for node in dict.fromkeys(anchor for n in self.program.graph.nodes if (anchor := info(n).next_step)):
             hooks.setdefault(node, []).insert(0, self._tail_before(node))
         if self.has_collectives and not self.devices and share_a_core():
@@ -197,8 +189,8 @@ class Executor:
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Run one step; returns the loss, the gradients and the auxiliary outputs of the program, in this order."""
         assert self.generated is not None
-        if self.shards is not None and not self.has_collectives:
-            self.shards.release()  # with collectives, this happens after the vote
+        if self.shards is not None and not self.votes:
+            self.shards.release()  # else this happens after the vote
         given = self.gather(inputs)
         with self._quietly(), self._own_randomness():
             live, left = self._or_leave(self.generated.produce, given)
@@ -386,11 +378,6 @@ class Executor:
             details = info(node)
             where = f" ({details.source})" if details.source else ""
             error.add_note(f"in {details.phase} of {details.module or 'the step'}: {details.name}{where}")
-
-
-def communicates(node: fx.Node) -> bool:
-    """Whether a node takes part in communication."""
-    return bool(info(node).sends) or info(node).collective is not None
 
 
 def _refuse(node: fx.Node, what: str) -> None:

@@ -13,10 +13,11 @@ from commfuse_fx.ir.halves import USED, split
 from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
 from commfuse_fx.runtime.execute.codegen import Hooks, Sends
 from commfuse_fx.runtime.execute.codegen_of_halves import generate_half, saved_values
-from commfuse_fx.runtime.execute.executor import Executor, communicates
+from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.generated_code import Code
 from commfuse_fx.runtime.execute.half import Half
 from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
+from commfuse_fx.runtime.execute.vote_hooks import communicates
 from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
 NamedGradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]

@@ -189,7 +189,7 @@ class DividedParameter:
         for name in [name for name, shown in self.shown.items() if held.get(name) is not shown]:
             dropped.append(self.shown.pop(name))
         for name, value in held.items():
-            if not self._is_like_the_whole(value):
+            if not self.is_like_the_whole(value):
                 self.state[name] = value
             elif is_whole or name not in self.shown:
                 self._take_into(name, value)
@@ -243,7 +243,7 @@ class DividedParameter:
                 return
         self.state[name] = torch.empty_like(self.updated, dtype=part.dtype, requires_grad=False).copy_(part)
 
-    def _is_like_the_whole(self, value: Any) -> bool:
+    def is_like_the_whole(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.whole.shape
 
     def _is_like_the_part(self, value: Any) -> bool:

@@ -25,6 +25,7 @@ from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free,
 from commfuse_fx.runtime.memory.divided_gradients import DividedGradients
 from commfuse_fx.runtime.memory.layout import divided_parameters, joined_group
 from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.memory.value_checksum import value_checksum
 from commfuse_fx.runtime.memory.whole_states import gather_for_state_dict
 from commfuse_fx.runtime.ranks.exchange import Exchange
 
@@ -81,6 +82,7 @@ class Shards:
         self._guard = Guard(self.open, alone=False)
         self._taken = False
         self._has_released = self._has_warned = False
+        self._loaded: dict[str, int] = {}  # checksums of states that were replaced while they were divided
         self._kept: list[torch.Tensor] = []  # not released yet, because other tensors use their memory
 
     @property
@@ -116,11 +118,32 @@ class Shards:
                 each.follow()
         self._taken = True
 
+    def written(self, but_parameters: bool = False) -> dict[str, int]:
+        """Checksums of what users may have written since the last step, by the keys of tensors: `release` leaves parts
+        of them alone. All of them are compared, as writes to `param.data` leave no trace.
+
+        but_parameters: states of the optimizer alone.
+        """
+        found = {} if self.beneath is None else self.beneath.written(but_parameters)
+        if self._guard.is_closed:
+            return {**found, **self._loaded}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for each in self._divided:
+                if each.is_divided and not but_parameters:
+                    found[each.name] = value_checksum([each.whole])
+                found.update(self._checksums_of_states(each, but={}))
+        return found
+
+    def _checksums_of_states(self, each: DividedParameter, but: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        held = {name: value for name, value in self._state(each).items() if each.is_like_the_whole(value)}
+        return {f"{each.name}/{name}": value_checksum([held[name]]) for name in held if held[name] is not but.get(name)}
+
     def release(self) -> None:
         """Release the memory of the whole tensors. This is called when nothing can keep the step from running."""
         if not self._taken:
             self.take()
         self._taken = False
+        self._loaded.clear()
         if self.beneath is not None:
             self.beneath.release()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -256,6 +279,7 @@ class Shards:
         if replaced:
             self._before_reading()  # a pending update belongs to the old state
         for each in replaced:
+            self._loaded.update(self._checksums_of_states(each, each.shown))
             self._drop(each.take_state(self._state(each), is_whole=False))
         return bool(replaced)
 

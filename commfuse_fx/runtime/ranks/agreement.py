@@ -26,7 +26,7 @@ import torch.distributed as dist
 from commfuse_fx.errors import CollectiveError, PeerFailedError, PlanMismatchError
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
-from commfuse_fx.runtime.ranks.ballots import Ballot, explain_failures, explain_mismatch
+from commfuse_fx.runtime.ranks.ballots import Ballot, Vote, explain_failures, explain_mismatch
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
 from commfuse_fx.runtime.ranks.lost_votes import explain_lost_votes
@@ -34,15 +34,6 @@ from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 from commfuse_fx.runtime.ranks.world import world_timeout
 
 log = logging.getLogger("commfuse_fx.runtime")
-
-
-def checksum(tensors: list[torch.Tensor]) -> int:
-    """A checksum of these values, in 0..2**62-1. Ranks with different values almost surely get different checksums."""
-    total = 0
-    for number, tensor in enumerate(tensors):
-        bits = tensor.detach().double().sum().view(torch.int64)
-        total = (total * 31 + int(bits) + number) % (1 << 62)
-    return total
 
 
 _VOTES, _FAILED, _ATTENDS = range(3)
@@ -71,14 +62,10 @@ class Agreement:
         self._work: Any = None
         self._is_running = False
         self._since = 0.0  # when the vote was cast
-        self._sent = self._votes = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._sent = self._arriving = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._settled = True
         self.rank = dist.get_rank()
         self.timeline: Timeline | None = None
-        self.wish = 0
-        """The smallest of the ranks' wishes in the last vote that was read."""
-        self.starts_differ = False
-        """Whether the ranks have begun with different parameters, and so go on with different ones."""
 
     @property
     def has_voted(self) -> bool:
@@ -108,63 +95,55 @@ class Agreement:
         """
         if self._is_running or lost:
             self._box.broken = type(error).__name__
-            for held in (self._sent, self._votes, self._work):
+            for held in (self._sent, self._arriving, self._work):
                 keep_forever(held)
             self.distress.call(f"rank {self.rank}: {type(error).__name__}: {error}")
         elif expected and not self.has_voted:
             self._fail(error)
 
-    def cast(self, signature: int, parameters: int = 0, kind: int = _VOTES, wish: int = 0) -> None:
-        """Start the vote, and return at once. Raises CollectiveError if the connections are gone.
-
-        wish: a number for what this rank would like to do with the step. All ranks learn the smallest.
-        """
+    def cast(self, vote: Vote) -> None:
+        """Start the vote, and return at once. Raises CollectiveError if the connections are gone."""
         world = dist.get_world_size(self._box.group)
-        self._sent = torch.tensor([signature, kind, parameters, wish], device="cpu").repeat(world)
-        self._votes = torch.full_like(self._sent, _NOT_CAST)
+        self._sent = torch.tensor(vote, device="cpu").repeat(world)
+        self._arriving = torch.full_like(self._sent, _NOT_CAST)
         self._since = since = perf_counter()
         self.distress.tell_no_more(self.rank)
         try:
-            self._work = dist.all_to_all_single(self._votes, self._sent, group=self._box.group, async_op=True)
+            self._work = dist.all_to_all_single(self._arriving, self._sent, group=self._box.group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error, since) from error
-        self._is_running = kind != _FAILED
+        self._is_running = vote.kind != _FAILED
         if self.timeline is not None:
-            self.timeline.issued(self, "agreement", f"vote bytes={self._votes.nbytes}", since, self._work)
+            self.timeline.issued(self, "agreement", f"vote bytes={self._arriving.nbytes}", since, self._work)
 
     def attend(self) -> int:
         """Take part in a vote of the other ranks, whatever they vote for. Returns the signature that they agree on.
 
         Raises what `settle` and `cast` raise.
         """
-        self.cast(0, kind=_ATTENDS)
-        return self._read(None)
+        self.cast(Vote(0, _ATTENDS))
+        return self._read(None)[0].signature
 
-    def settle(self, ballot: Ballot) -> None:
-        """Read the vote. Raises PlanMismatchError or PeerFailedError, on every rank alike."""
-        if not self._settled:
-            self._read(ballot)
+    def settle(self, ballot: Ballot) -> Sequence[Vote]:
+        """Read the vote. Returns the votes of all ranks that do not just attend; none if they were read before.
 
-    def _read(self, ballot: Ballot | None) -> int:
+        Raises PlanMismatchError or PeerFailedError, on every rank alike.
+        """
+        return () if self._settled else self._read(ballot)
+
+    def _read(self, ballot: Ballot | None) -> Sequence[Vote]:
         self._settled = True
-        votes = self._result("" if ballot is None else ballot.between_steps)
-        signatures, kinds, parameters, wishes = zip(*(vote for vote in votes if vote[1] != _ATTENDS), strict=True)
-        self.wish = min(wishes)
-        failed, differ = _FAILED in kinds, len(set(signatures)) > 1
+        own = "" if ballot is None else ballot.between_steps
+        votes = [vote for vote in self._result(own) if vote.kind != _ATTENDS]
+        failed = any(vote.kind == _FAILED for vote in votes)
+        differ = any(vote.signature != votes[0].signature for vote in votes)
         self._is_running = not failed and not differ
         if failed:
             raise PeerFailedError(explain_failures(self._exchange("")))
         if differ:
             mine = None if ballot is None else replace(ballot, others=self.callers.have_others())
             raise self._mismatch(self._exchange(mine))
-        if len(set(parameters)) > 1:
-            self.starts_differ = True
-            log.warning(
-                "parameters differ between ranks before the first step: seed all ranks alike, or pass "
-                "parameter_broadcast=True to start from rank 0's"
-            )
-        found: int = signatures[0]
-        return found
+        return votes
 
     def from_rank_0(self, mine: Any) -> Any:
         """Return rank 0's object. All ranks call this together, between a vote and the next one."""
@@ -198,18 +177,15 @@ class Agreement:
             with suppress(RuntimeError):  # the store is gone: the vote fails as well
                 release_waiting_ranks(self.name)
         try:
-            self.cast(0, kind=_FAILED)
+            self.cast(Vote(0, _FAILED))
             self._result()
             self._exchange(f"{type(error).__name__}: {error}")
         except CollectiveError as lost:
             self._box.broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
 
-    def _result(self, own: str = "") -> list[list[int]]:
-        """Wait for the votes. own: what this rank does instead of a step.
-
-        Each is the hash of a plan, what kind of vote it is, a checksum of the rank's parameters, and its wish.
-        """
+    def _result(self, own: str = "") -> list[Vote]:
+        """Wait for the votes. own: what this rank does instead of a step."""
         try:
             work = self.distress.heed(self._work)
             if self.timeline is None:
@@ -220,8 +196,10 @@ class Agreement:
             raise self._lost(error, self._since, self._silent_ranks(), own) from error
         finally:
             self._work = None
-        votes: list[list[int]] = self._votes.view(-1, 4).tolist()
-        return votes
+        return self._arrived()
+
+    def _arrived(self) -> list[Vote]:
+        return [Vote(*numbers) for numbers in self._arriving.view(-1, len(Vote._fields)).tolist()]
 
     def _exchange(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self._box.group)
@@ -235,8 +213,8 @@ class Agreement:
 
     def _silent_ranks(self) -> list[int]:
         """The ranks whose votes have not arrived."""
-        kinds = self._votes.view(-1, 4)[:, 1].tolist()
-        return [rank for rank, kind in enumerate(kinds) if kind == _NOT_CAST and rank != self.rank]
+        votes = enumerate(self._arrived())
+        return [rank for rank, vote in votes if vote.kind == _NOT_CAST and rank != self.rank]
 
     def _lost(self, error: RuntimeError, since: float, silent: Sequence[int] = (), own: str = "") -> CollectiveError:
         waited, limit = perf_counter() - since, world_timeout().total_seconds()

@@ -1,4 +1,4 @@
-"""What ranks vote on, and what differing votes come from."""
+"""What ranks vote on, what a vote carries, and what differing votes come from."""
 
 from __future__ import annotations
 
@@ -7,13 +7,32 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from commfuse_fx.runtime.ranks.ballot_order import same_but_for_order
+from commfuse_fx.support.long_lists import shortened
 
 
 def hash62(text: str) -> int:
     """A positive integer that fits 62 bits, the same on every rank and run."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+class Vote(NamedTuple):
+    """A vote is what one rank sends to all others: a whole number per field. A further number is a further field.
+
+    signature: that of the ballot. kind: one of `Agreement`'s.
+    wish: what the rank would like to do with the step. All ranks do the smallest wish.
+    starts, numbers, written: hashes of what ranks should have alike, 0 where that is not compared: the parameters that
+        training begins with, the numbers of the optimizer, and what users have written to divided tensors.
+    """
+
+    signature: int
+    kind: int = 0
+    wish: int = 0
+    starts: int = 0
+    numbers: int = 0
+    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,19 @@ def explain_failures(messages: Sequence[object]) -> str:
     said = [(rank, text) for rank, text in enumerate(messages) if isinstance(text, str) and text]
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in said)
     return f"another rank failed in this step before its first collective, so no rank updates. {causes}"
+
+
+def explain_writes(of_ranks: Sequence[Mapping[str, int]]) -> str:
+    """What ranks have written differently to tensors that are divided. of_ranks: checksums by name, of each rank."""
+    rank = next((rank for rank, each in enumerate(of_ranks) if each != of_ranks[0]), 0)
+    one, two = of_ranks[0], of_ranks[rank]
+    names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+    return (
+        f"ranks 0 and {rank} hold other values of {', '.join(shortened(names, 4, '{} other tensors'))}, of which each "
+        "rank keeps a part: what the other ranks have written to that part would be lost. Nothing was updated. Write "
+        "the same values on all ranks: those that follow from gradients of a backward outside of no_sync(), that are "
+        "drawn from one seed, or that rank 0 has sent"
+    )
 
 
 def _first_difference(one: Ballot, two: Ballot) -> tuple[int, str, str]:
