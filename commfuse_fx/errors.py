@@ -32,7 +32,7 @@ class CaptureError(CommFuseError, RuntimeError):
 
 
 class PlanMismatchError(CommFuseError, RuntimeError):
-    """The ranks compiled different plans, or they call different steps. Nothing was updated.
+    """The ranks compiled different plans, call different steps, or differ in what they divide. Nothing was updated.
 
     may_agree: whether all ranks captured the same graph, and not all have planned it with the prices of one
         rank yet.

@@ -111,6 +111,7 @@ def _compiler(step: cf.CompiledStep, layouts: Layouts) -> Any:
         compiled = Planner._compile(planner, call, keep_captured, like)
         program = compiled.program
         program.mesh, program.batch_axes = mesh, "dp"
+        compiled.voted = compiled.voted or ("parts", "parts")  # ranks along tp alone vote as well
         for name, layout in layouts.items():
             program.params[name] = replace(program.params[name], layout=layout, whole=wholes[name])
         return compiled
