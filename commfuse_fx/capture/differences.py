@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.loss import argument_path
 from commfuse_fx.capture.signature import CHOICES_OF_KERNELS, Signature
-from commfuse_fx.capture.tree import Structure
+from commfuse_fx.capture.tree import Structure, argument_path
 from commfuse_fx.ir.meta import dtype_name
 
 NAMES = ("shape", "dtype", "device", "strides", "requires_grad")

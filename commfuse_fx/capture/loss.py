@@ -28,11 +28,6 @@ def name_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Lo
     return {"input": {"args": args[:-1], "kwargs": dict(kwargs)}, "target": args[-1]}
 
 
-def argument_path(path: str) -> str:
-    """`input.0`, `input.mask` and `target` from the paths of the flattened arguments."""
-    return path.removeprefix(".").replace("input.args.", "input.").replace("input.kwargs.", "input.")
-
-
 def compute_loss(
     model: nn.Module,
     arguments: Mapping[str, Any],

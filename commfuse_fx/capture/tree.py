@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, ModuleType
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import PurePath
+from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType
+from typing import Any, NoReturn
 
 import torch
+from torch.utils import _pytree as pytree
 
+from commfuse_fx.capture.numpy_types import SCALARS
 from commfuse_fx.errors import CaptureError, ConfigTypeError
 
 PLAIN = (
@@ -33,7 +36,7 @@ PLAIN = (
 )
 """Types whose values are constants of a graph."""
 
-_CONSTANTS = (*PLAIN, enum.Enum)
+_CONSTANTS = (*PLAIN, *SCALARS, enum.Enum, range, EllipsisType, PurePath, type, BuiltinFunctionType)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +60,9 @@ _TENSOR = Structure("tensor")
 def flatten(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]], Structure]:
     """Split `value` into its tensors, each with a path such as `input.mask`, and its structure.
 
-    Raises ConfigTypeError, naming the path and the type, for objects that are neither tensors, plain
-    constants nor containers (dict, list, tuple, named tuple, dataclass): a tensor hidden in one would
-    silently become a constant of the graph.
+    Raises ConfigTypeError, naming the path and the type, for objects that are neither tensors, constants, containers
+    (dict, list, tuple, named tuple, dataclass) nor of a class that is registered with torch's pytree: a tensor hidden
+    in one would silently become a constant of the graph.
     """
     leaves: list[tuple[str, torch.Tensor]] = []
     return leaves, _flatten(value, path, leaves)
@@ -75,12 +78,66 @@ def flatten_output(value: Any, path: str) -> tuple[list[tuple[str, torch.Tensor]
     return leaves, _flatten(value, path, leaves, _attributes)
 
 
-def _refuse(value: Any, path: str) -> tuple[str, list[tuple[Any, Any]]]:
+def argument_path(path: str) -> str:
+    """`input.0`, `input.mask` and `target` from the paths of the flattened arguments."""
+    return path.removeprefix(".").replace("input.args.", "input.").replace("input.kwargs.", "input.")
+
+
+def _refuse(value: Any, path: str, why: str = "is not understood") -> NoReturn:
+    kind = type(value).__name__
     raise ConfigTypeError(
-        f"argument {path} of type {type(value).__name__} is not understood: pass tensors, numbers, strings, "
-        "None, or dict, list, tuple and dataclass of these"
+        f"argument {argument_path(path)} of type {kind} {why}: register the class with torch.utils._pytree, or use the "
+        'module form with capture="dynamo"; or pass tensors, numbers, strings, None, or dict, list, tuple and '
+        "dataclass of these"
         + (" (numpy arrays: torch.from_numpy)" if type(value).__module__ == "numpy" else "")
+        + ". register_pytree_node and register_dataclass are for classes that hold tensors, register_constant is for "
+        "those that hold none"
     )
+
+
+def _registered(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Structure:
+    """An object of a class that is registered with torch's pytree, from what its functions say."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        _refuse(value, path)
+    items, context = node.flatten_fn(value)
+    children = tuple(_flatten(item, f"{path}.{number}", leaves) for number, item in enumerate(items))
+    key = type(value), tuple(range(len(children))), _as_key(context, value, path)
+    return Structure("registered", key, children, pattern=(node.unflatten_fn, context))
+
+
+def _as_key(context: Any, value: Any, path: str) -> Hashable:
+    """What a registered class keeps besides its items, as it is now: a list in it may change later."""
+    if isinstance(context, Mapping):
+        return type(context), tuple((key, _as_key(item, value, path)) for key, item in context.items())
+    if isinstance(context, (list, tuple)):
+        return type(context), tuple(_as_key(item, value, path) for item in context)
+    if isinstance(context, torch.Tensor):
+        _refuse(value, path, "is registered with a context that holds a tensor, which belongs to its items")
+    try:
+        hash(context)
+    except TypeError:
+        _refuse(value, path, f"is registered with a context that cannot be hashed ({type(context).__name__})")
+    return type(context), repr(context) if isinstance(context, _SIGNED) else context
+
+
+_SIGNED = (float, complex)
+"""Compared as text: -0.0 differs from 0.0, and NaN equals NaN."""
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is compared by equality, or is code without variables around it."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, _CONSTANTS) or (isinstance(value, frozenset) and all(map(_is_constant, value)))
+
+
+def _constant_key(value: Any) -> Hashable:
+    if isinstance(value, slice):
+        return tuple(map(_constant_key, (value.start, value.stop, value.step)))
+    if isinstance(value, FunctionType) and not (value.__defaults__ or value.__kwdefaults__ or vars(value)):
+        return value.__code__, id(value.__globals__)  # a lambda is another object in each call
+    return type(value), repr(value) if isinstance(value, (*_SIGNED, *SCALARS)) else value
 
 
 def _attributes(value: Any, path: str) -> tuple[str, list[tuple[Any, Any]]]:
@@ -101,15 +158,20 @@ Unknown = Callable[[Any, str], tuple[str, list[tuple[Any, Any]]]]
 """A function that handles an object which is no container: (value, path) -> kind and items."""
 
 
-def _flatten(value: Any, path: str, leaves: list[tuple[str, torch.Tensor]], unknown: Unknown = _refuse) -> Structure:
+def _flatten(
+    value: Any, path: str, leaves: list[tuple[str, torch.Tensor]], unknown: Unknown | None = None
+) -> Structure:
+    """unknown: for what is returned. An argument that is no container is one of a registered class, or refused."""
     if isinstance(value, torch.Tensor):
         leaves.append((path, value))
         return _TENSOR
-    if isinstance(value, _CONSTANTS):
-        key = (value.start, value.stop, value.step) if isinstance(value, slice) else value
-        return Structure("constant", (type(value), key), pattern=value)
+    if _is_constant(value):
+        return Structure("constant", (type(value), _constant_key(value)), pattern=value)
     kind, items = _children(value)
+    if unknown is None and (items is None or (kind == "dataclass" and type(value) in pytree.SUPPORTED_NODES)):
+        return _registered(value, path, leaves)
     if items is None:
+        assert unknown is not None, "an argument would be refused"
         kind, items = unknown(value, path)
         if kind == "constant":
             return Structure(kind, (type(value), id(value)), pattern=value)
@@ -165,4 +227,5 @@ _REBUILD: dict[str, Callable[[Any, Any, list[Any]], Any]] = {
     "sequence": lambda pattern, names, items: type(pattern)(items),
     "dataclass": _rebuild_dataclass,
     "object": _rebuild_dataclass,
+    "registered": lambda pattern, names, items: pattern[0](items, pattern[1]),
 }

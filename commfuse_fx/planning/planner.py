@@ -13,12 +13,12 @@ from commfuse_fx.capture.absent_gradients import leave_out
 from commfuse_fx.capture.differences import cause
 from commfuse_fx.capture.forward_writes import WholeCall
 from commfuse_fx.capture.guards import Guards, OwnValues
-from commfuse_fx.capture.loss import LossFn, argument_path, name_arguments
+from commfuse_fx.capture.loss import LossFn, name_arguments
 from commfuse_fx.capture.meta_tensors import check_memory
 from commfuse_fx.capture.model_structure import ModelStructure
 from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.signature import Signature, Watch
-from commfuse_fx.capture.tree import flatten
+from commfuse_fx.capture.tree import argument_path, flatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.model import cost_model
