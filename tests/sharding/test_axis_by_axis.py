@@ -66,6 +66,22 @@ def test_no_axis_alone_can_be_made_cheaper(memory: float | None) -> None:
         assert again.cost >= found.cost * (1 - 1e-9) or again.nbytes > found.nbytes * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("solver", ["elimination", "moves"])
+def test_axes_without_an_exact_solution_have_one_beginning(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each beginning takes several searches, which then take seconds each."""
+    search, axes = search_of(3, (2, 2), "gloo-1gbit")
+    cheapest, searched = AxisSearch.cheapest, []
+
+    def count(self: AxisSearch, *args: Any) -> Found:
+        searched.append(replace(cheapest(self, *args), solver=solver))
+        return searched[-1]
+
+    monkeypatch.setattr(AxisSearch, "cheapest", count)
+    found = axis_by_axis(search, axes)
+    assert found.cost == min(each.cost for each in searched if len(each.axes) == len(axes))
+    assert len(searched) > 12 if solver == "elimination" else len(searched) <= 6
+
+
 def test_less_memory_takes_longer() -> None:
     search, axes = search_of(3, (2, 2), "gloo-1gbit")
     found: list[Found] = [axis_by_axis(search, axes)]

@@ -17,6 +17,9 @@ NEARLY = 0.01
 LESS = 1 - 1e-9
 """What counts as less: at most this part."""
 
+EXACT = "elimination"
+"""The solver of choices that are the cheapest ones."""
+
 SOLVER = "one axis at a time"
 """What notes call this search."""
 
@@ -39,7 +42,8 @@ def axis_by_axis(search: AxisSearch, axes: Sequence[Axis], budget: Budget | None
     """Strategies that no other choice on a single axis makes cheaper.
 
     Each axis is solved exactly, with those before it fixed. Then each is solved again, with all others fixed, until
-    nothing gets cheaper. There are several beginnings, of which the cheapest result is taken.
+    nothing gets cheaper. There are several beginnings, of which the cheapest result is taken; one where tables are too
+    large to solve an axis exactly.
 
     budget: what memory may be taken, for each axis as it is solved first. Nothing later takes more. Then there is one
         beginning, as results that take different amounts of memory cannot be compared.
@@ -53,6 +57,8 @@ def axis_by_axis(search: AxisSearch, axes: Sequence[Axis], budget: Budget | None
     for start in _beginnings(search, free, order):
         if not any(_costs_the_same(start, each) for each in known):
             known += [start, _descended(search, free, order, start, False)]
+        if start.solver != EXACT:  # another search would take seconds
+            break
     best = known[0]
     for each in known:
         best = each if each.cost < best.cost * LESS else best
