@@ -227,7 +227,7 @@ class Reads:
 
     def wrote(self, owner: Any, name: str) -> None:
         """`owner.name` is about to be set."""
-        if name not in _OF_MODULES:
+        if name not in _OF_MODULES and not (owner is self._model and name == "training"):  # `own_mode_kept` looks at it
             self._writes.about_to_write(owner, name, f"{self._label(owner)}.{name}")
         self._wrote(owner, name)
 
