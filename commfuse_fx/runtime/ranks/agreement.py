@@ -199,7 +199,7 @@ class Agreement:
         return self._arrived()
 
     def _arrived(self) -> list[Vote]:
-        return [Vote(*numbers) for numbers in self._arriving.view(-1, len(Vote._fields)).tolist()]
+        return list(map(Vote._make, self._arriving.view(-1, len(Vote._fields)).tolist()))
 
     def _exchange(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self._box.group)
