@@ -9,13 +9,13 @@ from torch import nn
 
 from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.config.compile_config import CompileConfig, Default
+from commfuse_fx.config.without_effect import settled, warn_of_options
 from commfuse_fx.frontends.arguments_of_ddp import refuse_unknown
 from commfuse_fx.frontends.compile_arguments import (
     check_arguments,
     check_cuda_graph,
     check_form_of_module,
     check_form_of_step,
-    check_update,
     chosen_form,
 )
 from commfuse_fx.frontends.dynamo_module import DynamoModule
@@ -265,11 +265,14 @@ def compile(
     refuse_unknown(unknown)
     check_arguments(model, comm_fusion, loss_fn, optimizer)
     chosen = chosen_form(form, loss_fn, optimizer)
-    config = CompileConfig.resolve(given, chosen)
+    config = settled(CompileConfig.resolve(given, chosen), given, chosen, optimizer is not None)
     check_cuda_graph(config, model, chosen)
-    check_update(config, optimizer)
+    compiled: CompiledStep | CompiledModule
     if chosen == "step":
-        check_form_of_step(config, optimizer)
-        return CompiledStep(model, loss_fn, optimizer, config)
-    check_form_of_module(config)
-    return DynamoModule(model, config) if config.capture == "dynamo" else CompiledModule(model, config)
+        check_form_of_step(config)
+        compiled = CompiledStep(model, loss_fn, optimizer, config)
+    else:
+        check_form_of_module(config)
+        compiled = DynamoModule(model, config) if config.capture == "dynamo" else CompiledModule(model, config)
+    warn_of_options(config)
+    return compiled

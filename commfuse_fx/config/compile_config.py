@@ -30,9 +30,6 @@ from commfuse_fx.support.checks import show
 __all__ = ["DEFAULTS", "CompileConfig", "Default", "FusionConfig", "KindFusion", "ScheduleConfig", "TrialLimits"]
 
 # Options of which only the default is available, and what the default does.
-_OF_SEARCH = ("search_mode", "strategy_ckpt_load_file", "strategy_ckpt_load_strict", "strategy_ckpt_save_file")
-"""Options that only parallel_mode="auto" has."""
-
 _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
     {
         "pipeline_stages": "every rank runs the whole model",
@@ -40,6 +37,20 @@ _ONLY_DEFAULT: Mapping[str, str] = MappingProxyType(
         "gradient_compression": "gradients are sent as they are",
     }
 )
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """An option without effect is one that was given and changes nothing of what is compiled.
+
+    option: with its value.
+    reason: beside what, what there is in its place, and what to do.
+    warns: whether its user is warned.
+    """
+
+    option: str
+    reason: str
+    warns: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,7 @@ class CompileConfig:
     gradient_fp32_sync: bool
     enable_parallel_optimizer: bool
     parallel_optimizer_config: dict[str, Any] | None
-    """As it was given; it has an effect with enable_parallel_optimizer only."""
+    """As it was given, without keys that have no effect."""
     search_mode: str
     strategy_ckpt_load_file: str | os.PathLike[str] | None
     strategy_ckpt_load_strict: bool
@@ -96,6 +107,8 @@ class CompileConfig:
     """What plans are priced with: a ClusterSpec, a StepProfile, "measured", "default", or None."""
     exchange_factors: str
     gradient_compression: Any
+    without_effect: tuple[WithoutEffect, ...] = field(default=(), compare=False, repr=False)
+    """The options that were given and change nothing, here or wherever they are given. No option."""
     says_nothing_of_levels: bool = field(default=False, compare=False)
     """Whether neither the call nor the context has said whether the parallel optimizer is on. No option."""
 
@@ -267,17 +280,6 @@ def _resolve_rank(device_num: int | None, global_rank: int | None) -> int | None
 
 
 def _check_available(settings: Mapping[str, Any]) -> None:
-    for name in _OF_SEARCH:
-        if settings[name] != DEFAULTS[name] and settings["parallel_mode"] != "auto":
-            raise ConfigValueError(
-                f"{name}={show(settings[name])} with parallel_mode={settings['parallel_mode']!r}, which searches no "
-                f"strategies: pass parallel_mode='auto', or leave {name} out"
-            )
-    if settings["strategy_ckpt_load_strict"] and settings["strategy_ckpt_load_file"] is None:
-        raise ConfigValueError(
-            "strategy_ckpt_load_strict=True without strategy_ckpt_load_file, so that nothing is loaded: give the file, "
-            "or leave strategy_ckpt_load_strict out"
-        )
     for name, meaning in _ONLY_DEFAULT.items():
         if settings[name] != DEFAULTS[name]:
             raise NotAvailableError(

@@ -170,17 +170,6 @@ def validated(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             limit = f" (device_num is {device_num})"
             check_int(global_rank, "global_rank", 0, device_num - 1, limit)
-    mode = PARALLEL_MODE_ALIASES.get(checked.get("parallel_mode", ""), checked.get("parallel_mode"))
-    if checked.get("broadcast_buffers") and mode in ("semi_auto", "auto"):
-        raise ConfigValueError(
-            f'broadcast_buffers=True with parallel_mode="{mode}": there the ranks run one device\'s graph together, '
-            "whose buffers are the same on all of them; leave broadcast_buffers out"
-        )
-    if checked.get("inductor_regions") == "layers" and checked.get("backend") == "eager":
-        raise ConfigValueError(
-            'inductor_regions="layers" with backend="eager", which compiles no regions; pass backend="inductor" as '
-            "well, or leave inductor_regions out"
-        )
     if device_num is not None and isinstance(mesh, tuple) and math.prod(mesh) != device_num:
         raise ConfigValueError(
             f"mesh is {mesh}, which holds {math.prod(mesh)} devices, but device_num is {device_num}; "

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.config.parallel_optimizer import BROADCAST, GRADIENTS, ParallelOptimizer
+from commfuse_fx.config.parallel_optimizer import BROADCAST, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
 from commfuse_fx.frontends.module import CompiledModule
@@ -68,25 +68,8 @@ def check_cuda_graph(config: CompileConfig, model: nn.Module, form: str) -> None
         )
 
 
-def check_update(config: CompileConfig, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise for options of the update where there is none in the step."""
-    count = config.accumulate_steps
-    if count > 1 and optimizer is None:
-        raise ConfigValueError(
-            f"accumulate_steps={count} without an optimizer: the update is the caller's, and so is when it comes; pass "
-            "optimizer=, or leave accumulate_steps out. A module accumulates under model.no_sync(), as with "
-            "DistributedDataParallel, and a step without an optimizer adds to param.grad in every call"
-        )
-    if config.clip_grad_norm is not None and optimizer is None:
-        raise ConfigValueError(
-            f"clip_grad_norm={config.clip_grad_norm} without an optimizer: the update is the caller's, and so is what "
-            "comes before it; pass optimizer=, or leave clip_grad_norm out and call "
-            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {config.clip_grad_norm}) ahead of optimizer.step()"
-        )
-
-
 def check_form_of_module(config: CompileConfig) -> None:
-    """Raise for options that a module cannot have, or cannot have yet."""
+    """Raise for options that a module cannot have yet."""
     if config.divides_graphs:
         raise NotAvailableError(
             f'parallel_mode="{config.parallel_mode}" is not available yet for the module form (form="module", or '
@@ -95,54 +78,16 @@ def check_form_of_module(config: CompileConfig) -> None:
         )
     if (sharded := config.parallel_optimizer) is not None:
         _check_parallel_optimizer_of_module(config, sharded)
-    if config.has_aux:
-        raise ConfigValueError(
-            "has_aux=True with the module form: a module returns all that the model returns; leave it out"
-        )
-    if not config.return_loss:
-        raise ConfigValueError(
-            "return_loss=False with the module form: a module returns what the model returns, and the loss is the "
-            "caller's; leave it out, or pass loss_fn or optimizer"
-        )
-    if config.full_batch:
-        raise ConfigValueError(
-            "full_batch=True with the module form: a rank's output would be that of its rows, and the loss is the "
-            "caller's; hand every rank its own rows, or pass loss_fn"
-        )
-    if config.capture == "dynamo" and config.memory_limit is not None:
-        raise ConfigValueError(
-            f'capture="dynamo" with schedule=ScheduleConfig(memory_limit={config.memory_limit}): graphs are planned '
-            "one by one, and none knows what the others hold; leave one of them out"
-        )
     if config.asks_to_measure and config.capture == "dynamo":
         raise NotAvailableError(
             f'{_measured(config)} is not available yet with capture="dynamo", which makes several graphs: leave it '
             'out, or use capture="trace"'
-        )
-    if config.across_steps:
-        raise ConfigValueError(
-            "across_steps=True with the module form: the update is the caller's, and needs all gradients; leave it "
-            "out, or pass loss_fn and optimizer"
         )
 
 
 def _check_parallel_optimizer_of_module(config: CompileConfig, sharded: ParallelOptimizer) -> None:
     """Raise unless a module, whose caller updates its parameters, can divide them like this."""
     asked = f"enable_parallel_optimizer=True with the module form and level={sharded.level}"
-    if sharded.level < GRADIENTS:
-        raise ConfigValueError(
-            "enable_parallel_optimizer=True with the module form, whose caller updates the parameters: leave it out, "
-            "and update with cf.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which takes "
-            'parallel_optimizer_config; or pass parallel_optimizer_config={"level": 2}, by which the module divides '
-            'gradients, or {"level": 3}, by which it divides parameters as well; or pass loss_fn and optimizer for a '
-            "step. Where the context has set it, pass enable_parallel_optimizer=False"
-        )
-    if sharded.gradient_accumulation_shard:
-        raise ConfigValueError(
-            f'parallel_optimizer_config["gradient_accumulation_shard"] is True with the module form and '
-            f"level={sharded.level}, whose loop says when gradients are reduced: leave it out, and run micro-batches "
-            "without no_sync(), so that each backward reduces and scatters, and ranks add up rows"
-        )
     if sharded.mode == BROADCAST:
         raise NotAvailableError(
             f'{asked} is not available yet with mode="{BROADCAST}", where one rank has all of a gradient: leave mode '
@@ -162,13 +107,8 @@ def _measured(config: CompileConfig) -> str:
     return 'schedule="auto"' if config.is_auto else 'cluster="measured"'
 
 
-def check_form_of_step(config: CompileConfig, optimizer: object) -> None:
-    """Raise for options that only a module has, and for those that a divided step does not have yet."""
-    if config.parallel_optimizer is not None and optimizer is None:
-        raise ConfigValueError(
-            "enable_parallel_optimizer=True without an optimizer: the step only computes gradients, and nothing is "
-            "updated; pass optimizer=, or leave it out"
-        )
+def check_form_of_step(config: CompileConfig) -> None:
+    """Raise for Dynamo, which only a module has, and for what a divided step does not have yet."""
     if config.has_aux and config.divides_graphs:
         raise NotAvailableError(
             f'has_aux=True is not available yet with parallel_mode="{config.parallel_mode}", where each rank has a '
@@ -178,11 +118,6 @@ def check_form_of_step(config: CompileConfig, optimizer: object) -> None:
         raise ConfigValueError(
             'capture="dynamo" is an option of the module form (form="module", or compile without loss_fn and '
             "optimizer): a step is one graph from the loss to the update, and Dynamo makes several; leave it out"
-        )
-    if config.find_unused_parameters:
-        raise ConfigValueError(
-            'find_unused_parameters=True is an option of the module form (form="module", or compile without loss_fn '
-            "and optimizer): all ranks of a step trace the same graph, which knows what is unused; leave it out"
         )
 
 

@@ -19,6 +19,7 @@ from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_caller, path_i
 from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
+from commfuse_fx.config.without_effect import settled, warn_of_options
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import refuse_ddp, refuse_fsdp, refuse_running_ddp
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
@@ -188,7 +189,9 @@ def _engine(options: Any) -> _Engine:
             raise ConfigKeyError(f"options has {show(name)}, which is not an option here{alternatives(name, known)}")
     key = json.dumps(options, sort_keys=True, default=repr)
     if key not in _engines:
-        config = CompileConfig.resolve({**options, "parameter_broadcast": False, "capture": "dynamo"}, "module")
+        given = {**options, "parameter_broadcast": False, "capture": "dynamo"}
+        config = settled(CompileConfig.resolve(given, "module"), given, "module", has_optimizer=False)
         check_form_of_module(config)
+        warn_of_options(config)
         _engines[key] = _Engine(config.unmeasured)
     return _engines[key]

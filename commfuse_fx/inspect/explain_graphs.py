@@ -40,6 +40,8 @@ class GraphsExplanation:
             lines.append(f"graph {number}: {_sent(lowered)}{_skipped(lowered.program)}")
         lines += [f"as it is: parameters {_first(each.params)}: {each.reason}" for each in self.as_they_are]
         lines += [f"at the end of the backward: {_sent(lowered)}" for lowered in self.late]
+        for lowered in (*self.compiled, *self.late)[:1]:
+            lines += [f"{each.option} has no effect {each.reason}" for each in lowered.program.config.without_effect]
         return "\n".join(lines) + "\n"
 
 

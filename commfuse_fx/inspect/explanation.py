@@ -19,6 +19,8 @@ from commfuse_fx.ir.text import collective_text
 from commfuse_fx.sharding.dividing.axis import SEARCHED
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
+WITHOUT_EFFECT = "options without effect"
+
 
 @dataclass(frozen=True)
 class CollectiveReport:
@@ -74,7 +76,7 @@ class Explanation:
 
     collectives: a report on each, in issue order.
     flat_updates: the parameters that are updated as one tensor, one text per tensor.
-    notes: what passes have decided, and why.
+    notes: what passes have decided, and why, and which options have no effect.
     simulation: the prediction that hidden and exposed times come from.
     cluster: what the times are predicted for.
     layouts: how the parameters of a divided step lie on the mesh.
@@ -197,7 +199,8 @@ def explain(program: Program, costs: CostModel, label: str) -> Explanation:
         for segment in update.segments
         if segment.is_flat
     ]
-    notes = tuple(note for note in program.notes if note.topic != LAYOUT)
+    idle = tuple(Note(WITHOUT_EFFECT, each.option, each.reason) for each in program.config.without_effect)
+    notes = (*(note for note in program.notes if note.topic != LAYOUT), *idle)
     layouts, changes = _layouts(program), tuple(program.redistributions)
     memory = rank_memory(program, simulation.peak_memory)
     return Explanation(tuple(reports), tuple(flat), notes, simulation, label, memory, layouts, changes)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -251,7 +250,6 @@ def test_choices_are_listed(name):
         (ConfigTypeError, {"strategy_ckpt_save_file": True}, ["strategy_ckpt_save_file is True", "path"]),
         (ConfigTypeError, {"parallel_optimizer_config": [1]}, ["parallel_optimizer_config is [1]", "dict"]),
         (ConfigTypeError, {"parallel_optimizer_config": {1: 2}}, ["optimizer_config is {1: 2}", "str"]),
-        (ConfigValueError, {"inductor_regions": "layers"}, ['inductor_regions="layers"', 'pass backend="inductor"']),
         (ConfigValueError, {"cuda_graph": "always"}, ["cuda_graph is 'always'", '"auto"']),
         (ConfigTypeError, {"cuda_graph": 1}, ["cuda_graph is 1", "True or False"]),
         (ConfigTypeError, {"comm_fusion": "auto"}, ["comm_fusion is 'auto'"]),
@@ -280,21 +278,6 @@ def test_not_available_says_what_to_use_instead(name, value, instead):
 def test_parallel_mode_aliases():
     assert CompileConfig.resolve({"parallel_mode": "semi_auto_parallel"}).parallel_mode == "semi_auto"
     assert CompileConfig.resolve({"parallel_mode": "auto_parallel"}).parallel_mode == "auto"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("strategy_ckpt_load_file", "./strategy.json"),
-        ("strategy_ckpt_save_file", Path("strategy.json")),
-        ("search_mode", "recursive_programming"),
-        ("search_mode", "sharding_propagation"),
-    ],
-)
-def test_options_of_the_search_need_one(name, value):
-    assert getattr(CompileConfig.resolve({name: value, "parallel_mode": "auto"}), name) == value
-    with raises_naming(ConfigValueError, f"{name}=", "parallel_mode='data_parallel'", "pass parallel_mode='auto'"):
-        CompileConfig.resolve({name: value})
 
 
 def test_which_search_starts_from_marks():

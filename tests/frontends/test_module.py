@@ -72,8 +72,6 @@ def test_the_arguments_decide_the_form() -> None:
         ({"parallel_mode": "auto"}, cf.NotAvailableError, "not available yet"),
         ({"pipeline_stages": 2}, cf.NotAvailableError, "not available yet"),
         ({"full_batch": True}, cf.ConfigValueError, "full_batch=True with the module form"),
-        ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps=True with the module"),
-        ({"find_unused_parameters": True, "form": "step"}, cf.ConfigValueError, "an option of the module form"),
         ({"device_ids": [0]}, cf.ConfigKeyError, "device_ids is an argument of DistributedDataParallel"),
         ({"bucket_cap_mb": 25}, cf.ConfigKeyError, "comm_fusion="),
         ({"buckets": 25}, cf.ConfigKeyError, r"'buckets' is not an option of compile\(\); use one of loss_fn, optimi"),

@@ -127,7 +127,6 @@ def test_one_broadcast_per_dtype_stands_at_the_top(plan: str) -> None:
 def test_without_it_and_where_nobody_listens_nothing_is_sent() -> None:
     assert not broadcasts(lowered(broadcast_buffers=False)) and not broadcasts(lowered(broadcast_buffers=None))
     assert "broadcast_buffers" not in lowered(broadcast_buffers=False).text()
-    assert not broadcasts(lowered(parallel_mode="stand_alone"))
     assert not broadcasts(lowered(world=1))
     model = Normed().eval()
     assert not compiled(model, 4).lower(*batch(0)).collectives
@@ -149,6 +148,8 @@ def test_bad_values() -> None:
         compiled(model, broadcast_buffers=1)
     with pytest.raises(ValueError, match="broadcast_buffers=True with parallel_mode"):
         compiled(model, parallel_mode="semi_auto")
+    with pytest.raises(ValueError, match="broadcast_buffers=True with parallel_mode=.stand_alone.: no rank sends"):
+        compiled(model, 4, parallel_mode="stand_alone")
 
 
 def test_a_saved_graph_is_planned_again_with_its_buffers(tmp_path: Any) -> None:

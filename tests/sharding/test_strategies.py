@@ -299,7 +299,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     ):
         lowered(layers(), strategy_ckpt_load_file=tmp_path)
     with pytest.raises(
-        ConfigValueError, match="^strategy_ckpt_load_file='.*damaged.json' with parallel_mode='semi_auto'"
+        ConfigValueError, match="^strategy_ckpt_load_file='.*damaged.json' with parallel_mode=.semi_auto."
     ):
         lowered(layers(), parallel_mode="semi_auto", strategy_ckpt_load_file=damaged)
 
