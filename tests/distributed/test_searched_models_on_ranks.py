@@ -57,6 +57,9 @@ def compiled(name: str, search: str, **options: Any) -> Iterator[Any]:
     model = case.model()
     if mode == "sharding_propagation":
         MARKS[name](model)
+    sharing = {"parallel_optimizer_threshold": 0, "pad": True}
+    is_level = search.startswith("level")
+    shared: dict[str, Any] = {"enable_parallel_optimizer": True, "parallel_optimizer_config": sharing} if is_level else {}
     only = Variants((Variant.of(**choices),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_call, "variants", lambda situation, program: only)
@@ -69,7 +72,7 @@ def compiled(name: str, search: str, **options: Any) -> Iterator[Any]:
             parallel_mode="auto",
             search_mode=mode,
             cluster=PRICES[prices][0],
-            parallel_optimizer_config={"parallel_optimizer_threshold": 0, "pad": True},
+            **shared,
             **options,
         )
 
