@@ -25,6 +25,7 @@ from commfuse_fx.frontends.arguments_of_ddp import refuse_ddp, refuse_fsdp, refu
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
+from commfuse_fx.frontends.unreduced_models import UnreducedModels
 from commfuse_fx.support.checks import alternatives, show
 
 _USE_COMPILE: Mapping[str, str] = {
@@ -102,6 +103,10 @@ class _Engine:
 
         return run
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether gradients of this parameter are reduced, by a graph or at the end of a backward."""
+        return self._held.get(self._names.get(id(param), "")) is param
+
     def _owned_by(self, module: nn.Module) -> dict[str, None]:
         if id(module) not in self._owned:
             self._owned[id(module)] = {}
@@ -173,6 +178,14 @@ _MOST_WAYS = 8  # a model may replace a buffer in each step: then it is an argum
 _engines: dict[str, _Engine] = {}
 
 commfuse.reset = _engines.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def _knows(param: nn.Parameter) -> bool:
+    """Whether a graph holds the parameter, or its gradient is looked at all the same."""
+    return any(engine.holds(param) for engine in _engines.values())
+
+
+_unreduced = UnreducedModels(commfuse, _knows)
 
 
 def _engine(options: Any) -> _Engine:

@@ -5,7 +5,7 @@ An optimizer with no rule is called as it is, as one opaque node at the end of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Op
     return OptimizerInfo(name, type(optimizer).__name__, tuple(groups), why)
 
 
+_observers: list[Callable[..., None]] = []
+
+
+def observe_steps(hook: Callable[..., None]) -> None:
+    """Call this ahead of every step of every optimizer. It changes no update: optimizers are known all the same."""
+    _observers.append(hook)
+    torch_optimizer.register_optimizer_step_pre_hook(hook)
+
+
 def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     rule = BY_CLASS.get(type(optimizer))
     if rule is None:
@@ -64,7 +73,8 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if hooked:
         return None, "it has step hooks"
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+    ahead = torch_optimizer._global_optimizer_pre_hooks.values()
+    if any(hook not in _observers for hook in ahead) or torch_optimizer._global_optimizer_post_hooks:
         return None, "step hooks of all optimizers are registered"
     if _is_replaced(vars(optimizer).get("step"), type(optimizer)):
         return None, "its method step has been replaced"

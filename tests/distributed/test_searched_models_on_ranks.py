@@ -59,7 +59,9 @@ def compiled(name: str, search: str, **options: Any) -> Iterator[Any]:
         MARKS[name](model)
     sharing = {"parallel_optimizer_threshold": 0, "pad": True}
     is_level = search.startswith("level")
-    shared: dict[str, Any] = {"enable_parallel_optimizer": True, "parallel_optimizer_config": sharing} if is_level else {}
+    shared: dict[str, Any] = (
+        {"enable_parallel_optimizer": True, "parallel_optimizer_config": sharing} if is_level else {}
+    )
     only = Variants((Variant.of(**choices),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_call, "variants", lambda situation, program: only)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +184,85 @@ def other_graphs() -> str:
 def test_ranks_with_other_graphs_are_told(ranks: Ranks) -> None:
     for text in ranks.values(other_graphs):
         assert "use different parameters" in text
+
+
+class Recurrent(nn.Module):
+    """Dynamo makes no graph of a model that begins with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.out = nn.LSTM(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.state(x)[0])
+        return found
+
+
+class Disabled(Recurrent):
+    forward = torch._dynamo.disable(Recurrent.forward)
+
+
+class Plain(nn.Linear):
+    """Of its code Dynamo makes one graph only, in the test."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.number = next(_numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.number
+
+
+_numbers = itertools.count(1)
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="commfuse")
+    return model
+
+
+def unreduced(kind: str) -> tuple[list[str], list[list[float]]]:
+    """What two steps of a model warn of, and its parameters on all ranks."""
+    torch._dynamo.reset()
+    cf.reset_auto_parallel_context()  # a warning may be given again
+    torch.manual_seed(0)
+    model: nn.Module = {"disabled": Disabled, "many": Plain, "known": Plain}.get(kind, Recurrent)()
+    call: Any = model
+    with logged(logging.WARNING) as messages, torch._dynamo.config.patch(recompile_limit=1):
+        if kind == "ddp":
+            call = nn.parallel.DistributedDataParallel(torch.compile(model, backend=commfuse))
+        elif kind == "inside":
+            call = torch.compile(nn.Sequential(cf.compile(model)), backend=commfuse)
+        elif kind == "alone":
+            call = torch.compile(model, backend="commfuse", options={"parallel_mode": "stand_alone"})
+        elif kind == "in place":
+            call = in_place(model)
+        elif kind == "function":
+            call = torch.compile(lambda x: model(x), backend=commfuse)
+        elif kind == "many":
+            for other in (Plain(), Plain()):
+                torch.compile(other, backend=commfuse)(torch.ones(3, 4)).sum().backward()
+            call = torch.compile(model, backend=commfuse)
+        elif kind != "not compiled":
+            call = torch.compile(model, backend=commfuse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            call(torch.full((3, 4), step + dist.get_rank() + 0.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each for each in messages if "rank's alone" in each], [p.flatten()[:3].tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["first", "disabled", "in place", "function", "many"])
+def test_a_model_of_which_no_graph_holds_anything_is_told(kind: str, ranks: Ranks) -> None:
+    (one, first), (other, second) = ranks.values(unreduced, kind)
+    assert first != second, "nothing has reduced"
+    for messages in (one, other):
+        assert len(messages) == 1 and 'Use cf.compile(model, capture="dynamo")' in messages[0]
+
+
+@pytest.mark.parametrize("kind", ["known", "inside", "ddp", "alone", "not compiled"])
+def test_no_model_is_told_that_is_reduced_or_trains_alone(kind: str, ranks: Ranks) -> None:
+    (one, first), (other, second) = ranks.values(unreduced, kind)
+    assert not one and not other
+    assert (first == second) == (kind not in ("alone", "not compiled"))

@@ -279,7 +279,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
         ({"loss_fn": 3}, cf.ConfigKeyError, "not an option here"),
         ({"comm_fusin": {}}, cf.ConfigKeyError, r"not an option here \(did you mean comm_fusion\?\)"),
         ({"comm_fusion": {"allreduce": 3}}, cf.ConfigTypeError, "comm_fusion"),
-        ({"schedule": cf.ScheduleConfig(across_steps=True)}, cf.ConfigValueError, "across_steps"),
+        ({"parallel_optimizer_config": {"level": 3}}, cf.ConfigValueError, "without enable_parallel_optimizer=True"),
     ],
 )
 def test_options_that_the_backend_does_not_have(options: dict[str, Any], error: type[Exception], text: str) -> None:
