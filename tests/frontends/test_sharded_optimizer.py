@@ -139,13 +139,6 @@ def of_a_step() -> Any:
             "compile it with enable_parallel_optimizer=True",
         ),
         (
-            None,
-            torch.optim.AdamW,
-            {"parallel_optimizer_config": {"level": 3}},
-            ValueError,
-            "compile it with enable_parallel_optimizer=True",
-        ),
-        (
             lambda: divided(),
             torch.optim.AdamW,
             {"parallel_optimizer_config": {"pad": True}},
