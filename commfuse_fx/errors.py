@@ -27,6 +27,10 @@ class NotAvailableError(CommFuseError, NotImplementedError):
     """An option is valid but not available yet."""
 
 
+class NotThereError(CommFuseError, AttributeError):
+    """A compiled module is asked for an attribute of DistributedDataParallel that it does not have."""
+
+
 class CaptureError(CommFuseError, RuntimeError):
     """The model or the loss cannot be traced into one graph. The message names module and source line."""
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's constructor takes and `compile` does not: each with what to do instead."""
+"""What DistributedDataParallel takes and has, and `compile` and its modules do not: each with what to do instead."""
 
 from __future__ import annotations
 
@@ -35,6 +35,49 @@ INSTEAD: Mapping[str, str] = {
     "lazy_bucket_allocation": "the compiler plans the memory of buckets; leave it out",
 }
 """Argument -> what to do with it."""
+
+_FOR_GOOD = "it is an argument of compile(), and holds for good"
+_INSIDE = "it is a part of how DistributedDataParallel works inside"
+_PLANNED = "what is sent together is planned: see comm_fusion"
+
+ATTRIBUTES: Mapping[str, str] = {
+    "broadcast_buffers": _FOR_GOOD,
+    "find_unused_parameters": _FOR_GOOD,
+    "require_forward_param_sync": "buffers are sent in each backward that reduces; leave it out",
+    "forward_sync_buffers": INSTEAD["forward_sync_buffers"],
+    "will_sync_module_buffers": "buffers are sent in each backward that reduces; leave it out",
+    "_sync_buffers": "buffers are sent in each backward that reduces; leave it out",
+    "modules_buffers": "use buffers()",
+    "named_module_buffers": "use named_buffers()",
+    "reducer": "for reducer.prepare_for_backward([]) use `with model.sync_in_backward():`; the rest is in its graph",
+    "process_group": "use join_process_group; gradients are reduced over all ranks",
+    "device_ids": "the model stays on the device where it is; ask its parameters",
+    "output_device": "the model stays on the device where it is; ask its parameters",
+    "static_graph": INSTEAD["static_graph"],
+    "_set_static_graph": INSTEAD["static_graph"],
+    "mixed_precision": INSTEAD["mixed_precision"],
+    "gradient_as_bucket_view": INSTEAD["gradient_as_bucket_view"],
+    "bucket_bytes_cap": _PLANNED,
+    "bucket_bytes_cap_list": _PLANNED,
+    "bucket_bytes_cap_default": _PLANNED,
+    "broadcast_bucket_size": _PLANNED,
+    "_comm_hooks": "register_comm_hook says what to do",
+    "_register_builtin_comm_hook": "register_comm_hook says what to do",
+    "_register_fused_optim": "use a step, cf.compile(model, loss_fn=..., optimizer=...), which has the update",
+    "_get_ddp_logging_data": "use lower(...).explain() for what is sent, and step times of your own",
+    "_set_ddp_runtime_logging_sample_rate": "nothing is sampled; leave it out",
+    "parameters_to_ignore": "see _set_params_and_buffers_to_ignore_for_model",
+    "_set_params_and_buffers_to_ignore_for_model": (
+        'mark each with layerwise_parallel = True and pass parallel_mode="hybrid_parallel"'
+    ),
+    "scatter": _INSIDE,
+    "gather": _INSIDE,
+    "to_kwargs": _INSIDE,
+    "require_manual_backward_finalization": "a backward has waited for its communication when it returns",
+    "should_finalize_after_backward": "a backward has waited for its communication when it returns",
+    "finalize_backward": "a backward has waited for its communication when it returns",
+}
+"""Attribute -> what to do in its place, where the model has none of that name."""
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ What they raise names the argument, the value and the fix.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +13,7 @@ from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import BROADCAST, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import INSTEAD
-from commfuse_fx.frontends.module import CompiledModule
+from commfuse_fx.frontends.trained_model import check_model, named, problem_of
 from commfuse_fx.kernels.described_optimizer import check_optimizer
 from commfuse_fx.support.checks import check_choice, is_int, show
 
@@ -23,7 +21,7 @@ from commfuse_fx.support.checks import check_choice, is_int, show
 def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimizer: object) -> None:
     """Raise unless `compile` can take these."""
     _check_position(comm_fusion)
-    _check_model(model)
+    check_model(model)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
     if optimizer is not None:
@@ -41,7 +39,7 @@ def chosen_form(form: object, loss_fn: object, optimizer: object) -> str:
         for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
             if value is not None:
                 raise ConfigValueError(
-                    f'form="module" with {name}={_named(value)}: a module returns what the model returns, and its '
+                    f'form="module" with {name}={named(value)}: a module returns what the model returns, and its '
                     f'caller computes the loss and updates the parameters; leave {name} out, or use form="step"'
                 )
     return chosen
@@ -140,56 +138,16 @@ def _check_position(comm_fusion: object) -> None:
     else:
         return
     raise ConfigTypeError(
-        f"comm_fusion={_named(comm_fusion)}: the second positional argument of compile() is comm_fusion, a dict; "
+        f"comm_fusion={named(comm_fusion)}: the second positional argument of compile() is comm_fusion, a dict; "
         f"pass {'an optimizer' if is_optimizer else 'a loss function'} by its name, {wanted}=..."
     )
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, type):
-        raise ConfigTypeError(f"model={model.__name__} is a class: pass an instance of it, {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(
-            f"model={_named(model)} of type {type(model).__name__} is not a torch.nn.Module: pass the module to train"
-        )
-    for path, module in model.named_modules():
-        place = f"model.{path}" if path else "model"
-        problem = _problem_of(module, place)
-        if problem:
-            raise ConfigTypeError(f"{place} is {problem}")
-
-
-def _problem_of(module: nn.Module, place: str) -> str:
-    """Why a module cannot be traced, as the end of a sentence, and what to do; or an empty string."""
-    if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
-        instead = f"pass {place}._orig_mod" if "." not in place else f"set {place} = {place}._orig_mod"
-        return f"compiled with torch.compile, which cannot be traced: {instead}"
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return (
-            "compiled in place, by its method compile(), which cannot be traced: leave that call out, or undo it with "
-            f"{place}._compiled_call_impl = None"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        return f"a {type(module).__name__} of TorchScript, which cannot be traced: use the module it was made from"
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return f"wrapped by DistributedDataParallel: use {place}.module, a compiled step reduces gradients itself"
-    if isinstance(module, CompiledModule):
-        return f"what compile() has returned before: use {place}.module, each gradient is reduced by one of them only"
-    if isinstance(module, nn.DataParallel):
-        return f"wrapped by DataParallel: use {place}.module, and start one process for each device, with torchrun"
-    if any(each.__module__.startswith("torch.distributed.fsdp") for each in type(module).__mro__):
-        return (
-            "wrapped by FSDP, which divides its parameters: use the module as it was before, with "
-            'parallel_mode="data_parallel", or with "semi_auto" and cf.shard to divide parameters'
-        )
-    return ""
 
 
 def _check_loss_fn(loss_fn: object) -> None:
     if isinstance(loss_fn, type):
         raise ConfigTypeError(f"loss_fn={loss_fn.__name__} is a class: pass an instance of it, {loss_fn.__name__}()")
     if isinstance(loss_fn, torch.optim.Optimizer):
-        raise ConfigTypeError(f"loss_fn={_named(loss_fn)} is an optimizer: pass it as optimizer=")
+        raise ConfigTypeError(f"loss_fn={named(loss_fn)} is an optimizer: pass it as optimizer=")
     if not callable(loss_fn):
         raise ConfigTypeError(
             f"loss_fn={show(loss_fn)} is not callable: pass a function or module of (output, target) -> scalar, such "
@@ -197,10 +155,10 @@ def _check_loss_fn(loss_fn: object) -> None:
         )
     if hasattr(loss_fn, "_torchdynamo_orig_callable") and not isinstance(loss_fn, nn.Module):
         raise ConfigTypeError(
-            f"loss_fn={_named(loss_fn)} is compiled with torch.compile, which cannot be traced: pass the original"
+            f"loss_fn={named(loss_fn)} is compiled with torch.compile, which cannot be traced: pass the original"
         )
     if isinstance(loss_fn, nn.Module):
-        problem = _problem_of(loss_fn, "loss_fn")
+        problem = problem_of(loss_fn, "loss_fn")
         if problem:
             raise ConfigTypeError(f"loss_fn is {problem}")
 
@@ -213,7 +171,7 @@ def _check_is_no_stand_in(optimizer: object) -> None:
         )
     if isinstance(optimizer, LRScheduler) or hasattr(getattr(optimizer, "optimizer", None), "param_groups"):
         raise ConfigTypeError(
-            f"optimizer={_named(optimizer)} is a scheduler or a wrapper around an optimizer: pass the optimizer "
+            f"optimizer={named(optimizer)} is a scheduler or a wrapper around an optimizer: pass the optimizer "
             "itself (its attribute `optimizer`), and call scheduler.step() after the step as always"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -221,10 +179,3 @@ def _check_is_no_stand_in(optimizer: object) -> None:
             f"optimizer={show(optimizer)} of type {type(optimizer).__name__} is not a torch.optim.Optimizer: pass an "
             "instance such as torch.optim.AdamW(model.parameters())"
         )
-
-
-def _named(value: Any) -> str:
-    """The value by name; most of these have a repr of many lines."""
-    if isinstance(value, (str, bytes, int, float, dict, list, tuple)):
-        return show(value)
-    return str(getattr(value, "__qualname__", None) or type(value).__name__)

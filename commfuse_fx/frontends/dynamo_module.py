@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from commfuse_fx.capture.graph_of_dynamo import Names
 from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.capture.signature import Watch
 from commfuse_fx.capture.tree import flatten_output
-from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.frontends.call_undone import call_undone
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
@@ -34,19 +33,19 @@ class DynamoModule(CompiledModule):
     What no graph computes is reduced at the end of the backward.
     """
 
-    def __init__(self, model: nn.Module, config: CompileConfig) -> None:
-        super().__init__(model, config)
-        self._start()
+    _graphs: DynamoGraphs
+    _held: tuple[Any, Any]
+    _names: dict[int, str]
+    _with_dynamo: list[Any]
 
     def _meet_ranks(self) -> None:
         super()._meet_ranks()
-        if "_graphs" in self.__dict__:
-            self._start()
+        self._start()
 
     def _start(self) -> None:
         self._graphs = DynamoGraphs(self._compiled, self._names_of)
-        self._held: tuple[Any, Any] = (None, None)
-        self._names: dict[int, str] = {}
+        self._held = None, None
+        self._names = {}
         compiled: Any = torch.compile(self.module, backend=_backend)
         self._with_dynamo = [compiled]  # in a list, so that it is no part of this module
 
@@ -66,6 +65,17 @@ class DynamoModule(CompiledModule):
         elif syncs and self._session.uneven is not None:
             late.follow(_tensors_in(outputs))
         return outputs
+
+    @contextmanager
+    def _all_reduce(self) -> Iterator[None]:
+        late = self._graphs.late
+        before, late.syncs = late.syncs, True
+        late.expect(list(self._look().params))
+        try:
+            with super()._all_reduce():
+                yield
+        finally:
+            late.syncs = before
 
     def _look(self) -> Watch:
         """Look at the parameters and buffers that the model has now."""

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
+from commfuse_fx.frontends.accelerate_methods import teach_accelerate
 from commfuse_fx.frontends.arguments_of_ddp import refuse_parts_of_flat_parameters, refuse_wrappers
 from commfuse_fx.frontends.clipping import clip_grad_norm
 from commfuse_fx.frontends.compiled_call import CompiledCall
@@ -24,6 +25,8 @@ from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.other_tracers import refuse_other_tracers
 from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.frontends.past_gradients import PastGradients
+from commfuse_fx.frontends.stand_in import StandIn
+from commfuse_fx.frontends.trained_model import check_model
 from commfuse_fx.frontends.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.step_profile import StepProfile
@@ -40,29 +43,41 @@ class ModuleCompiler(CompiledCall):
         return ModuleSession(self.planner, self.rank)
 
 
-class CompiledModule(nn.Module, Joinable):
+class CompiledModule(StandIn, Joinable):
     """A compiled module behaves as DistributedDataParallel does. `compile` makes it.
 
     `out = model(*inputs)` runs the compiled forward, and the backward that the caller starts runs the compiled one:
     afterwards `.grad` of every parameter holds the mean over the ranks. With gradients disabled the model runs as it
     is; where ranks hold rows of its parameters, a compiled forward gathers each for its use.
 
-    module: the model that was compiled. Attributes, methods and `state_dict()` are the model's own.
+    module: the model that was compiled. Attributes, methods and `state_dict()` are the model's own. Another one that is
+        assigned is compiled in its place, with the same options: all ranks do it together.
     require_backward_grad_sync: whether backwards of the forwards that follow reduce gradients.
     """
 
-    module: nn.Module
     require_backward_grad_sync: bool
+    _config: CompileConfig
+    _compiled: ModuleCompiler
+    _calls: Calls
+    _past: PastGradients | None
+    _ran: bool
+    _has_met: bool
+    _join_config: Any
 
     def __init__(self, model: nn.Module, config: CompileConfig) -> None:
         super().__init__()
         Joinable.__init__(self)
         self.require_backward_grad_sync = True
+        self._config = config
         self.module = model
+
+    def _bind(self, model: nn.Module) -> None:
+        check_model(model)
+        teach_accelerate(CompiledModule)
+        compiled = ModuleCompiler(model, None, None, self._config)
+        super()._bind(model)
         self.training = model.training
-        self._compiled = ModuleCompiler(model, None, None, config)
-        self._calls = Calls()
-        self._ran = False
+        self._compiled, self._calls, self._ran = compiled, Calls(), False
         self._meet_ranks()
 
     @property
@@ -109,6 +124,8 @@ class CompiledModule(nn.Module, Joinable):
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
             refuse_wrappers(self, self.module)
             self._ran = True
+        if not self.require_backward_grad_sync:
+            teach_accelerate(CompiledModule)
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -184,6 +201,29 @@ class CompiledModule(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Backwards inside the `with` block reduce gradients, also those of forwards that ran under `no_sync`.
+
+        Raises NotAvailableError in a `join` context in which another rank has no more batches.
+        """
+        if self._session.uneven is not None and self._session.uneven.are_absent:
+            raise NotAvailableError(
+                "sync_in_backward() is not available in a join() context in which another rank has no more batches: "
+                "that rank waits for a forward that reduces. Run the last forward outside of no_sync()"
+            )
+        with self._all_reduce():
+            yield
+
+    @contextmanager
+    def _all_reduce(self) -> Iterator[None]:
+        calls, before = self._calls, (self._calls.all_sync, self.require_backward_grad_sync)
+        calls.all_sync = self.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            calls.all_sync, self.require_backward_grad_sync = before
+
     @user_frames_only
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and compile a call without running it: forward and backward in one graph.
@@ -240,54 +280,6 @@ class CompiledModule(nn.Module, Joinable):
             "register_comm_hook() is not available for a compiled module: what is sent is part of its graph. For "
             "the precision on the wire use gradient_fp32_sync; for a collective of your own cf.ops.all_reduce"
         )
-
-    # What is the model's own
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_of_model(name):
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._is_of_model(name):
-            delattr(self.module, name)
-        else:
-            super().__delattr__(name)
-
-    def _is_of_model(self, name: str) -> bool:
-        """Whether this is read from the model, and so set there as well."""
-        own = self.__dict__
-        modules = own.get("_modules", {})
-        if name.startswith("_") or name in own or name in modules or hasattr(type(self), name):
-            return False
-        return "module" in modules and hasattr(modules["module"], name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model, with its own keys."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load what `state_dict` has returned, here or of the model."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the model, with its own names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the model, with its own names."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """A part of the model, by its own name."""
-        return self.module.get_submodule(target)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._compiled.virtual and self._session.agreement is not None:

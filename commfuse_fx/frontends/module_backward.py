@@ -39,6 +39,8 @@ class Calls:
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._task = -1
         self._syncs = False
+        self.all_sync = False
+        """Whether every backward reduces, whatever its forward has said."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Calls, ()  # a copy has run nothing yet
@@ -51,7 +53,7 @@ class Calls:
         """Whether this call is the one that reduces in this backward: the last one of those that it reaches."""
         if task != self._task:
             self._task, self._syncs = task, False
-        self._syncs = self._syncs or node.call.syncs
+        self._syncs = self._syncs or node.call.syncs or self.all_sync
         node.call.done_in = task
         others = (other for other in self._waiting if other is not node and other.call.done_in != task)
         return self._syncs and not any(torch._C._will_engine_execute_node(other) for other in others)
@@ -164,7 +166,7 @@ class ModuleCall:
                     "register_hook before the forward"
                 )
         except CaptureError as error:
-            if self.syncs:
+            if self.syncs or self.calls.all_sync:
                 self.session.tell(error)
             raise
 

@@ -128,7 +128,8 @@ class UpdateSession(Session):
         if learning and self._owner.divides and not self._owner.knows_rows:
             raise CommFuseError(
                 "ShardedOptimizer.step() ahead of the first forward of a module that divides gradients: these come "
-                "from backwards of the module"
+                "from backwards of the module. torch.distributed.checkpoint makes such a step ahead of loading: call "
+                "the module on a batch before, or load with optimizer.load_state_dict"
             )
         return {
             name: rows.take(name, param) if rows is not None and name in rows else _laid_out(param)
