@@ -216,6 +216,7 @@ class NodeInfo:
     once: whether it is computed once and for all, as it depends on nothing but shapes and constants.
     next_step: this node runs in the following step, just before that node.
     region: the number of the region with which Inductor compiles it; None: it runs as an op of its own.
+    rounded: whether the region rounds each number of half precision as the ops by themselves do.
     source: the user's line, `file:line`.
     origin: the name under which a profile knows the node.
     share: which part of the origin's work it does.
@@ -241,6 +242,7 @@ class NodeInfo:
     once: bool = False
     next_step: fx.Node | None = None
     region: int | None = None
+    rounded: bool = False
     source: str = field(default="", compare=False)
     origin: str = field(default="", compare=False)
     share: float = field(default=1.0, compare=False)

@@ -25,6 +25,7 @@ class Region:
     outputs: what others take from them, in the order of the nodes.
     constants: nodes outside that hold one number, computed once. A compiler writes the number into its code, so they
         are no inputs.
+    rounded: whether each number of half precision is rounded as the ops by themselves do (`NodeInfo.rounded`).
     """
 
     number: int
@@ -32,6 +33,7 @@ class Region:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     constants: tuple[fx.Node, ...] = ()
+    rounded: bool = False
 
 
 def regions_of(program: Program) -> list[Region]:
@@ -49,4 +51,5 @@ def _region(number: int, nodes: Iterable[fx.Node]) -> Region:
     constants = [value for value in taken if info(value).once and value.target in _ONE_NUMBER]
     inputs = [value for value in taken if value not in constants]
     outputs = [node for node in own if any(user not in own for user in node.users)]
-    return Region(number, tuple(own), tuple(inputs), tuple(outputs), tuple(constants))
+    rounded = any(info(node).rounded for node in own)
+    return Region(number, tuple(own), tuple(inputs), tuple(outputs), tuple(constants), rounded)

@@ -132,7 +132,7 @@ class _Writer:
         if details.kept:
             text += "  {kept between steps}"
         if details.region is not None:
-            text += f"  {{region {details.region}}}"
+            text += f"  {{region {details.region}{', rounded' if details.rounded else ''}}}"
         if details.once:
             text += "  {computed once}"
         if details.next_step is not None:

@@ -19,7 +19,7 @@ _REST = "sends the rest: "
 _KEPT = "kept between steps"
 _ONCE = "computed once"
 _NEXT_STEP = "in the next step, before "
-_REGION = re.compile(r"region (\d{1,9})")
+_REGION = re.compile(r"region (\d{1,9})(, rounded)?")
 
 
 class ErrorWithFix(Protocol):
@@ -44,7 +44,7 @@ class RemarkReader:
             if remark == _KEPT:
                 details.kept = True
             elif (region := _REGION.fullmatch(remark)) is not None:
-                details.region = int(region[1])
+                details.region, details.rounded = int(region[1]), region[2] is not None
             elif remark == _ONCE:
                 details.once = True
             elif remark.startswith(_NEXT_STEP):

@@ -14,8 +14,10 @@ from commfuse_fx.cost.roofline import is_product
 from commfuse_fx.ir.collectives import is_start, is_wait
 from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
 from commfuse_fx.ir.equal_nodes import equality_key
+from commfuse_fx.ir.halves import outputs_of
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
+from commfuse_fx.kernels.continuous_ops import HALF, is_float, may_jump
 from commfuse_fx.kernels.inductor_ops import LEFT_OUT, LEFT_OUT_ON_CPU, found_in_memory, is_computed_wrongly
 from commfuse_fx.passes.declaration import Pass, Situation
 
@@ -59,15 +61,49 @@ class InductorRegions(Pass):
         for found in _Cutter(program, self.by_layer, roots).regions():
             if sum(not (is_view(node) or node.target is operator.getitem) for node in found) >= self.at_least:
                 (regions if _shares_a_kernel(found, roots) else unfused).append(found)
+        decisive = _decisive(program, roots) if any(map(_is_half, program.graph.nodes)) else {}
         for number, region in enumerate(regions):
+            why = next((decisive[node] for node in region if node in decisive and _is_half(node)), None)
             for node in region:
-                info(node).region = number
-            program.note("compiled regions", info(region[0]).name, f"region {number}: {len(region)} nodes from here on")
+                info(node).region, info(node).rounded = number, why is not None
+            reason = f"region {number}: {len(region)} nodes from here on"
+            if why is not None:
+                reason += f"; half precision is rounded as op by op, for {info(why).name}"
+            program.note("compiled regions", info(region[0]).name, reason)
         if unfused:
             subject = ", ".join(info(found[0]).name for found in unfused)
             reason = "nodes from here on run op by op, as no two of their ops can share a kernel"
             program.note("compiled regions", subject, reason)
         return bool(regions)
+
+
+def _decisive(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:
+    """What numbers before a jump depend on, with an op that may have one: which side they are on goes by their last bit.
+
+    The caller may do anything with what a module returns. Of a single number, the loss, it takes the gradient.
+    """
+    handed_out = [node for node in _handed_out(program) if is_float(node) and _is_large(node)]
+    found = {each: node for node in handed_out for each in (node, roots[node])}
+    for node in reversed(program.graph.nodes):
+        decides = may_jump(node) and node is not program.loss and info(node).phase != "update"
+        why = node if decides else found.get(node)
+        why = why or next((found[roots[place]] for place in written_nodes(node) if roots[place] in found), None)
+        if why is not None:
+            for value in filter(is_float, node.all_input_nodes):
+                found.setdefault(value, why)
+                found.setdefault(roots[value], why)
+    return found
+
+
+def _handed_out(program: Program) -> Sequence[fx.Node]:
+    if program.has_two_halves:
+        return outputs_of(program)
+    return () if program.training else program.returned
+
+
+def _is_half(node: fx.Node) -> bool:
+    spec = info(node).spec
+    return isinstance(spec, TensorSpec) and spec.dtype in HALF
 
 
 def _shares_a_kernel(region: Sequence[fx.Node], roots: Roots) -> bool:

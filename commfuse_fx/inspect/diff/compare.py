@@ -28,7 +28,7 @@ from commfuse_fx.inspect.diff.sequence import increasing
 _MADE_FOR_BUCKETS = re.compile(r"bucket\.\d+/(storage|in_place|reduced|(place|padding)\..*)", re.DOTALL)
 _WRITES = re.compile(r"bucket\.\d+/write\..*", re.DOTALL)
 _MADE_FOR_UPDATES = re.compile(r"update\.\d+(\.|/grads\.).*", re.DOTALL)
-_OF_COMPUTE = re.compile(r"computed once|region \d+")  # remarks; all others are on communication
+_OF_COMPUTE = re.compile(r"computed once|region \d+(, rounded)?")  # remarks; all others are on communication
 _VIEWS = ("aten.view", "aten.as_strided", "aten.reshape", "aten.alias")
 _LONGEST = 240
 

@@ -167,6 +167,7 @@ class _Reader(ArgumentReader):
         details.module = self.get(record, "module", str, place, "")
         details.kept = self.get(record, "kept", bool, place, False)
         details.region = self.get(record, "region", int, place, None)
+        details.rounded = self.get(record, "rounded", bool, place, False)
         details.once = self.get(record, "once", bool, place, False)
         details.source = self.get(record, "line", str, place, "")
         details.origin = self.get(record, "origin", str, place, "")

@@ -76,6 +76,8 @@ def _notes_on(node: fx.Node, details: NodeInfo) -> dict[str, Any]:
         found["kept"] = True
     if details.region is not None:
         found["region"] = details.region
+    if details.rounded:
+        found["rounded"] = True
     if details.once:
         found["once"] = True
     if details.next_step is not None:

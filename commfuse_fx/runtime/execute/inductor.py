@@ -100,7 +100,7 @@ def _text(region: Region) -> str:
     number = {node: _Place(i) for i, node in enumerate((*region.inputs, *made))}
     lines = [f"{tensor_spec(value)!r}" for value in region.inputs]
     lines += [f"{node.target} {map_arg((node.args, node.kwargs), number.__getitem__)}" for node in made]
-    return "\n".join([*lines, str([number[node] for node in region.outputs])])
+    return "\n".join([*lines, str([number[node] for node in region.outputs]), *(["rounded"] if region.rounded else [])])
 
 
 class _Place(int):
@@ -124,7 +124,8 @@ def _compiled(region: Region) -> RegionCode | str:
         # With this wrapper the code takes a list, which it empties: tensors go when the region needs them no more.
         module: Any = GmWrapper(_graph_module(region), lambda given: given)
         patterns = config.pattern_matcher and not looks_like_attention(region.nodes)
-        with config.patch({**SETTINGS, "pattern_matcher": patterns}):
+        rounded = region.rounded or config.emulate_precision_casts
+        with config.patch({**SETTINGS, "pattern_matcher": patterns, "emulate_precision_casts": rounded}):
             code: Any = compile_fx(module, examples)
     except Exception as error:  # whatever a compiler and its tools may raise
         lines = str(error).strip().splitlines() or [""]

@@ -25,9 +25,11 @@ STEP = """
 LONG = "mul.0 tanh.0 sum.0 grad.mul.0 grad.sum.0"
 
 
-def marked(text: str, *regions: str) -> str:
-    """The text, in which the lines of each region's nodes carry its number."""
-    number = {name: i for i, names in enumerate(regions) for name in names.split()}
+def marked(text: str, *regions: str, rounded: str = "") -> str:
+    """The text, in which the lines of each region's nodes carry its number. rounded: the numbers of such regions."""
+    number = {
+        name: f"{i}, rounded" if str(i) in rounded else i for i, names in enumerate(regions) for name in names.split()
+    }
     lines = [(line, line.split(":")[0].rpartition("%/")[2]) for line in text.strip().splitlines()]
     return "\n".join(line + (f"  {{region {number[name]}}}" if name in number else "") for line, name in lines)
 
@@ -204,9 +206,38 @@ COMPARED = """
 
 
 def test_what_is_computed_is_stored_before_it_is_compared() -> None:
-    check(COMPARED, InductorRegions(), marked(COMPARED, "neg.0 amax.0", "eq.0 mul.0 sum.0"))
+    check(COMPARED, InductorRegions(), marked(COMPARED, "neg.0 amax.0", "eq.0 mul.0 sum.0", rounded="0"))
     numbers = COMPARED.replace("bf16", "i64")
     check(numbers, InductorRegions(), marked(numbers, "neg.0 amax.0 eq.0 mul.0 sum.0"))
+
+
+HALF = """
+    in  %w: f32[4] = parameter
+    in  %v: f16[4] = parameter
+    in  %x: f16[4] = input
+    fwd %/mul.0: f16[4] = aten.mul.Tensor(%x, 10.0)
+    fwd %/add.0: f16[4] = aten.add.Tensor(%/mul.0, 1.0)
+    fwd %/copy.0: f32[4] = aten._to_copy(%/add.0, dtype=f32)
+    fwd %/mul.1: f32[4] = aten.mul.Tensor(%/copy.0, %w)
+    fwd %/op.0: f32[4] = aten.{}(%/mul.1)
+    fwd %/copy.1: f16[4] = aten._to_copy(%/op.0, dtype=f16)
+    fwd %/mul.2: f16[4] = aten.mul.Tensor(%/copy.1, 2.0)
+    fwd %/sum.0: f16[] = aten.sum(%/mul.2)
+    bwd %reduce/w/all_reduce: f32[4] = _c10d_functional.all_reduce(%/mul.1, sum, dp)  {{group=dp(2) op=sum dtype=f32 bytes=16 members=[w]}}
+    bwd %/grad.mul.0: f16[4] = aten.mul.Tensor(%x, 3.0)
+    bwd %/grad.mul.1: f16[4] = aten.mul.Tensor(%/grad.mul.0, 3.0)
+    bwd %reduce/w/wait: f32[4] = _c10d_functional.wait_tensor(%reduce/w/all_reduce)
+    return [%/sum.0, %reduce/w/wait, %/grad.mul.1]
+"""
+
+
+@pytest.mark.parametrize("op", ["floor", "sign", "tanh"])
+def test_numbers_that_decide_something_later_are_rounded_and_no_others(op: str) -> None:
+    """Through whatever lies between, in whatever region."""
+    text = HALF.format(op)
+    regions = "mul.0 add.0 copy.0 mul.1 op.0 copy.1 mul.2 sum.0", "grad.mul.0 grad.mul.1"
+    made = check(text, InductorRegions(), marked(text, *regions, rounded="" if op == "tanh" else "0"))
+    assert any("rounded as op by op, for /op.0" in note.reason for note in made.notes) == (op != "tanh")
 
 
 @pytest.mark.parametrize(
