@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.halves import outputs_of
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.kernels.continuous_ops import HALF, is_float, may_jump
+from commfuse_fx.kernels.continuous_ops import is_float, is_half, may_jump
 from commfuse_fx.kernels.inductor_ops import LEFT_OUT, LEFT_OUT_ON_CPU, found_in_memory, is_computed_wrongly
+from commfuse_fx.kernels.rounding import is_rounded_otherwise
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten
@@ -56,14 +57,14 @@ class InductorRegions(Pass):
     def __call__(self, program: Program) -> bool:
         _join_results(program)
         roots = Roots(program.graph, program.aliases())
+        decisive = _decisive(program, roots) if any(map(is_half, program.graph.nodes)) else {}
         regions: list[list[fx.Node]] = []
         unfused: list[list[fx.Node]] = []
-        for found in _Cutter(program, self.by_layer, roots).regions():
+        for found in _Cutter(program, self.by_layer, roots, decisive).regions():
             if sum(not (is_view(node) or node.target is operator.getitem) for node in found) >= self.at_least:
                 (regions if _shares_a_kernel(found, roots) else unfused).append(found)
-        decisive = _decisive(program, roots) if any(map(_is_half, program.graph.nodes)) else {}
         for number, region in enumerate(regions):
-            why = next((decisive[node] for node in region if node in decisive and _is_half(node)), None)
+            why = next((decisive[node] for node in region if node in decisive and is_half(node)), None)
             for node in region:
                 info(node).region, info(node).rounded = number, why is not None
             reason = f"region {number}: {len(region)} nodes from here on"
@@ -78,7 +79,7 @@ class InductorRegions(Pass):
 
 
 def _decisive(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:
-    """What numbers before a jump depend on, with an op that may have one: which side they are on goes by their last bit.
+    """What is computed on the way to an op that may have a jump, with that op: the last bit says on which side it is.
 
     The caller may do anything with what a module returns. Of a single number, the loss, it takes the gradient.
     """
@@ -99,11 +100,6 @@ def _handed_out(program: Program) -> Sequence[fx.Node]:
     if program.has_two_halves:
         return outputs_of(program)
     return () if program.training else program.returned
-
-
-def _is_half(node: fx.Node) -> bool:
-    spec = info(node).spec
-    return isinstance(spec, TensorSpec) and spec.dtype in HALF
 
 
 def _shares_a_kernel(region: Sequence[fx.Node], roots: Roots) -> bool:
@@ -141,8 +137,8 @@ def _join_results(program: Program) -> None:
 class _Cutter:
     """Finds the longest runs of nodes that can be one function."""
 
-    def __init__(self, program: Program, by_layer: bool, roots: Roots) -> None:
-        self.by_layer = by_layer
+    def __init__(self, program: Program, by_layer: bool, roots: Roots, decisive: Container[fx.Node]) -> None:
+        self.by_layer, self.decisive = by_layer, decisive
         self.layer = ""
         self.nodes = list(program.graph.nodes)
         self.roots = roots
@@ -201,6 +197,8 @@ class _Cutter:
     def _joined(self, node: fx.Node) -> bool:
         """Take the node into the region if it belongs there. What it reads, the region must not have written: compiled
         code does not know that two of its inputs lie in one block of memory."""
+        if node in self.decisive and is_rounded_otherwise(node):
+            return False
         places = written_nodes(node)
         if any(self.roots[value] in self.filled for value in node.all_input_nodes if value not in places):
             return False

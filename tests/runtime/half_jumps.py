@@ -211,7 +211,9 @@ def differences(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> l
         one, other = one.double(), other.double()
         finite = other.isfinite()
         scale = float(other[finite].abs().max()) if finite.any() else 0.0
-        off = ~torch.isclose(one, other, rtol=0.0 if exactly else 0.03, atol=0.0 if exactly else max(0.01 * scale, 1e-6), equal_nan=True)
+        off = ~torch.isclose(
+            one, other, rtol=0.0 if exactly else 0.03, atol=0.0 if exactly else max(0.01 * scale, 1e-6), equal_nan=True
+        )
         if off.any():
             place = int(off.flatten().nonzero()[0])
             pair = f"{float(one.flatten()[place]):.4g} for {float(other.flatten()[place]):.4g}"
@@ -264,7 +266,11 @@ def main() -> int:
     failed = 0
     cases = [case for case in cases if found[case.name]]
     for case in [] if given.compile else cases:
-        rounded = is_rounded(case)
+        try:
+            rounded = is_rounded(case)
+        except cf.CommFuseError as error:  # an op that no step takes
+            print(f"{case.name}: refused, {str(error).splitlines()[0][:100]}")
+            continue
         failed += not rounded
         print(f"{case.name}: {'; '.join(found[case.name])}{'' if rounded else ' NOT ROUNDED'}", flush=True)
     print(f"{len(cases)} of {len(found)} cases have a jump, {failed} are not rounded", flush=True)

@@ -19,6 +19,7 @@ from commfuse_fx.ir.program import Program
 from commfuse_fx.ir.regions import Region, regions_of
 from commfuse_fx.kernels import masks
 from commfuse_fx.kernels.inductor_ops import SETTINGS, looks_like_attention
+from commfuse_fx.kernels.rounding import rounded_numbers
 from commfuse_fx.runtime.execute.half_written import remove_half_written
 from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs, RegionCode
@@ -139,7 +140,8 @@ def _graph_module(region: Region) -> fx.GraphModule:
     graph = fx.Graph()
     same = {value: graph.placeholder(f"input_{number}") for number, value in enumerate(region.inputs)}
     for node in (*region.constants, *region.nodes):
-        call: Any = _drawn_by_torch(node) or (_RESHAPED.get(node.target, node.target), node.args, node.kwargs)
+        args, kwargs = rounded_numbers(node) if region.rounded else (node.args, node.kwargs)
+        call: Any = _drawn_by_torch(node) or (_RESHAPED.get(node.target, node.target), args, kwargs)
         target, args, kwargs = map_arg(call, same.__getitem__)
         same[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(same[value] for value in region.outputs))
