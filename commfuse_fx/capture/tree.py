@@ -125,8 +125,13 @@ _SIGNED = (float, complex)
 """Compared as text: -0.0 differs from 0.0, and NaN equals NaN."""
 
 
+_NO_CONSTANTS = frozenset([dict, list, tuple])
+
+
 def _is_constant(value: Any) -> bool:
     """Whether a value is compared by equality, or is code without variables around it."""
+    if type(value) in _NO_CONSTANTS:  # most of what is asked about
+        return False
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, _CONSTANTS) or (isinstance(value, frozenset) and all(map(_is_constant, value)))
