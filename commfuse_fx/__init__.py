@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from commfuse_fx.frontends.saving import Saving
     from commfuse_fx.frontends.sharded_optimizer import ShardedOptimizer
     from commfuse_fx.frontends.step import CompiledStep
+    from commfuse_fx.frontends.verified_step import StepDifference, VerifiedStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
     from commfuse_fx.inspect.diff.strategy_diff import StrategyDiff
@@ -118,11 +119,13 @@ __all__ = [
     "Simulation",
     "Snapshot",
     "Span",
+    "StepDifference",
     "StepProfile",
     "StrategyDiff",
     "Timeline",
     "TrialLimits",
     "VerificationError",
+    "VerifiedStep",
     "VirtualWorldError",
     "calibrate",
     "collective_cost",
@@ -161,6 +164,7 @@ _HOMES = {
     "commfuse_fx.frontends.saving": ("Saving",),
     "commfuse_fx.frontends.sharded_optimizer": ("ShardedOptimizer",),
     "commfuse_fx.frontends.step": ("CompiledStep",),
+    "commfuse_fx.frontends.verified_step": ("StepDifference", "VerifiedStep"),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),
     "commfuse_fx.inspect.diff.strategy_diff": ("StrategyDiff",),

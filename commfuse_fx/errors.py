@@ -66,4 +66,7 @@ class VirtualWorldError(CommFuseError, RuntimeError):
 
 
 class VerificationError(CommFuseError, RuntimeError):
-    """A pass broke an invariant of the graph. This is a bug of the pass."""
+    """A pass broke an invariant of the graph, or a verified step does not have the values of its replay.
+
+    This is a bug of a pass; in a step it may be damage in the memory of a device, too.
+    """

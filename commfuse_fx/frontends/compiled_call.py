@@ -126,6 +126,7 @@ class CompiledCall:
         self._begin(self._asked)
         self.session.go_on(before.steps, None)
         self.session.timeline = before.timeline
+        self.session.verified.begin(before.verified.every)
         if self.session.agreement is not None:
             what = f"{self.form} {self._number}, of {type(self.model).__qualname__}"
             check_same_turn(self.session.agreement.from_all(what))

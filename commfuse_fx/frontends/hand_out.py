@@ -8,13 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.capture.tree import unflatten
+from commfuse_fx.frontends.finished_loss import finished
+from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.memory.own_storage import separated
 
 
+def handed_out(plan: Plan, executor: Executor, outputs: Sequence[Any], returns_loss: bool) -> Any:
+    """What a call returns, when `.grad` has what the user looks at besides. outputs: those of the program."""
+    count, described, program = len(executor.program.grads), plan.compiled.outputs, executor.program
+    loss, *others = outputs
+    hand_out(executor, others[:count])
+    if program.training:
+        loss = finished(loss) if returns_loss else None
+    return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
+
+
 def hand_out(executor: Executor, grads: Sequence[torch.Tensor]) -> None:
-    """After a step: what the user looks at besides the loss and the parameters."""
     optimizer: Any = executor.optimizer
     if optimizer is not None and executor.program.training:
         optimizer._opt_called = True  # a learning-rate scheduler looks at it to see that optimizer steps came first

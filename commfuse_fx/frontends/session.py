@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import CommFuseError, PlanMismatchError
 from commfuse_fx.frontends import graph_runs
-from commfuse_fx.frontends.finished_loss import finished
-from commfuse_fx.frontends.hand_out import hand_out
+from commfuse_fx.frontends.hand_out import handed_out
 from commfuse_fx.frontends.micro_batches import MicroBatches
 from commfuse_fx.frontends.plans_in_common import plan_in_common
 from commfuse_fx.frontends.replan import Replan
 from commfuse_fx.frontends.runners import Runner, Runners
 from commfuse_fx.frontends.together import Together, let_first
+from commfuse_fx.frontends.verified_steps import VerifiedSteps
 from commfuse_fx.frontends.voting import Voting
 from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.machine.timeline import Timeline
@@ -70,6 +69,8 @@ class Session:
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
         self.voting = Voting(planner, self.agreement)
         self.micro_batches = MicroBatches(planner)
+        voted = self.runners, self.voting, self.agreement, self.micro_batches
+        self.verified = VerifiedSteps(planner, *voted, self.synchronize)
         self._seeds = Seeds(rank, None if self.agreement is None else self.agreement.name)
         self.together = Together(planner, self.agreement, self.synchronize, lambda: self._is_lost)
 
@@ -190,7 +191,7 @@ class Session:
         kept = [param.detach().clone() for param in whole]
         try:
             with ExitStack() as paused:
-                for each in (self.graphs, self.replan, self.micro_batches):
+                for each in (self.graphs, self.replan, self.micro_batches, self.verified):
                     if each is not None:
                         paused.enter_context(each.paused())
                 yield
@@ -303,18 +304,16 @@ class Session:
             self._random = RandomStates(executor.generators)
         runner = self.runners.of(plan)
         assert runner is not None, "the plan's executor"
-        loss, *others = self._launch(plan, runner, dict(call.leaves))
+        launch = partial(self._launch, plan, runner, dict(call.leaves))
+        outputs = self.verified.run(plan, call, runner, self.steps + 1, launch)
         if self.agreement is not None:
             self.agreement.end_step()
         if self.replan is not None and not is_early:
-            self.replan.clock.after_step(plan, runner)
+            self.replan.clock.after_step(plan, runner, is_usual=not self.verified.is_verifying)
         self.steps += self.micro_batches.done(executor.program)
-        count = len(executor.program.grads)
-        hand_out(executor, others[:count])
-        described = plan.compiled.outputs
-        if executor.program.training:
-            loss = finished(loss) if self.planner.config.return_loss else None
-        return loss if described is None else (loss, unflatten(described.nest, iter(others[count:])))
+        returned = handed_out(plan, executor, outputs, self.planner.config.return_loss)
+        self.verified.check()
+        return returned
 
     def _launch(self, plan: Plan, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         replan = self.replan
@@ -392,5 +391,6 @@ class Session:
         self.running = self.replan = None
         self.runners.release()
         self.together.release()
+        self.verified.release()
         self.agreement = None
         self.voting = Voting(self.planner, None)

@@ -18,7 +18,10 @@ from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.step_state import StepState
+from commfuse_fx.frontends.verified_step import VerifiedStep
+from commfuse_fx.frontends.verified_steps import why_not
 from commfuse_fx.inspect.lowered import Lowered
+from commfuse_fx.kernels.described_optimizer import describe_optimizer
 from commfuse_fx.machine.source import default_cluster, resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
@@ -26,6 +29,7 @@ from commfuse_fx.measure.cuda_timeline import CudaTimeline
 from commfuse_fx.measure.profiling import profile_step, with_overhead
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
+from commfuse_fx.support.checks import check_int
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -276,6 +280,36 @@ class CompiledStep(CompiledCall):
             return with_overhead(
                 measured, executor, inputs, lambda: self(*args, **kwargs), self.synchronize, max(rounds, 3)
             )
+
+    @user_frames_only
+    def verify(self, every: int | None) -> None:
+        """Verify each step whose number (`steps`) is a multiple of `every`, from now on. All ranks call this alike.
+
+        A step that is verified runs twice: as planned, and on copies of parameters, optimizer state, buffers, random
+        numbers and batch, from the graph before fusion, scheduling and memory. Loss, parameters, states and buffers
+        have to be the same, bit for bit where sums over ranks have two terms at most and Inductor and CUDA do not
+        compute, else within the order of sums. What ranks hold alike is compared over ranks. Training goes on as
+        without it, and `verified` has the report. If something differs, the call raises VerificationError on all ranks
+        after the step, whose values stay.
+
+        every: an int from 1 on, or None to verify none.
+
+        Raises NotAvailableError for an optimizer whose update is not in the graph, and VirtualWorldError in a virtual
+        world.
+        """
+        if every is not None:
+            check_int(every, "every", 1)
+        self._check_ranks("verify")
+        if every is not None and self.optimizer is not None:
+            described = describe_optimizer(self.optimizer, self.model)
+            if described.rule == "opaque":
+                raise NotAvailableError(why_not(described.class_name, described.why_opaque))
+        self.session.verified.begin(every)
+
+    @property
+    def verified(self) -> VerifiedStep | None:
+        """The report on the last step that was verified; None if none was."""
+        return self.session.verified.last
 
     @contextmanager
     def record_communication(self) -> Iterator[Timeline]:

@@ -79,15 +79,15 @@ class StepClock:
                 self._voting.leave(error)
                 raise
 
-    def after_step(self, plan: Plan, runner: Runner) -> None:
-        """After a step that ran this plan."""
+    def after_step(self, plan: Plan, runner: Runner, is_usual: bool = True) -> None:
+        """After a step that ran this plan. is_usual: whether it took what such a step takes."""
         if self.is_paused or not plan.compiled.program.training:
             return
         self.steps += 1
         self._runner = runner
         if self.steps <= self._due:
             self._ends.append(self._clock.mark())
-            self._alike.append(self.last is plan or self.is_mixed)
+            self._alike.append(is_usual and (self.last is plan or self.is_mixed))
         self.last = plan
         if self.steps == self._due:
             self._clock.settle()

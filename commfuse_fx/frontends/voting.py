@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from commfuse_fx.errors import PlanMismatchError
@@ -36,6 +37,7 @@ class Voting:
         self._starts = 0
         self._numbers = OptimizerNumbers(planner.optimizer, planner.config.parallel_mode == "hybrid_parallel")
         self._is_between_votes = False
+        self._verifies = 0
 
     def start(self, runner: Runner) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
@@ -49,7 +51,7 @@ class Voting:
         ]
         if config.parameter_broadcast:
             self.cast(runner)
-            self._settle(_ballot(runner), runner, _rewritten_by(runner))
+            self._settle(self._ballot(runner), runner, _rewritten_by(runner))
             agreement.begin_step()
             broadcast_parameters(shared)
             if runner.executor.shards is not None:
@@ -60,7 +62,7 @@ class Voting:
     def cast(self, runner: Runner, wish: int = 0) -> None:
         """Start the vote on the runner's plan. wish: as in `Vote`."""
         numbers = self._numbers.hash() if runner.changes else 0
-        self._cast(_ballot(runner), _rewritten_by(runner), wish, numbers)
+        self._cast(self._ballot(runner), _rewritten_by(runner), wish, numbers)
 
     def _cast(self, ballot: Ballot, rewritten: Shards | None, wish: int = 0, numbers: int = 0) -> None:
         assert self._agreement is not None
@@ -133,7 +135,7 @@ class Voting:
 
         Raises PlanMismatchError or PeerFailedError, on every rank alike.
         """
-        votes = self._settle(_ballot(runner), runner, rewritten := _rewritten_by(runner))
+        votes = self._settle(self._ballot(runner), runner, rewritten := _rewritten_by(runner))
         # Not before: a step in which a rank failed is not the first step of any rank.
         self.is_started = True
         if rewritten is not None:
@@ -184,10 +186,18 @@ class Voting:
         self._numbers.leave_out(found)
         log.warning("%s: replicas of the parameters drift apart. %s", said, ADVICE)
 
+    @contextmanager
+    def verifying(self, every: int) -> Iterator[None]:
+        """The step inside of the block is one that this rank verifies, and it votes for that as well."""
+        self._verifies = every
+        try:
+            yield
+        finally:
+            self._verifies = 0
 
-def _ballot(runner: Runner) -> Ballot:
-    assert runner.ballot is not None, "a plan that ranks vote on"
-    return runner.ballot
+    def _ballot(self, runner: Runner) -> Ballot:
+        assert runner.ballot is not None, "a plan that ranks vote on"
+        return replace(runner.ballot, verifies=self._verifies) if self._verifies else runner.ballot
 
 
 def _rewritten_by(runner: Runner) -> Shards | None:

@@ -34,7 +34,7 @@ Placed = tuple[int, int, str, torch.Tensor]  # first byte, the byte behind the l
 def _clusters(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Placed]]:
     """Those whose ranges of memory meet."""
     placed = sorted(
-        ((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor) for name, tensor in tensors.items()
+        ((tensor.data_ptr(), tensor.data_ptr() + extent_of(tensor), name, tensor) for name, tensor in tensors.items()
          if tensor.layout == torch.strided and tensor.numel() and tensor.data_ptr()),
         key=lambda each: each[:3],
     )  # fmt: skip
@@ -51,8 +51,8 @@ def _clusters(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Placed]]:
         yield cluster
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
+def extent_of(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(last + 1) * tensor.element_size()
 

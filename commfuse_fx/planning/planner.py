@@ -30,6 +30,7 @@ from commfuse_fx.ir.update_layout import LayoutConflict
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.planning.attempts import OnPlan, shown_plans
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
+from commfuse_fx.planning.before_fusion import before_fusion
 from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.fixed_layouts import FixedLayouts
@@ -161,15 +162,11 @@ class Planner:
 
         common: what nodes take, by name, where ranks whose batches differ in size are to come to the same plan.
         """
-        assert compiled.captured is not None
-        captured = compiled.captured.copy()
-        captured.config = config = self._fixed.as_chosen(config)
-        if self._fixed.layouts is not None:
-            captured.layouts = self._fixed.layouts
+        captured = self._captured_again(compiled, config)
         if compiled.program.has_two_halves:  # a forward may run the backward of another plan
             captured.saved = tuple(info(node).name for node in crossing(compiled.program))
         asked = replace(compiled.asked, common=common or compiled.asked.common, flat_updates=flat_updates)
-        planned = plan_step(captured.copy(), config, asked)
+        planned = plan_step(captured.copy(), captured.config, asked)
         return replace(compiled, captured=captured, program=planned[0], pipeline=planned[1], records=planned[2])
 
     def plan_as(self, config: CompileConfig) -> None:
@@ -330,6 +327,11 @@ class Planner:
             )
         return self._planned_again(captured, compiled.asked, compiled)
 
+    def read_before_fusion(self, plan: Plan, call: Call) -> Program:
+        """What a plan of this call computes, as `before_fusion` makes it."""
+        compiled = plan.compiled if plan.compiled.captured is not None else self.read(call)
+        return before_fusion(self._captured_again(compiled), plan.compiled.pipeline)
+
     @property
     def _divides_evaluations(self) -> bool:
         """Whether parameters may have other parts in an evaluation that follows a training step than in one that does
@@ -339,10 +341,10 @@ class Planner:
         is_divided = asked is not None and (asked.level == PARAMETERS or config.divides_graphs)
         return self.form == "step" and (is_divided or may_be)
 
-    def _captured_again(self, compiled: Compiled) -> Program:
+    def _captured_again(self, compiled: Compiled, config: CompileConfig | None = None) -> Program:
         assert compiled.captured is not None, "what is planned again keeps what was captured"
         captured = compiled.captured.copy()
-        captured.config = self._fixed.as_chosen(captured.config)
+        captured.config = self._fixed.as_chosen(config or captured.config)
         if self._fixed.layouts is not None:
             captured.layouts = self._fixed.layouts
         return captured

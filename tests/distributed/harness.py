@@ -118,6 +118,10 @@ class Ranks:
         """
         import torch.distributed as dist
 
+        if os.environ.get("TESTS_VERIFY_STEPS"):  # by hand: all steps of a run verify themselves
+            from tests.verifying import asked_for
+
+            function, args = asked_for, (function, *args)
         while len(self._workers) < size:
             server = int(any(not worker.server for worker in self._workers))
             self._workers.append(_Worker(self.servers, server))

@@ -183,8 +183,8 @@ class Executor:
         if info(node).kept:
             name, spec = info(node).name, tensor_spec(node)
             return lambda *args, **kwargs: self.storage.pool.memory(name, spec)
-        found = self.wire.bind(node) or self.rates.kernels.get(node)
-        return found or in_whole_vectors(self.program, node) or node.target
+        found, kernel = self.wire.bind(node), self.rates.kernels.get(node)
+        return found or in_whole_vectors(self.program, node, kernel) or kernel or node.target
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Run one step; returns the loss, the gradients and the auxiliary outputs of the program, in this order."""

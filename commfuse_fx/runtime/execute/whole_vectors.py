@@ -35,19 +35,38 @@ Stretch = tuple[int, int]
 """Begin and length in elements."""
 
 
-def in_whole_vectors(program: Program, node: fx.Node) -> Callable[..., Any] | None:
-    """What runs in place of a fused update; None where its flat storage ends as its parameters do."""
+def in_whole_vectors(
+    program: Program, node: fx.Node, kernel: Callable[..., Any] | None = None
+) -> Callable[..., Any] | None:
+    """What runs in place of a fused update; None where its flat storage ends as its parameters do.
+
+    kernel: what computes the update, by default the op of the node.
+    """
     if node.target not in _FUSED or not is_node_list(node.args[0]):
         return None
     owner = next(owner for owner, nodes in enumerate(update_nodes(program)) if node in nodes)
     segments = program.updates[owner].segments
     spec = tensor_spec(node.all_input_nodes[0])
-    if spec.device != "cpu" or any(param.layout for param in program.params.values()):
+    if spec.device != "cpu" or _holds_parts(program):
         return None  # on other devices all elements are rounded alike; parts of divided parameters are their own ends
     stretches = [_stretches(segment, program, VECTOR // spec.itemsize) for segment in segments]
     if not any(len(each) > 1 for each in stretches):
         return None
-    return _Update(bound(node.target), stretches)
+    return _Update(kernel or bound(node.target), stretches)
+
+
+def rounded_otherwise(program: Program) -> list[str]:
+    """The parameters of which an update of flat storage rounds some elements otherwise than one of each by itself."""
+    found: list[str] = []
+    for update, nodes in zip(program.updates, update_nodes(program), strict=True):
+        is_fused = any(node.target in _FUSED for node in nodes) and not _holds_parts(program)
+        flat = [segment for segment in update.segments if segment.is_flat and not is_fused]
+        found += [name for segment in flat for name, _ in segment.members if program.params[name].spec.device == "cpu"]
+    return found
+
+
+def _holds_parts(program: Program) -> bool:
+    return any(param.layout for param in program.params.values())
 
 
 def _stretches(segment: Segment, program: Program, unit: int) -> list[Stretch]:

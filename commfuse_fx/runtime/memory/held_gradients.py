@@ -40,8 +40,16 @@ class HeldGradients:
                 made.copy_(found)
             else:
                 made.zero_()
-        self._held[name] = weakref.ref(param), made
+        self.put(name, param, made)
         return made
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is held, by parameter name."""
+        return {name: tensor for name, (_, tensor) in self._held.items()}
+
+    def put(self, name: str, param: nn.Parameter, tensor: torch.Tensor) -> None:
+        """Hold this tensor for a parameter."""
+        self._held[name] = weakref.ref(param), tensor
 
     def clear(self) -> None:
         """Begin with zeros."""

@@ -23,7 +23,10 @@ from commfuse_fx.runtime.memory.scalar_states import Optimizer
 
 
 class Storage:
-    """Storage binds the inputs of one program that come from parameters and optimizer states."""
+    """Storage binds the inputs of one program that come from parameters and optimizer states.
+
+    params: what is updated, by name. optimizer: holds its states.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Storage:
     ) -> None:
         self.program = program
         self.params = params
+        self.optimizer = optimizer
         self.buffers = buffers or {}
         self.pool = FlatPool() if pool is None else pool
         self._updates: list[BoundUpdate] = []

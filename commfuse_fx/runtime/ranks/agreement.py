@@ -232,7 +232,7 @@ class Agreement:
         if out_of_turn and all(each.others for each in out_of_turn):
             return OutOfTurn(first.number)
         error = PlanMismatchError(explain_mismatch(given))
-        same = all(each.number == first.number and each.captured == first.captured for each in ballots)
+        same = len({(each.number, each.captured, each.verifies) for each in ballots}) == 1
         # All ranks compute this from the same ballots, so all of them go on alike.
         error.may_agree = same and not all(each.in_common for each in ballots)
         return error

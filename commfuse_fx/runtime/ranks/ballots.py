@@ -47,6 +47,7 @@ class Ballot:
     in_common: whether the plan follows from prices that all ranks share.
     others: whether other threads of this rank call steps too. Their steps may be the ones that other ranks called.
     is_module: whether the step is a compiled module. Then `captured` lists the parameters that have a gradient.
+    verifies: that the rank verifies the step, as one of so many; 0: it does not.
     between_steps: what the rank does instead of a step, such as saving; "" for a step.
     """
 
@@ -59,10 +60,12 @@ class Ballot:
     others: bool = False
     is_module: bool = False
     between_steps: str = ""
+    verifies: int = 0
 
     @cached_property
     def signature(self) -> int:
-        return hash62(f"{self.number}\n{self.captured}\n{self.plan}")
+        verified = f"\nverified {self.verifies}" if self.verifies else ""
+        return hash62(f"{self.number}\n{self.captured}\n{self.plan}{verified}")
 
 
 def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
@@ -84,6 +87,12 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                 f"ranks {one} and {other} called different methods of a step\n"
                 f"  rank {one}: {here}\n  rank {other}: {there}\n"
                 "All ranks call them together, with the same arguments, and between the same steps."
+            )
+        if ballot.verifies != first.verifies:
+            here, there = (f"step.verify(every={each.verifies or None})" for each in (first, ballot))
+            return (
+                f"ranks {one} and {other} do not verify the same steps\n  rank {one}: {here}\n  rank {other}: {there}\n"
+                "Call step.verify() with the same number on all ranks, between the same steps."
             )
         if (ballot.captured, ballot.plan) != (first.captured, first.plan):
             if first.is_module and ballot.captured != first.captured:
