@@ -95,6 +95,7 @@ _CLOSED = Idle("closed", LISTED, "it turns all fusion off")
 _ORDERED = "gradients are sent in the order of the parameters"
 _NOT_SEARCHED = 'pass parallel_mode="auto" as well, or leave {option} out'
 _BUCKETS = Idle("in order", WARNING, f"{_ORDERED}, in buckets of 25 MiB", 'use mode "size"', stays=True)
+_PREDICTIONS = "what it says only serves predictions"
 _ONE_OF_TWO = "leave one of the two out"
 _UNMEASURED = (
     Idle("alone", WARNING, _ALONE),
@@ -311,9 +312,9 @@ TABLE: Mapping[str, Row] = MappingProxyType(
             _is_given,
             (
                 Idle("another cluster", WARNING, "plans are priced with that one", "give one of them", stays=True),
-                Idle("in order", WARNING, f"{_ORDERED}, whatever the prices", _ONE_OF_TWO),
-                Idle("dynamo", WARNING, "several ranks plan without prices", _ONE_OF_TWO),
-                Idle("nothing moved", WARNING, "it moves nothing", 'use schedule="overlap", or leave {option} out'),
+                Idle("in order", LISTED, f"{_ORDERED}, and {_PREDICTIONS}"),
+                Idle("dynamo", LISTED, f"several ranks plan without prices, and {_PREDICTIONS}"),
+                Idle("nothing moved", LISTED, f"it moves nothing, and {_PREDICTIONS}"),
                 Idle("alone, measured", WARNING, _ALONE),
                 Idle("default prices", WARNING, "nothing is priced"),
                 Idle("virtual, measured", LISTED, "nothing trains there"),

@@ -80,11 +80,24 @@ ATTRIBUTES: Mapping[str, str] = {
 """Attribute -> what to do in its place, where the model has none of that name."""
 
 
+_OF_TORCH_COMPILE: Mapping[str, str] = {
+    "dynamic": 'a size that changes gets a graph for any size, with capture="dynamo" by itself; for one at once use '
+    'torch.compile(model, backend="commfuse", dynamic=True)',
+    "fullgraph": 'leave capture out for one graph of the whole model, or use capture="dynamo" for several',
+    "mode": "leave it out",
+    "options": "give the options themselves, as arguments",
+    "disable": "leave it out, and call the model itself in place of what compile() returns",
+}
+"""Argument of torch.compile -> what to do with it."""
+
+
 def refuse_unknown(given: Mapping[str, Any]) -> None:
     """Raise ConfigKeyError for keyword arguments that `compile` does not have."""
     for name in given:
         if name in INSTEAD:
             raise ConfigKeyError(f"{name} is an argument of DistributedDataParallel, not of compile(): {INSTEAD[name]}")
+        if name in _OF_TORCH_COMPILE:
+            raise ConfigKeyError(f"{name} is an argument of torch.compile, not of compile(): {_OF_TORCH_COMPILE[name]}")
         known = ("loss_fn", "optimizer", "form", *DEFAULTS)
         raise ConfigKeyError(f"{show(name)} is not an option of compile(){alternatives(name, known)}")
 

@@ -256,14 +256,12 @@ IDLE: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "memory_limit=",
     ),
     "memory with Dynamo": ("dynamo", ERROR, {"memory_limit": 1 << 30}, 'memory_limit=.* with capture="dynamo"'),
-    "prices in order": ("module", WARNING, {"find_unused_parameters": True, "cluster": "gloo-1gbit"}, "in the order"),
     "buckets in order": (
         "module",
         WARNING,
         {"find_unused_parameters": True, "comm_fusion": {"allreduce": OPTIMAL}},
         "buckets of 25 MiB; use mode",
     ),
-    "prices without moves": ("step", WARNING, {"schedule": "none", "cluster": "gloo-1gbit"}, 'with schedule="none"'),
     "default prices": ("step", WARNING, {"cluster": "default"}, "cluster='default' has no effect without a plan by"),
     "two clusters": (
         "step",
@@ -318,6 +316,9 @@ def test_what_is_only_listed(caplog: pytest.LogCaptureFixture) -> None:
     for form in ("module", "dynamo"):
         text = made(form, "data_parallel").lower(torch.ones(16, 8)).explain().text()
         assert "enable_parallel_optimizer=True" in text and "full_batch=True" in text
+    unmoved = made("step", "data_parallel", schedule="none", cluster="gloo-1gbit")
+    assert "cluster='gloo-1gbit'" in [each.option for each in config_of(unmoved).without_effect]
+    assert "gloo-1gbit" in unmoved.lower(torch.ones(16, 8), torch.ones(16, 8)).explain().text()  # what it predicts with
     assert not [each for each in caplog.records if "has no effect" in each.getMessage()]
 
 

@@ -73,6 +73,8 @@ def test_the_arguments_decide_the_form() -> None:
         ({"pipeline_stages": 2}, cf.NotAvailableError, "not available yet"),
         ({"full_batch": True}, cf.ConfigValueError, "full_batch=True with the module form"),
         ({"device_ids": [0]}, cf.ConfigKeyError, "device_ids is an argument of DistributedDataParallel"),
+        ({"dynamic": True}, cf.ConfigKeyError, 'dynamic is an argument of torch.compile.*backend="commfuse", dynamic'),
+        ({"fullgraph": True, "capture": "dynamo"}, cf.ConfigKeyError, "fullgraph is an argument of torch.compile"),
         ({"bucket_cap_mb": 25}, cf.ConfigKeyError, "comm_fusion="),
         ({"buckets": 25}, cf.ConfigKeyError, r"'buckets' is not an option of compile\(\); use one of loss_fn, optimi"),
         ({"find_unused": True}, cf.ConfigKeyError, r"\(did you mean find_unused_parameters\?\); use one of"),
