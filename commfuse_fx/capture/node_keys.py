@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from commfuse_fx.support.objects import memory_of
+
 _DEPTH = 3
 """How many ops above a node its `natural` key covers: enough to tell parts of one tensor apart by their numbers."""
 
@@ -91,5 +93,6 @@ def _value(value: Any, above: Any) -> tuple[Any, ...]:
 def _content(constant: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{constant.dtype} {tuple(constant.shape)} {constant.device}".encode())
     if constant.numel() and constant.layout == torch.strided and constant.device.type != "meta":
-        digest.update(constant.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        values = constant.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        digest.update(memory_of(values))
     return digest.hexdigest()[:24]

@@ -18,6 +18,7 @@ from commfuse_fx.commands.console import say
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.measure.calibration import DEFAULT_SECONDS, Calibration, calibrate
 from commfuse_fx.runtime.ranks.world import init
+from commfuse_fx.support.objects import gather_objects
 from commfuse_fx.support.ranks import is_distributed
 from commfuse_fx.support.writing import problem_with, write_whole
 
@@ -80,10 +81,9 @@ def _run(options: argparse.Namespace) -> int:
             f"calibrate measures the network between ranks, and this is a world of one: start it with {_HOW_TO_START}"
         )
     # Rank 0 writes, so its disk decides, and before anybody measures.
-    problem = [_problem_with(options.out) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise ConfigValueError(problem[0])
+    problem = gather_objects(_problem_with(options.out) if dist.get_rank() == 0 else "")[0]
+    if problem:
+        raise ConfigValueError(problem)
     found = calibrate(seconds=options.seconds, device=options.device)
     if dist.get_rank() == 0:
         write_whole(options.out, found.cluster.to_json())

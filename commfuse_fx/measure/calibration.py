@@ -28,6 +28,7 @@ from commfuse_fx.measure.probe import probe, slowest_figures
 from commfuse_fx.measure.probe_group import Group, Heed
 from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
 from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.objects import gather_objects
 from commfuse_fx.support.ranks import is_distributed
 
 DEFAULT_SECONDS = 15.0
@@ -79,8 +80,8 @@ def calibrate(seconds: float = DEFAULT_SECONDS, device: str | torch.device | Non
         device_share = 0.3 * budget
         network = measure_network(where, budget - device_share)
         with shown("measuring the device"):
-            _gather(None)  # start together
-            figures = slowest_figures(_gather(probe(where, device_share)))
+            gather_objects(None)  # start together
+            figures = slowest_figures(gather_objects(probe(where, device_share)))
     source = _source(where, "commfuse calibrate")
     measured = Device(source=source, **figures, collective_overhead=network.overhead)
     world, levels = dist.get_world_size(), tuple(level for _, level in network.levels)
@@ -136,9 +137,7 @@ Found = TypeVar("Found")
 
 def _of_rank_0(mine: Found) -> Found:
     """What rank 0 has, on all ranks."""
-    found: list[Any] = [mine]
-    dist.broadcast_object_list(found, src=0)
-    result: Found = found[0]
+    result: Found = gather_objects(mine)[0]
     return result
 
 
@@ -167,13 +166,6 @@ def _check_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _gather(mine: Any) -> list[Any]:
-    """Everybody's value, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
 # Which ranks share a host, and what levels follow.
 
 
@@ -183,7 +175,7 @@ def _hosts() -> tuple[tuple[int, ...], ...]:
     GROUP_RANK is torchrun's number of the node: it tells containers apart that call themselves by one name.
     """
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, host in enumerate(_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))):
+    for rank, host in enumerate(gather_objects((socket.gethostname(), os.environ.get("GROUP_RANK", "")))):
         members.setdefault(host, []).append(rank)
     return tuple(tuple(ranks) for ranks in members.values())
 
@@ -246,7 +238,7 @@ def _measure_level(planned: _Planned, device: torch.device, seconds: float, heed
     mine = NetworkFigures()
     for handle, ranks in own:
         mine = measure_group(Group(handle, ranks, device, heed), planned.name, seconds)
-    everybody = _gather(mine)
+    everybody = gather_objects(mine)
     for handle, _ in own:
         dist.destroy_process_group(handle)
     return _report_level(planned.name, planned.groups, everybody)

@@ -27,6 +27,7 @@ from commfuse_fx.measure.undo import step_undone, undone
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.simulate.rounds import play
 from commfuse_fx.support.checks import check_int
+from commfuse_fx.support.objects import gather_objects
 from commfuse_fx.support.ranks import is_distributed
 
 MOST_STEPS = 40
@@ -122,11 +123,7 @@ def _periods(run: Callable[[], Any], count: int, clock: HostClock) -> list[float
 
 def _gather(mine: Any, world: int) -> list[Any]:
     """What every rank has, in a world of several."""
-    if world == 1:
-        return [mine]
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, mine)
-    return found
+    return [mine] if world == 1 else gather_objects(mine)
 
 
 def measure_step(executor: Executor, inputs: Mapping[str, torch.Tensor], rounds: int = 5) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from commfuse_fx.errors import CheckpointError
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.checkpoint.plain_values import replaced
+from commfuse_fx.support.objects import memory_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +39,9 @@ class Held:
 
     def digest(self) -> str:
         """The same exactly for tensors of the same type and shape with the same bits."""
-        values = self.tensor.cpu().contiguous().resolve_conj().resolve_neg().flatten().view(torch.uint8)
+        values = self.tensor.cpu().contiguous().resolve_conj().resolve_neg()
         found = hashlib.sha256(f"{self.tensor.dtype} {tuple(self.tensor.shape)}\n".encode())
-        found.update(values.numpy().data)
+        found.update(memory_of(values))
         return found.hexdigest()
 
 

@@ -32,6 +32,7 @@ from commfuse_fx.runtime.ranks.distress import keep_forever
 from commfuse_fx.runtime.ranks.lost_votes import explain_lost_votes
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.objects import exchange_objects
 
 log = logging.getLogger("commfuse_fx.runtime")
 
@@ -202,14 +203,17 @@ class Agreement:
         return list(map(Vote._make, self._arriving.view(-1, len(Vote._fields)).tolist()))
 
     def _exchange(self, mine: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._box.group)
         since = perf_counter()
         try:
-            dist.all_gather_object(gathered, mine, self._box.group)
+            return exchange_objects(mine, self._gather)
         except RuntimeError as error:
             self._box.broken = type(error).__name__
             raise self._lost(error, since) from error
-        return gathered
+
+    def _gather(self, given: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(given) for _ in range(dist.get_world_size(self._box.group))]
+        dist.all_gather(rows, given, self._box.group)
+        return rows
 
     def _silent_ranks(self) -> list[int]:
         """The ranks whose votes have not arrived."""

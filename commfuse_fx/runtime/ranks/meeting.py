@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from commfuse_fx.errors import CollectiveError, PeerFailedError
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.support.objects import exchange_objects
 
 
 class Meeting:
@@ -50,18 +50,13 @@ class Meeting:
     def _exchange(self, what: str, mine: Any) -> list[Any]:
         if self._group is None:
             return [mine]
-        payload = pickle.dumps(mine)
         try:
-            sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device="cpu"))]
-            given = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            given[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            rows = self._gather(given)
+            return exchange_objects(mine, self._gather)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: {what} failed. Another rank has died, is stuck or left early; its own output says "
                 f"why. [{type(error).__name__}: {error}]"
             ) from error
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, given: torch.Tensor) -> list[torch.Tensor]:
         assert self._distress is not None, "several ranks"
