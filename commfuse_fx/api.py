@@ -186,9 +186,10 @@ def compile(
         logits and metrics. The step then returns such a pair, with tensors that are detached.
     return_loss: whether a step returns its loss. False: it returns None, or with `has_aux` a pair of None and the
         rest. A call in eval mode returns its loss all the same.
-    parallel_mode: "data_parallel", "hybrid_parallel" (parameters with `layerwise_parallel` are not reduced),
-        "semi_auto" (parameters and activations are divided as `shard` says), "auto" (what `shard` leaves open is
-        searched for the shortest predicted step) or "stand_alone" (no collectives).
+    parallel_mode: "data_parallel", "hybrid_parallel" (parameters and buffers with `layerwise_parallel` are each
+        rank's own: no gradient of them is reduced and no value sent), "semi_auto" (parameters and activations are
+        divided as `shard` says), "auto" (what `shard` leaves open is searched for the shortest predicted step) or
+        "stand_alone" (no collectives).
     mesh: a DeviceMesh or a tuple of sizes. None: one axis over the world.
     device_num, global_rank: compile for this rank of a virtual world of 1 to 4096 ranks. `lower` works then,
         calls do not.

@@ -18,7 +18,12 @@ from commfuse_fx.capture.reads import Reads
 from commfuse_fx.capture.trace import Traced, aten, trace_step
 from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.config.fusion_marks import read_fusion_id, read_layerwise_parallel, read_parallel_optimizer
+from commfuse_fx.config.fusion_marks import (
+    is_of_each_rank,
+    read_fusion_id,
+    read_layerwise_parallel,
+    read_parallel_optimizer,
+)
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.ir.mesh import Mesh
 from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
@@ -106,6 +111,7 @@ def describe(
         loss=next(iter(traced.results), traced.placeholders[0]),  # a module may return no tensor
         constants=traced.constants,
         optimizer=optimizer if training else None,
+        own_buffers=tuple(name for name, each in model.named_buffers() if is_of_each_rank(each, config.parallel_mode)),
     )
     for node, source in zip(traced.placeholders, sources, strict=True):
         program.add_source(node, source)

@@ -124,3 +124,6 @@ def marks_in(model: nn.Module) -> Iterator[tuple[str, Hashable]]:
         marks = read_fusion_id(param, name), read_layerwise_parallel(param, name), may_divide, marks_of(param)
         if marks != (None, False, True, ()):
             yield f"of parameter {name}", marks
+    for name, buffer in model.named_buffers():
+        if read_layerwise_parallel(buffer, name):
+            yield f"of buffer {name}", True

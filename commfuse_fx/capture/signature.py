@@ -94,8 +94,8 @@ class Watch:
         self._unhooked: list[dict[int, Any]] = []
         self._next_hook = 0  # the number that the next hook of the process gets
         self._marks_made = 0  # by `cf.shard`, in this process
-        self._bare: list[nn.Parameter] = []  # without attributes, and so without marks
-        self._attributed: list[nn.Parameter] = []
+        self._bare: list[torch.Tensor] = []  # without attributes, and so without marks
+        self._attributed: list[torch.Tensor] = []
         self._marks: list[Any] = []  # the values of the marks of these
         self._parameter_names: dict[int, str] = {}
         self.params: Mapping[str, nn.Parameter] = {}
@@ -158,8 +158,9 @@ class Watch:
 
     def _look_at_marks(self) -> None:
         self._marks_made = marks_made()
-        self._bare = [param for param in self._params if not vars(param)]
-        self._attributed = [param for param in self._params if vars(param)]
+        held = (*self._params, *self.buffers.values())
+        self._bare = [each for each in held if not vars(each)]
+        self._attributed = [each for each in held if vars(each)]
         self._marks = list(self._present_marks())
 
     def _present_marks(self) -> Iterator[Any]:

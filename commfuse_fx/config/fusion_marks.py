@@ -46,12 +46,18 @@ def read_fusion_id(param: torch.Tensor, name: str) -> int | None:
 
 
 def read_layerwise_parallel(param: torch.Tensor, name: str) -> bool:
-    """Whether `param` is marked to be left out of the gradient reduction. `name` is for the message.
+    """Whether `param`, a parameter or a buffer, is marked as each rank's own: no gradient of it is reduced, and no
+    value sent. `name` is for the message.
 
     Raises ConfigTypeError for a mark that is not a bool.
     """
     value = getattr(param, _LAYERWISE_PARALLEL, False)
     return check_bool(value, f'layerwise_parallel of parameter "{name}"')
+
+
+def is_of_each_rank(tensor: torch.Tensor, parallel_mode: str) -> bool:
+    """Whether each rank has its own of this parameter or buffer: the mark counts in hybrid_parallel."""
+    return parallel_mode == "hybrid_parallel" and bool(getattr(tensor, _LAYERWISE_PARALLEL, False))
 
 
 def read_parallel_optimizer(param: torch.Tensor, name: str) -> bool:

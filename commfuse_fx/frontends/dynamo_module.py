@@ -14,6 +14,7 @@ from commfuse_fx.capture.graph_of_dynamo import Names
 from commfuse_fx.capture.shared_graph import SharedGraph
 from commfuse_fx.capture.signature import Watch
 from commfuse_fx.capture.tree import flatten_output
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.errors import CaptureError
 from commfuse_fx.frontends.call_undone import call_undone
 from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
@@ -138,7 +139,9 @@ class DynamoModule(CompiledModule):
             graphs.lowering = None
         names = [name for name, param in watch.params.items() if id(param) in reached]
         names += [name for each in lowering.as_they_are for name in each.params]
-        buffers = watch.buffers if self._compiled.config.broadcast_buffers else {}
+        config = self._compiled.config
+        held = watch.buffers.items() if config.broadcast_buffers else ()
+        buffers = {name: each for name, each in held if not is_of_each_rank(each, config.parallel_mode)}
         late = graphs.late.graphs.lower(names, lowering.sent, watch.params, buffers)
         if len(lowering.compiled) == 1 and not late and not lowering.as_they_are:
             return lowering.compiled[0]

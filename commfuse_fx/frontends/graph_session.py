@@ -12,6 +12,7 @@ from torch import nn
 
 from commfuse_fx.capture.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.module_backward import Calls, ModuleCall, OnWritten
 from commfuse_fx.frontends.module_session import ModuleSession
@@ -73,7 +74,8 @@ class GraphCalls:
         self._session = make_session(self._planner, owner.session)
         self._calls = Calls()
         self._reduces = reduces
-        self.buffers = [name for name, _ in model.named_buffers()] if config.broadcast_buffers else []
+        sent = dict(model.named_buffers()) if config.broadcast_buffers else {}
+        self.buffers = [name for name, each in sent.items() if not is_of_each_rank(each, config.parallel_mode)]
 
     def compile(self, args: Sequence[Any]) -> None:
         """Trace and compile the graph for these arguments. Raises what tracing raises."""

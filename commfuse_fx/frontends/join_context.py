@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.uneven_batches import is_known, note_known
 from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
@@ -66,7 +67,8 @@ class ModuleJoinHook(JoinHook):
         model = self._session.planner.model
         found = torch.tensor([dist.get_rank() if is_last_joiner else -1], device=self._session.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        held = [*model.parameters(), *model.buffers()]
+        mode = self._session.planner.config.parallel_mode
+        held = [each for each in (*model.parameters(), *model.buffers()) if not is_of_each_rank(each, mode)]
         broadcast_parameters([tensor.detach() for tensor in held if tensor.numel()], int(found))
         # What runs behind the context is not in it; `Join` itself never says so.
         self._module._join_config = self._module._join_config.construct_disabled_join_config()

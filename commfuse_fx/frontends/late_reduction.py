@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.frontends.compiled_call import CompiledCall
 from commfuse_fx.frontends.late_graphs import LateGraphs, refuse_held
 from commfuse_fx.frontends.module_session import ModuleSession
@@ -74,7 +75,8 @@ class LateReduction:
     def send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Let rank 0 send those of them that no graph sends, at the end of every backward that reduces and cannot run
         again."""
-        self._buffers = buffers
+        mode = self._session.planner.config.parallel_mode
+        self._buffers = {name: each for name, each in buffers.items() if not is_of_each_rank(each, mode)}
 
     def expect(self, names: Sequence[str]) -> None:
         """No warning for these: they belong to a graph for any size."""

@@ -85,8 +85,9 @@ class ModuleSession(Session):
             return
         check_parameters(self.planner.model)
         check_memory(self.planner.model, ())
-        send_start_values(self.planner.model, self.agreement, self.planner.config.parameter_broadcast)
-        if self.planner.config.parameter_broadcast:
+        config = self.planner.config
+        send_start_values(self.planner.model, self.agreement, config.parameter_broadcast, config.parallel_mode)
+        if config.parameter_broadcast:
             self.voting.is_started = True
 
     @property

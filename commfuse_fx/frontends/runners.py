@@ -132,6 +132,8 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
         return ballot_of_module(plan.compiled.program, number, planner)
     if planner.form == "update":
         return _ballot_of_update(plan.compiled.program, number, planner)
+    if plan.compiled.program.params_of_each_rank:  # of any shape, so what ranks compute is each one's own here as well
+        return ballot_of_module(plan.compiled.program, number, planner)
     texts = plan.compiled.voted
     assert texts is not None, "a step of several ranks"
     is_training = plan.compiled.program.training

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.errors import CheckpointError
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.state_differences import StateDifferences
@@ -61,11 +62,11 @@ class StepState:
         return found
 
     def of_single_ranks(self) -> dict[str, str]:
-        """The parameters that only one rank has, since the user divides the model: names by their paths in `held`."""
-        if self._session.planner.config.parallel_mode != "hybrid_parallel":
-            return {}
-        params = self._model.named_parameters()
-        return {f"model/{name}": name for name, param in params if getattr(param, "layerwise_parallel", False)}
+        """The parameters and buffers that only one rank has, since the user divides the model: names by their paths in
+        `held`."""
+        mode = self._session.planner.config.parallel_mode
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {f"model/{name}": name for name, each in named if is_of_each_rank(each, mode)}
 
     def places_in(self, saved: Mapping[str, Any]) -> dict[str, Place]:
         """Where parts lie that this rank takes of stored tensors, by their names. Of others it takes all.

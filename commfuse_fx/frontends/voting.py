@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.frontends.optimizer_numbers import ADVICE, OptimizerNumbers, differences
 from commfuse_fx.frontends.runners import Runner
@@ -47,7 +48,7 @@ class Voting:
         shared = [
             param.detach()
             for param in self._planner.watch.params.values()
-            if not (config.parallel_mode == "hybrid_parallel" and getattr(param, "layerwise_parallel", False))
+            if not is_of_each_rank(param, config.parallel_mode)
         ]
         if config.parameter_broadcast:
             self.cast(runner)

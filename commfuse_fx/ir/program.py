@@ -180,6 +180,7 @@ class Program:
     batch_axes: the group of mesh axes over which inputs are divided; "": none.
     batch_inputs: paths of the call's tensors that full_batch cuts, or that have the batch as their first dimension
         where the step is divided.
+    own_buffers: names of buffers that are each rank's own, by their mark.
     marks: what users say of layouts (`sharding.marking.marks.Marks`). None: nobody has looked for marks.
     strategies: how it lies on a mesh (`sharding.dividing.strategies.Strategies`): those that were given, and when it
         has been divided, those that were searched. None: there are none.
@@ -210,6 +211,7 @@ class Program:
     module_results: list[ModuleResult] = field(default_factory=list)
     batch_axes: str = ""
     batch_inputs: tuple[str, ...] = ()
+    own_buffers: tuple[str, ...] = ()
     marks: Any = None
     strategies: Any = None
     search_seconds: float | None = None
@@ -258,6 +260,13 @@ class Program:
     def note(self, topic: str, subject: str, reason: str) -> None:
         """Add a line to what `explain()` says."""
         self.notes.append(Note(topic, subject, reason))
+
+    @property
+    def params_of_each_rank(self) -> tuple[str, ...]:
+        """The names of parameters that each rank has its own of, where the user divides the model."""
+        if self.config.parallel_mode != "hybrid_parallel":
+            return ()
+        return tuple(name for name, param in self.params.items() if param.layerwise_parallel)
 
     def placeholder(self, kind: str, name: str, owner: int = -1) -> fx.Node | None:
         """The placeholder with this source, if the graph has it."""

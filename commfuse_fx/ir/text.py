@@ -1,4 +1,7 @@
-"""Canonical text of a program: byte-identical over runs, ranks and hash seeds. One line per node."""
+"""Canonical text of a program: byte-identical over runs, ranks and hash seeds. One line per node.
+
+Where ranks have parameters or buffers of their own, of any shape, the header names these, and each rank has its text.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from commfuse_fx.ir.halves import split
 from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, dtype_name, info
 from commfuse_fx.ir.naming import PHASE_TAG, op_name
 from commfuse_fx.ir.program import Program
+from commfuse_fx.support.long_lists import shortened
 
 SCHEMA = 1
 
@@ -31,6 +35,9 @@ def header(program: Program) -> list[tuple[str, str]]:
         lines.append(("form", "module, computed by autograd" if program.by_autograd else "module"))
     if program.aux:
         lines.append(("aux", ", ".join(program.aux)))
+    if own := (*program.params_of_each_rank, *program.own_buffers):
+        named = ", ".join(shortened(own, 8, "{} others"))
+        lines.append(("of_each_rank", f"{named} (layerwise_parallel: other ranks may have another text)"))
     if program.optimizer is not None:
         lines.append(("optimizer", f"{program.optimizer.class_name} ({program.optimizer.rule})"))
     return lines
@@ -62,8 +69,13 @@ def communication_text(program: Program) -> str:
 
 
 def gradients_text(program: Program) -> str:
-    """The parameters that have a gradient, one per line."""
-    lines = [f"gradient of {name}: {program.params[name].spec}" for name in program.params if name in program.grads]
+    """The parameters that have a gradient, one per line: with the shape, unless each rank has its own."""
+    own = program.params_of_each_rank
+    lines = [
+        f"gradient of {name}: {'layerwise_parallel' if name in own else param.spec}"
+        for name, param in program.params.items()
+        if name in program.grads
+    ]
     return "\n".join(lines) + "\n"
 
 

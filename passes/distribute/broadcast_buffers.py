@@ -230,7 +230,11 @@ def _unexpanded(spec: TensorSpec) -> TensorSpec:
 
 
 def _can_be_written(program: Program, buffer: fx.Node) -> bool:
-    """Whether its elements, but for expanded ones, lie apart: torch refuses to write several into one place."""
+    """Whether other ranks may write to it, and its elements, but for expanded ones, lie apart: torch refuses to write
+    several into one place."""
+    if program.sources[buffer].name in program.own_buffers:
+        program.note("not broadcast", info(buffer).name, "it is marked layerwise_parallel")
+        return False
     if _unexpanded(tensor_spec(buffer)).may_overlap:
         program.note("not broadcast", info(buffer).name, "its elements overlap in memory, so it cannot be written")
         return False

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.ir.json.read import from_json
+from commfuse_fx.ir.text import canonical_text
 from tests.logs import logged
 
 BATCH = torch.ones(2, 4), torch.ones(2, 4)
@@ -47,6 +49,26 @@ def test_parameters_that_are_left_out() -> None:
     assert len(buckets(step)[0]) == 4
     net[0].weight.layerwise_parallel = True
     assert buckets(step) == [["1.weight", "1.bias", "0.bias"]]
+
+
+def test_buffers_that_are_left_out() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    step = compiled(net, parallel_mode="hybrid_parallel", broadcast_buffers=True)
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+
+    def sent() -> list[str]:
+        return [name for each in step.lower(*batch).collectives if each.kind == "broadcast" for name in each.members]
+
+    assert sorted(sent()) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    net[1].running_mean.layerwise_parallel = True
+    assert sorted(sent()) == ["1.num_batches_tracked", "1.running_var"]
+    lowered = step.lower(*batch)
+    assert "# of_each_rank: 1.running_mean (layerwise_parallel" in lowered.text()
+    assert "1.running_mean: it is marked layerwise_parallel" in lowered.explain().text()
+    again = from_json(lowered.to_json())
+    assert again.own_buffers == ("1.running_mean",) and canonical_text(again) == lowered.text()
+    net[1].running_mean.layerwise_parallel = False
+    assert "1.running_mean" in sent() and "of_each_rank" not in step.lower(*batch).text()
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ class _Reader(ArgumentReader):
             module_results=self.module_results(body),
             batch_axes=self.axes(self.get(body, "batch_axes", str, "program"), "program.batch_axes"),
             batch_inputs=tuple(self.items(body, "batch_inputs", str, "program", [])),
+            own_buffers=tuple(self.items(body, "own_buffers", str, "program", [])),
             by_autograd=self.get(body, "by_autograd", str, "program", ""),
             torch_version=self.get(header, "torch", str, "header"),
         )

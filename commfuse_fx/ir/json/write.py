@@ -143,6 +143,7 @@ def _program(program: Program) -> dict[str, Any]:
         "batch_axes": program.batch_axes,
         **({"by_autograd": program.by_autograd} if program.by_autograd else {}),
         **({"batch_inputs": list(program.batch_inputs)} if program.batch_inputs else {}),
+        **({"own_buffers": list(program.own_buffers)} if program.own_buffers else {}),
         "parameters": [_parameter(param) for param in program.params.values()],
         "inputs": [info(node).name for node in program.sources],
         "constants": {name: _plain(TensorSpec.of(value)) for name, value in program.constants.items()},

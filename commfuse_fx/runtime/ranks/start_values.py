@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.errors import PlanMismatchError
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
@@ -15,15 +16,16 @@ from commfuse_fx.support.logs import logger
 log = logger("runtime")
 
 
-def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> None:
+def send_start_values(model: nn.Module, agreement: Agreement, sends: bool, parallel_mode: str) -> None:
     """Compare names, shapes and dtypes of parameters and buffers among the ranks; then rank 0 sends its values.
 
-    sends: whether values are sent at all.
+    sends: whether values are sent at all. Of what is each rank's own by `parallel_mode`, names alone are compared.
 
     All ranks call this together. If they differ, all of them raise PlanMismatchError, before any value is sent.
     """
     held = [*model.named_parameters(), *model.named_buffers()]
-    mine = [f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for name, tensor in held]
+    own = [name for name, tensor in held if is_of_each_rank(tensor, parallel_mode)]
+    mine = [f"{name}: {'layerwise_parallel' if name in own else _described(tensor)}" for name, tensor in held]
     listed: list[list[str]] = agreement.from_all(mine)
     for rank, other in enumerate(listed):
         if other != listed[0]:
@@ -36,9 +38,13 @@ def send_start_values(model: nn.Module, agreement: Agreement, sends: bool) -> No
             "cf.compile",
             shared[0],
         )
-    tensors = [tensor.detach() for _, tensor in held if tensor.numel()]
+    tensors = [tensor.detach() for name, tensor in held if tensor.numel() and name not in own]
     if sends and tensors:
         broadcast_parameters(_apart(tensors))
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
