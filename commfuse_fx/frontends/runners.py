@@ -148,8 +148,12 @@ def _ballot(plan: Plan, number: int, planner: Planner, config: CompileConfig) ->
 
 
 def _ballot_of_update(program: Program, number: int, planner: Planner) -> Ballot:
-    lines = [f"gradient of {name}: {program.params[name].spec}" for name in given_gradients(program)]
-    text, plan = "\n".join(lines) + "\n", communication_text(program)
+    own = program.params_of_each_rank
+    specs = {
+        name: "layerwise_parallel" if name in own else program.params[name].spec for name in given_gradients(program)
+    }
+    text = "".join(f"gradient of {name}: {spec}\n" for name, spec in specs.items())
+    plan = sent_text(program) if own else communication_text(program)
     return Ballot(number, type(planner.model).__qualname__, text, text, plan, True, is_module=True)
 
 
