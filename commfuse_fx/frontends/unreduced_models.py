@@ -54,10 +54,11 @@ class UnreducedModels:
         """Warn of those of these parameters, by their ids, that belong to a model of the backend and to no other
         module that reduces. Returns whether there are such."""
         found: dict[int, str] = {}
-        for each in gc.get_objects():
+        objects = [each for each in gc.get_objects() if type(each) is FunctionType or _is(each, nn.Module)]
+        for each in objects:
             if _is(each, (CompiledModule, nn.parallel.DistributedDataParallel)):
                 unknown = unknown.difference(map(id, each.parameters()))
-        for each in gc.get_objects():
+        for each in objects:
             for model in self._models_of(each):
                 found.update({id(param): name for name, param in model.named_parameters() if id(param) in unknown})
         names = list(found.values())
