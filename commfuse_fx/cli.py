@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from commfuse_fx import __version__
 from commfuse_fx.commands.completion import SHELLS, completion
-from commfuse_fx.commands.console import rank, say
+from commfuse_fx.commands.console import rank, say, text_of
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -98,7 +98,9 @@ def _run(options: argparse.Namespace) -> int:
         except BrokenPipeError:
             _forget_stdout()
             return FAILED
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also what a user's model raises, such as SystemExit
             return _fail(options, error)
     except KeyboardInterrupt:
         say("interrupted")
@@ -116,10 +118,10 @@ def _forget_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(options: argparse.Namespace, error: Exception) -> int:
+def _fail(options: argparse.Namespace, error: BaseException) -> int:
     if options.traceback:
         traceback.print_exception(error)
-    text = str(error) or type(error).__name__
+    text = text_of(error) or type(error).__name__
     if isinstance(error, (ConfigKeyError, ConfigTypeError, ConfigValueError)):
         say(text)
         return BAD_USAGE

@@ -148,8 +148,26 @@ def describe_parameters(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -
     return params
 
 
+def check_kinds(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter or buffer whose class does not even let its data be looked at."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) in (nn.Parameter, torch.Tensor) or isinstance(
+            tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+        ):
+            continue
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                _ = tensor.data
+        except Exception as error:
+            raise CaptureError(
+                f"{name} is a {type(tensor).__name__}: only plain tensors can be compiled (put what this rank holds of "
+                "it in its place, or divide the model with cf.shard)"
+            ) from error
+
+
 def check_parameters(model: nn.Module) -> None:
     """Raises CaptureError for a parameter that cannot be traced, such as a tensor subclass."""
+    check_kinds(model)
     for name, param in model.named_parameters():
         if not isinstance(param, nn.Parameter):
             raise CaptureError(

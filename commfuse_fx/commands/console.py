@@ -12,6 +12,14 @@ def rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def text_of(error: BaseException) -> str:
+    """`str(error)`; "" where the class of the error, a user's, fails in that."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def say(message: str) -> None:
     """Print a message on rank 0's stderr."""
     if rank() == 0:

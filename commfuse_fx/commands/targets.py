@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.commands.console import text_of
 from commfuse_fx.errors import CommFuseError, ConfigKeyError, ConfigTypeError, ConfigValueError
 from commfuse_fx.support.checks import show
 
@@ -131,7 +132,9 @@ def _module_of_name(name: str) -> ModuleType:
                 f"there is no module {error.name!r}, in the current folder or installed; {_GIVE}"
             ) from error
         raise TargetError(_message(error, f"importing {name}", "")) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, (TypeError, ValueError)) and not all(part.isidentifier() for part in name.split(".")):
             raise ConfigValueError(f"{name!r} is not the name of a module; {_GIVE}") from error
         raise TargetError(_message(error, f"importing {name}", "")) from error
@@ -158,7 +161,9 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[[], Any]:
 def _guarded(call: Callable[[], Any], what: str, file: str) -> Any:
     try:
         return call()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise TargetError(_message(error, what, file)) from error
 
 
@@ -169,7 +174,7 @@ def _message(error: BaseException, what: str, file: str) -> str:
     outside = [frame for frame in frames if frame.filename != __file__]
     found = own or outside
     where = f" at {Path(found[-1].filename).name}, line {found[-1].lineno}" if found else ""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    first = next((line for line in text_of(error).splitlines() if line.strip()), "")
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f" at {Path(error.filename).name}, line {error.lineno}"
         first = error.msg

@@ -137,11 +137,16 @@ def refuse_parts_of_flat_parameters(model: nn.Module) -> None:
     the parameters of a compiled module, as it does around one."""
     for path, module in model.named_modules():
         for name, value in (*vars(module).items(), *module._parameters.items()):
-            if isinstance(value, torch.Tensor) and getattr(value._base, "_is_flat_param", False):
+            if isinstance(value, torch.Tensor) and _is_part_of_flat(value):
                 raise ConfigValueError(
                     "a compiled module runs inside of FullyShardedDataParallel, which divides and reduces its "
                     f"{f'{path}.' if path else ''}{name} itself: use the compiled module without FSDP"
                 )
+
+
+def _is_part_of_flat(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():  # which may refuse to be asked
+        return getattr(tensor._base, "_is_flat_param", False)
 
 
 def refuse_running_ddp() -> None:

@@ -17,6 +17,7 @@ from commfuse_fx.frontends.saving import Saving
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.step_state import StepState
 from commfuse_fx.machine.step_profile import StepProfile
+from commfuse_fx.runtime.checkpoint.damage import damage_told
 from commfuse_fx.runtime.checkpoint.held import filled
 from commfuse_fx.runtime.checkpoint.state_in_memory import StateInMemory
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
@@ -64,15 +65,19 @@ class Checkpoints:
         def read(meeting: Meeting, undo: list[Undo]) -> tuple[dict[str, Any], int]:
             nonlocal extras
             extras = Extras(extra)
-            reader = CheckpointReader(folder, meeting.rank, meeting.size)
-            extras.check(reader.values["extra"])
-            reader.check_world(self._state.of_single_ranks())
-            found = reader.read(self._state.places_in(reader.state))
-            found["plan"] = self._plan(found["plan"])
+            content = f"the content of the checkpoint in {show(folder)}"
+            with damage_told(content):
+                reader = CheckpointReader(folder, meeting.rank, meeting.size)
+                extras.check(reader.values["extra"])
+                reader.check_world(self._state.of_single_ranks())
+                found = reader.read(self._state.places_in(reader.state))
+                found["plan"] = self._plan(found["plan"])
+                identity = reader.identity
             undo.append(self._state.put_by_methods(found))
             undo.append(extras.put(found["extra"]))
-            undo.append(RankGenerators(self._model).put(found["random"]))
-            return found, reader.identity
+            with damage_told(content):
+                undo.append(RankGenerators(self._model).put(found["random"]))
+            return found, identity
 
         found = self._load(f"step.load({show(folder)})", read)
         if self._session.replan is not None and found["plan"] is not None:
@@ -83,9 +88,10 @@ class Checkpoints:
         """As `CompiledStep.load_state_dict`."""
 
         def read(_: Meeting, undo: list[Undo]) -> tuple[dict[str, Any], int]:
-            source = StateInMemory(given)
-            tensors = source.read(self._state.places_in(source.values))
-            found: dict[str, Any] = filled(source.values, tensors)
+            with damage_told("the state"):
+                source = StateInMemory(given)
+                tensors = source.read(self._state.places_in(source.values))
+                found: dict[str, Any] = filled(source.values, tensors)
             undo.append(self._state.put_by_methods(found))
             return found, 0
 

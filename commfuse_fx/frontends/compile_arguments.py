@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from commfuse_fx.capture.build import check_kinds
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import BROADCAST, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
@@ -22,10 +23,11 @@ def check_arguments(model: object, comm_fusion: object, loss_fn: object, optimiz
     """Raise unless `compile` can take these."""
     _check_position(comm_fusion)
     check_model(model)
+    assert isinstance(model, nn.Module)
+    check_kinds(model)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
     if optimizer is not None:
-        assert isinstance(model, nn.Module)
         _check_is_no_stand_in(optimizer)
         check_optimizer(optimizer, model)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from commfuse_fx.capture.graph_of_dynamo import Names
 from commfuse_fx.capture.shared_graph import SharedGraph
@@ -94,6 +94,9 @@ class DynamoModule(CompiledModule):
         before, _running.graphs = _running.graphs, self._graphs
         try:
             return self._with_dynamo[0](*args, **kwargs)
+        except ValueError as error:
+            _explain_sync_batch_norm(self.module, error)
+            raise
         finally:
             _running.graphs = before
 
@@ -160,6 +163,16 @@ class DynamoModule(CompiledModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+
+def _explain_sync_batch_norm(model: nn.Module, error: ValueError) -> None:
+    """Raises CaptureError where torch's own SyncBatchNorm, which runs here, has refused a CPU."""
+    names = [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm) and each.training]
+    if names and "SyncBatchNorm" in str(error):
+        raise CaptureError(
+            f'{names[0]} is a SyncBatchNorm, and with capture="dynamo" torch\'s own runs, which needs a GPU: leave '
+            "capture out, which takes SyncBatchNorm on CPUs, too, or use BatchNorm"
+        ) from error
 
 
 def _tensors_in(outputs: Any) -> list[torch.Tensor]:

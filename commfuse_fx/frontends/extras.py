@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from commfuse_fx.errors import CheckpointError, ConfigTypeError
+from commfuse_fx.runtime.checkpoint.damage import damage_told
 from commfuse_fx.runtime.checkpoint.held import Held
 from commfuse_fx.runtime.checkpoint.plain_values import replaced
 from commfuse_fx.support.checks import show
@@ -37,6 +38,8 @@ class Extras:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError or ConfigTypeError if not all of these can be loaded. saved: what `held` has given."""
         known = saved["objects"]
+        if not isinstance(known, Mapping) or not isinstance(saved["values"], Mapping):
+            raise CheckpointError(f"the checkpoint's extras are {show(saved)}: take another checkpoint")
         for name, each in self._given.items():
             if not _has_state(each):
                 raise ConfigTypeError(
@@ -44,7 +47,7 @@ class Extras:
                     "saved is in the dict that load() returns"
                 )
             if name not in known:
-                found = ", ".join(known) or "none"
+                found = ", ".join(map(str, known)) or "none"
                 raise CheckpointError(
                     f"the checkpoint has no object extra[{name!r}]; its objects: {found}. Leave it out, or hand it "
                     "over when saving"
@@ -93,6 +96,7 @@ def _state_of(value: Any) -> Any:
 
 def _give_state(value: Any, state: Any) -> None:
     if isinstance(value, torch.Generator):
-        value.set_state(state)
+        with damage_told("the state of a generator"):
+            value.set_state(state)
     else:
         value.load_state_dict(state)

@@ -84,7 +84,19 @@ class StateDifferences:
             return
         for number, (there, mine) in enumerate(zip(groups, here, strict=True)):
             kind = f"parameter of the optimizer's group {number}"
-            self.names(kind, there.get("params", ()), [names[id(param)] for param in mine["params"]])
+            named = there.get("params", ())
+            if not isinstance(named, (list, tuple)) or any(not isinstance(name, str) for name in named):
+                self._lines.append(f"the optimizer's group {number} lists no names of parameters: {show(named)}")
+                continue
+            self._list(
+                f"the optimizer's group {number} has {{}}",
+                [
+                    f"{key}={show(there[key])} in the checkpoint, and {show(mine[key])} here"
+                    for key in optimizer.defaults
+                    if key in there and key in mine and not _is_alike(there[key], mine[key])
+                ],
+            )
+            self.names(kind, named, [names[id(param)] for param in mine["params"]])
             missing = [key for key in optimizer.defaults if key not in there]
             other = [key for key in there if key not in mine and key not in ("initial_lr", "param_names")]
             if missing and other:  # either alone comes from schedulers and versions of PyTorch
@@ -92,9 +104,43 @@ class StateDifferences:
                     f"the optimizer's group {number} has {', '.join(map(str, other))} in the checkpoint, and "
                     f"{', '.join(missing)} here: it is another optimizer than {type(optimizer).__name__}"
                 )
+        bad = [name for name, state in states.items() if not isinstance(state, Mapping)]
+        if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
+            bad += [
+                name
+                for name in states
+                if name not in bad and not all(_is_state(*each) for each in states[name].items())
+            ]
+        self._list("the state of {} is none of an optimizer", bad)
         known = {names[id(param)] for group in here for param in group["params"]}
         self._list("state of a parameter that the optimizer does not have: {}", [n for n in states if n not in known])
 
     def _list(self, text: str, found: list[Any]) -> None:
         if found:
             self._lines.append(text.format(", ".join(shortened(list(map(str, found)), MOST, "and {} more"))))
+
+
+def _is_alike(saved: Any, here: Any, may_lack: bool = False) -> bool:
+    """Whether a hyper-parameter may be one in place of another: a number for a number, a tuple for a tuple.
+
+    may_lack: whether it may be None in place of a number.
+    """
+    if here is None:
+        return saved is None or isinstance(saved, (bool, int, float, str, Stored))
+    if isinstance(here, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(here, (int, float, torch.Tensor)):
+        is_number = isinstance(saved, (int, float)) and not isinstance(saved, bool)
+        return is_number or isinstance(saved, Stored) or (may_lack and saved is None)
+    if isinstance(here, (tuple, list)):
+        are_lists = isinstance(saved, (tuple, list)) and len(saved) == len(here)
+        return are_lists and all(_is_alike(each, mine, True) for each, mine in zip(saved, here, strict=True))
+    return not isinstance(here, str) or saved is None or isinstance(saved, str)
+
+
+def _is_state(name: object, value: object) -> bool:
+    """Whether an optimizer of torch may hold this under the name: a tensor, and for few names a number."""
+    return value is None or isinstance(value, Stored) or (name in _NUMBERS and isinstance(value, (int, float)))
+
+
+_NUMBERS = ("step", "eta", "mu", "mu_product")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.errors import CheckpointError
 from commfuse_fx.frontends.session import Session
 from commfuse_fx.frontends.state_differences import StateDifferences
+from commfuse_fx.runtime.checkpoint.damage import damage_told
 from commfuse_fx.runtime.checkpoint.held import Held, Stored
 from commfuse_fx.runtime.checkpoint.places import Place
 from commfuse_fx.runtime.checkpoint.plain_values import is_plain, replaced
@@ -127,7 +129,7 @@ class StepState:
         shards = self._shards()
         if shards is not None:
             shards.put_states(given["optimizer"]["state"])
-        self._session.go_on(given["step"]["count"], given["step"]["seed"])
+        self._session.go_on(given["step"]["count"], given["step"].get("seed"))
 
     def _put_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         with states_in_parts():
@@ -139,7 +141,9 @@ class StepState:
             {**mine, **group, "params": mine["params"]}
             for mine, group in zip(packed["param_groups"], saved["param_groups"], strict=True)
         ]
-        optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        with damage_told("the optimizer's state") if is_torchs else nullcontext():
+            optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
         self._keep_types(optimizer, saved["state"])
 
     def _keep_types(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

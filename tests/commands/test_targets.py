@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from commfuse_fx.cli import main
 from commfuse_fx.commands.targets import TargetError, as_target, load_target
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
 
@@ -31,6 +32,36 @@ def data():
 
 def leaves():
     raise SystemExit("usage: ...")
+
+class Odd(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def odd():
+    raise Odd("told")
+
+def ends():
+    raise GeneratorExit("gone")
+
+def mute():
+    raise Mute()
+
+class Raises(torch.nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+def raises(error):
+    return lambda: (Raises(error), torch.ones(4))
+
+odd_forward, mute_forward, exits = raises(Odd("forward")), raises(Mute()), raises(SystemExit(0))
 
 number = 3
 """
@@ -102,6 +133,9 @@ def test_targets_that_are_not_there(folder: Path, text: str, message: str) -> No
         ("good_target:make_more", "good_target:make_more raised ValueError at good_target.py, line 14: no data$"),
         ("good_target.py:make_more", "raised ValueError at good_target.py, line 14: no data$"),
         ("good_target:leaves", "raised SystemExit at good_target.py, line 17: usage: ..."),
+        ("good_target:odd", "raised Odd at good_target.py, line .*: told$"),
+        ("good_target:ends", "raised GeneratorExit at good_target.py, line .*: gone$"),
+        ("good_target:mute", "raised Mute at good_target.py, line .*[0-9]$"),
         ("wrong_target:make", "importing wrong_target raised SyntaxError at wrong_target.py, line 2: invalid syntax"),
         ("wrong_target.py:make", "wrong_target.py raised SyntaxError at wrong_target.py, line 2: invalid syntax"),
         ("broken_target:make", "raised ModuleNotFoundError at broken_target.py, line 3: No module named 'no_such_pack"),
@@ -143,3 +177,14 @@ def test_what_a_factory_may_return() -> None:
 def test_what_a_factory_may_not_return(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         as_target(make(), "m:f")
+
+
+@pytest.mark.parametrize(
+    "name, said", [("odd_forward", "Odd: forward"), ("mute_forward", "Mute"), ("exits", "SystemExit: 0")]
+)
+def test_what_a_model_raises_ends_a_command_as_failed(
+    folder: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lower", f"good_target.py:{name}"]) == 1
+    err = capsys.readouterr().err
+    assert said in err and "--traceback" in err and "Traceback" not in err

@@ -25,6 +25,9 @@ Leaf = Callable[[str, Any], str | None]
 MOST_NESTED = 64
 """How deep dicts, lists and tuples may be nested. What is written here has to be read with any stack of a caller."""
 
+_SLACK = 16
+"""A set is a leaf for `replaced`, and may hold tuples."""
+
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _MAPPINGS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
@@ -67,40 +70,43 @@ def _mapping(value: Mapping[Any, Any], path: str, leaf: Leaf) -> Any:
     return {kind: [[encoded(key, path, leaf), encoded(item, f"{path}/{key}", leaf)] for key, item in value.items()]}
 
 
-def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The inverse of `encoded`. tensor: gives what a name of a tensor stands for.
+def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
+    """The inverse of `encoded`. tensor: gives what a name of a tensor stands for. depth: in how many values it is.
 
     Raises CheckpointError for what `encoded` has not made.
     """
-    if isinstance(value, list):
-        return [decoded(item, tensor) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, (list, dict)):
         return value
+    if depth > MOST_NESTED + _SLACK:
+        raise CheckpointError(f"{show(value)[:80]} is nested more than a checkpoint holds: take another one")
+    depth += 1
+    if isinstance(value, list):
+        return [decoded(item, tensor, depth) for item in value]
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: decoded(item, tensor) for key, item in value.items()}
+        return {key: decoded(item, tensor, depth) for key, item in value.items()}
     tag, given = tags[0], value[tags[0]]
     try:
         if len(value) > 1:
             raise ValueError(tag)
-        return _tagged(tag, given, tensor)
+        return _tagged(tag, given, tensor, depth)
     except (ValueError, TypeError, binascii.Error):
         raise CheckpointError(f"{show(value)} stands for no value that a checkpoint holds") from None
 
 
-def _tagged(tag: str, given: Any, tensor: Callable[[str], Any]) -> Any:
+def _tagged(tag: str, given: Any, tensor: Callable[[str], Any], depth: int) -> Any:
     if tag == "$tensor":
         return tensor(given)
     if tag == "$float":
         return float(given)
     if tag == "$complex":
-        return complex(*(decoded(part, tensor) for part in given))
+        return complex(*(decoded(part, tensor, depth) for part in given))
     if tag == "$bytes":
         return base64.b64decode(given, validate=True)
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decoded(item, tensor) for item in given)
+        return _SEQUENCES[tag](decoded(item, tensor, depth) for item in given)
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({decoded(key, tensor): decoded(item, tensor) for key, item in given})
+        return _MAPPINGS[tag]({decoded(key, tensor, depth): decoded(item, tensor, depth) for key, item in given})
     raise ValueError(tag)
 
 

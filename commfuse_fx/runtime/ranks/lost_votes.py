@@ -28,8 +28,8 @@ def explain_lost_votes(
         advice = "its message stands below"
     elif any(each in cause.lower() for each in _CLOSED):
         said = (
-            f"{who}, and the connection to {of_them} has closed after {waited:.1f} s: it has ended, or has destroyed its "
-            "process group"
+            f"{who}, and the connection to {of_them} has closed after {waited:.1f} s: it has ended, or has destroyed "
+            "its process group"
         )
         advice = f"its own output says why. If it had fewer batches, {_FEWER}"
     elif waited >= limit or "timed out" in cause.lower():
