@@ -281,6 +281,18 @@ class CompiledModule(StandIn, Joinable):
             "the precision on the wire use gradient_fp32_sync; for a collective of your own cf.ops.all_reduce"
         )
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, with its own keys. Where ranks hold rows of parameters, it has copies: the memory of a
+        whole parameter serves others later, and what is read into a state would be lost."""
+        state = super().state_dict(*args, **kwargs)
+        if self._session.gathers and not kwargs.get("keep_vars", False):
+            with torch._C.DisableTorchFunctionSubclass():
+                held = {param.untyped_storage()._cdata for param in self.module.parameters()}
+                for name, value in list(state.items()):
+                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in held:
+                        state[name] = value.clone()
+        return state
+
     def __getstate__(self) -> dict[str, Any]:
         if not self._compiled.virtual and self._session.agreement is not None:
             raise NotAvailableError(

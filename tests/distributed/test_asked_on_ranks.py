@@ -167,6 +167,25 @@ def saves_by_name(level: int, which: str, strict: bool) -> None:
         torch.testing.assert_close([*other.parameters()], [*again.parameters()])
 
 
+def reads_into_a_state(level: int) -> None:
+    """What torch.distributed.checkpoint.load does: it reads into the tensors of a state that it has asked for."""
+    options = {**DIVIDED, "parallel_optimizer_config": {"level": level, **ROWS}}
+    model = cf.compile(net(), cpu_kernels=False, **options)
+    optimizer = cf.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0)).sum().backward()
+    state = model.state_dict()
+    optimizer.step()
+    for value in state.values():
+        value.fill_(3)
+    model.load_state_dict(state)
+    assert all((value == 3).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_what_is_read_into_a_state_is_loaded(ranks: Ranks, level: int) -> None:
+    ranks.values(reads_into_a_state, level)
+
+
 @pytest.mark.parametrize("which", ["compiled", "its model"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_torch_saves_and_loads_by_name(ranks: Ranks, level: int, which: str) -> None:
