@@ -250,5 +250,11 @@ def _merge_repeated(program: Program) -> bool:
         seen = first.setdefault(key, node)
         if seen is not node:
             results[wait_of(node)] = wait_of(seen)
-    _replace_waits(program, results)
+    if results:
+        before = Dependence(program.graph, program.aliases()).direct
+        position = {node: i for i, node in enumerate(program.graph.nodes)}
+        for wait, kept in results.items():  # what used the former may stand ahead of the latter
+            position[kept] = min(position[kept], position[wait])
+        _replace_waits(program, results)
+        stable_sort(program.graph, position, before)
     return bool(results)

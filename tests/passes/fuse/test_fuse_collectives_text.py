@@ -164,6 +164,30 @@ def test_rows_of_several_tensors_are_scattered_by_one_message() -> None:
     )
 
 
+def test_what_uses_the_second_of_two_equal_reductions_may_stand_ahead_of_the_first_wait() -> None:
+    check(
+        """
+        in  %x: f32[4] = input
+        fwd %x.0/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.0]}
+        fwd %x.1/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.1]}
+        fwd %x.1/wait: f32[4] = _c10d_functional.wait_tensor(%x.1/all_reduce)
+        fwd %/sum.0: f32[] = aten.sum(%x.1/wait)
+        fwd %x.0/wait: f32[4] = _c10d_functional.wait_tensor(%x.0/all_reduce)
+        fwd %/mul.0: f32[4] = aten.mul.Tensor(%x.0/wait, %/sum.0)
+        return [%/mul.0]
+        """,
+        FuseCollectives(),
+        """
+        in  %x: f32[4] = input
+        fwd %x.0/all_reduce: f32[4] = _c10d_functional.all_reduce(%x, sum, dp)  {group=dp(2) op=sum dtype=f32 bytes=16 members=[x.0]}
+        fwd %x.0/wait: f32[4] = _c10d_functional.wait_tensor(%x.0/all_reduce)
+        fwd %/sum.0: f32[] = aten.sum(%x.0/wait)
+        fwd %/mul.0: f32[4] = aten.mul.Tensor(%x.0/wait, %/sum.0)
+        return [%/mul.0]
+        """,
+    )
+
+
 def test_a_tensor_that_is_reduced_twice_is_reduced_once() -> None:
     check(
         """
