@@ -70,7 +70,8 @@ class Lockstep:
 
     Each call runs one step of all ranks, from the state in which the call before has left them.
 
-    models, optimizers: copies of the user's model and optimizer, one per rank. The user's own never change.
+    models, optimizers: copies of the user's model and optimizer, one per rank. The user's own never change, and each
+    call finds the attributes that a forward sets as they are there.
     """
 
     def __init__(self, lowered: Lowered, drop: Collection[str], tolerance: float) -> None:

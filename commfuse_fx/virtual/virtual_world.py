@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ class LockstepWorld:
         construction. Rank 0 has the step's own model and optimizer, unless `own_model` is False.
 
     Attach a learning-rate scheduler to each optimizer. Reading a divided parameter gathers the parts of all ranks. If
-    you replace modules or parameters, do so in the step's own model too, because tracing looks at that one.
+    you replace modules or parameters, do so in the step's own model too, because tracing looks at that one. What its
+    forward sets in attributes is set there, if rank 0 has that model, and nowhere else.
 
     With `ScheduleConfig(across_steps=True)` a step leaves updates to the following one, as on devices. Reading a
     parameter or an optimizer state of any rank finishes them, and so does `synchronize`.
@@ -62,6 +63,7 @@ class LockstepWorld:
         ranks = [(step.model, step.optimizer)] if own_model else []
         while len(ranks) < step.mesh.world:
             ranks.append(copy_for_rank(step.model, step.optimizer))
+        self._whole_call: AbstractContextManager[None] = step.planner.whole_call if own_model else nullcontext()
         self.models: list[nn.Module] = [model for model, _ in ranks]
         self.optimizers: list[torch.optim.Optimizer | None] = [optimizer for _, optimizer in ranks]
         self._ranks = [RankExecutors(rank, self._exchange(rank), self.synchronize) for rank in range(len(ranks))]
@@ -94,7 +96,7 @@ class LockstepWorld:
         self, calls: Sequence[Call], *, drop: Collection[str] = (), observe: Observer | None = None
     ) -> list[RankResult]:
         """The same as a call, with arguments that are flattened already."""
-        with outside_inference_mode():
+        with outside_inference_mode(), self._whole_call:
             return self._run(calls, drop, observe)
 
     def _run(self, calls: Sequence[Call], drop: Collection[str], observe: Observer | None) -> list[RankResult]:

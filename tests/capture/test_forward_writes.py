@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 
 @pytest.fixture(autouse=True)
@@ -251,3 +252,20 @@ def test_what_counts_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) ->
     warned = [each.message for each in caplog.records if "does only when it is traced" in each.message]
     assert len(warned) == 2 and "Growing.calls" in warned[0] and "Growing.text" in warned[1], warned
     assert len(step.planner.plans) <= 6
+
+
+def test_ranks_in_one_process_go_on_from_what_the_forward_has_set() -> None:
+    net = Model("one of three states")
+    other = copy.deepcopy(net)
+    world = LockstepWorld(cf.compile(net, loss_fn=lambda out, _: out.sum(), device_num=2, form="step"))
+    x = torch.randn(4, 4)
+    for number in range(8):
+        if number == 5:
+            _patched_by_method(net)
+            _patched_by_method(other)
+        want = other(x).sum().detach()
+        for result in world([(x, x)] * 2):
+            torch.testing.assert_close(result.loss.detach(), want)
+        assert _state(net) == _state(other), number
+    check = cf.lockstep(world.step.lower(x, x))
+    assert torch.equal(check(x, x).loss, check(x, x).loss) and _state(net) == _state(other)

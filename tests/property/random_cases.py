@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.property.asked_of_wrappers import ASKED, ASKED_AND_TRACED
 from tests.property.random_models import LOSSES, PARTS, ModelSpec, PartSpec
 from tests.property.trainee import OPTIMIZERS, WITHOUT_FUSED
 from tests.property.user_actions import CHEAP, COSTLY
@@ -17,12 +18,13 @@ STEPS = 10
 WAITING: tuple[str, ...] = ()
 """Names of parts, actions and calls that are not drawn yet, or not for steps that divide parameters."""
 
-_OP_BY_OP = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 1, "module_ranks": 1}
+_WEIGHTS = {"one": 12, "lockstep": 5, "divided": 3, "ranks": 2, "divided_ranks": 1, "module": 3, "module_ranks": 1}
+OP_BY_OP = tuple(_WEIGHTS)
 
 COMPILED = "inductor_"
 """What names of kinds begin with that Inductor compiles."""
 
-KINDS = {**_OP_BY_OP, **{f"{COMPILED}{kind}": weight for kind, weight in _OP_BY_OP.items()}}
+KINDS = {**_WEIGHTS, **{f"{COMPILED}{kind}": weight for kind, weight in _WEIGHTS.items()}}
 """Kind -> how often it is drawn, of all that are asked for.
 
 One device; ranks in this process, data parallel or with a divided model; real ranks beside DistributedDataParallel,
@@ -68,7 +70,8 @@ class Step:
 class Case:
     """`accumulate`: the step is compiled without the optimizer. `marks`: what divides parameters, as numbers.
 
-    `regions`: `inductor_regions` where Inductor compiles, else "".
+    `regions`: `inductor_regions` where Inductor compiles, else "". `idle`: the number of an option without effect that
+    `compile` is given as well; negative: none.
     """
 
     seed: int
@@ -83,11 +86,13 @@ class Case:
     mesh: tuple[int, ...]
     marks: tuple[int, ...]
     steps: tuple[Step, ...]
+    idle: int
 
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.kind}, mesh {self.mesh}, fusion {self.fusion}, marks {list(self.marks)}"
-            + (f", regions {self.regions}" if self.regions else ""),
+            + (f", regions {self.regions}" if self.regions else "")
+            + (f", idle {self.idle}" if self.idle >= 0 else ""),
             f"  model: {self.model}",
             f"  optimizer: {self.optimizer} {self.flags}, groups {self.groups}, accumulate {self.accumulate}",
         ]
@@ -112,7 +117,10 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
     # torch's own fused kernels go wrong where memory has gaps or strides differ: the step may be asked for them, a
     # user's own update may not.
     flags = rng.choice(("", "foreach", "fused"))
-    if flags == "fused" and (accumulate or kind.startswith("module") or optimizer in WITHOUT_FUSED):
+    is_own = accumulate or kind.startswith("module")
+    if flags == "fused" and (is_own or optimizer in WITHOUT_FUSED):
+        flags = ""
+    if flags == "foreach" and is_own and optimizer == "asgd":  # there torch has rates of float32
         flags = ""
     mesh = (1,) if kind in ("one", "module") else (2,)
     if kind == "lockstep":
@@ -131,7 +139,8 @@ def draw(seed: int, kinds: Sequence[str] = LOCAL, small: bool = False) -> Case:
         fusion=rng.choice(FUSIONS),
         mesh=mesh,
         marks=tuple(rng.randrange(3) for _ in range(12)) if divides else (),
-        steps=_draw_steps(rng, divides, small),
+        steps=_draw_steps(rng, kind, small),
+        idle=rng.choice((-1, -1, rng.randrange(1000))),
     )
 
 
@@ -152,21 +161,27 @@ def _draw_model(rng: random.Random, dtype: torch.dtype, divides: bool, small: bo
     return ModelSpec(rng.randrange(1000), parts, ties, rng.choice((4, 4, 8)), rng.choice((2, 3, 4)), dtype, loss)
 
 
-def _draw_steps(rng: random.Random, divides: bool, small: bool) -> tuple[Step, ...]:
+def _draw_steps(rng: random.Random, kind: str, small: bool) -> tuple[Step, ...]:
+    divides = kind.startswith("divided")
     cheap, costly = tuple(CHEAP), (*COSTLY, *OF_THE_STEP, "rows", "eval", "no_grad")
     acts: list[list[Act]] = [[] for _ in range(STEPS)]
+    if kind.startswith("module"):
+        cheap, costly = (*cheap, *ASKED), (*costly, *ASKED_AND_TRACED)
+        acts[rng.randrange(STEPS)].append(Act("ask", 0))
+        if rng.random() < 0.3:
+            acts[rng.randrange(1, STEPS)].append(Act(rng.choice(list(ASKED_AND_TRACED)), rng.randrange(1000)))
     rows = [rng.choice((4, 6))] * STEPS
     calls = ["train"] * STEPS
     for _ in range(rng.choice((0, 1, 2, 3, 4, 5))):
         acts[rng.randrange(STEPS)].append(Act(choose(rng, cheap, divides), rng.randrange(1000)))
     for _ in range(rng.choice((0, 0, 0, 1, 1, 1) if small else (0, 1, 1, 1, 2, 3))):
-        kind, place = choose(rng, costly, divides), rng.randrange(1, STEPS)
-        if kind == "rows":
+        act, place = choose(rng, costly, divides), rng.randrange(1, STEPS)
+        if act == "rows":
             rows[place:] = [2] * (STEPS - place) if rows[place] != 2 else [4] * (STEPS - place)
-        elif kind in ("eval", "no_grad"):
-            calls[place] = kind
+        elif act in ("eval", "no_grad"):
+            calls[place] = act
         else:
-            acts[place].insert(rng.randint(0, len(acts[place])), Act(kind, rng.randrange(1000)))
+            acts[place].insert(rng.randint(0, len(acts[place])), Act(act, rng.randrange(1000)))
     often = rng.choice((0.0, 0.3, 1.0))  # reading ends what communication has left for later
     return tuple(
         Step(tuple(acts[n]), rows[n], calls[n], rng.random() < 0.7, n == STEPS - 1 or rng.random() < often)

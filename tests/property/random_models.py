@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.property.attribute_parts import ATTRIBUTE_PARTS
 from tests.property.plain_parts import PLAIN_PARTS
 from tests.property.strange_parts import STRANGE_PARTS
 
-PARTS = {**PLAIN_PARTS, **STRANGE_PARTS}
+PARTS = {**PLAIN_PARTS, **STRANGE_PARTS, **ATTRIBUTE_PARTS}
 """Kind -> class of a module that is made of (random, width) and maps (rows of that width, tokens) to such rows."""
 
 TOKENS = 7
@@ -59,6 +60,7 @@ class RandomModel(nn.Module):
         for first, second in spec.ties:
             self._tie(first % max(1, len(self.parts)), second % max(1, len(self.parts)))
         self.head = nn.Linear(spec.width, spec.classes)
+        self._gain = 1.0
 
     def _tie(self, first: int, second: int) -> None:
         if not len(self.parts) or first == second:
@@ -74,6 +76,8 @@ class RandomModel(nn.Module):
         for part in self.parts:
             x = part(x, tokens)
         x = self.head(x)
+        if self._gain != 1.0:
+            x = x * self._gain
         if not self.inside:
             return x
         assert target is not None

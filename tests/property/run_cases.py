@@ -1,10 +1,13 @@
-"""Run many cases (`python -m tests.property.run_cases --cases 20000 --jobs 2`) or one (`--seed 1234 --shrink`)."""
+"""Run many cases (`python -m tests.property.run_cases --cases 20000 --jobs 2`) or one (`--seed 1234 --shrink`).
+
+Those of real ranks come last."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,7 @@ import torch
 
 from tests.distributed.harness import Ranks
 from tests.property.compare_cases import Result, run_case
-from tests.property.random_cases import COMPILED, KINDS, LOCAL, OF_RANKS, draw
+from tests.property.random_cases import COMPILED, KINDS, LOCAL, OF_RANKS, OP_BY_OP, draw
 from tests.property.shrink_cases import shrink
 
 Job = tuple[int, tuple[str, ...], bool]
@@ -61,6 +64,8 @@ def _run_one(job: Job) -> tuple[Result, float]:
 
 
 def _in_processes(jobs: Sequence[Job], count: int) -> Iterator[tuple[Result, float]]:
+    if not jobs:
+        return
     with get_context("spawn").Pool(count, initializer=_prepare) as pool:
         yield from pool.imap_unordered(_run_one, jobs)
 
@@ -92,18 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="the cases of the tests")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=LOCAL)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[*KINDS, "all"], default=LOCAL, help="all: those that Inductor compiles excepted"
+    )
     given = parser.parse_args(arguments)
-    kinds = tuple(given.kinds)
+    kinds = OP_BY_OP if "all" in given.kinds else tuple(given.kinds)
     _prepare()
     if given.seed is not None:
         return _show((given.seed, kinds, given.small), given.shrink)
     jobs = [(seed, kinds, given.small) for seed in range(given.start, given.start + given.cases)]
+    of_ranks = [job for job in jobs if draw(*job).kind.endswith("ranks")]
+    local = [job for job in jobs if job not in of_ranks]
+    results = itertools.chain(_in_processes(local, given.jobs), _on_ranks(of_ranks) if of_ranks else ())
     counts: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     began, used = time.monotonic(), 0.0
-    real = any(kind.endswith("ranks") for kind in kinds)
-    for number, (result, seconds) in enumerate(_on_ranks(jobs) if real else _in_processes(jobs, given.jobs), 1):
+    for number, (result, seconds) in enumerate(results, 1):
         kind = draw(result.seed, kinds, given.small).kind
         counts[f"{kind} {result.outcome}"] += 1
         used += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,6 +270,45 @@ class LimitedLookup(nn.Module):
         return torch.tanh(x + self.table(tokens))
 
 
+class Decides(nn.Module):
+    """Numbers of half precision next to jumps of comparisons, casts and roundings say which rows it trains, and how."""
+
+    def __init__(self, rng: random.Random, width: int) -> None:
+        super().__init__()
+        self.table, self.weight = nn.Embedding(24, width), nn.Parameter(torch.ones(width))
+        self.dtype = rng.choice((torch.bfloat16, torch.float16))
+        self.factors = rng.choice(((0.1, 10.0), (0.3, 10.0), (0.7, 1 / 0.7), (1 / 3, 3.0), (1 / 7, 7.0)))
+        self.shift, self.bound = rng.choice((0.3, 0.7)), float(rng.randrange(1, 8))
+        self.uses = rng.sample(range(len(_DECISIONS)), 3)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        s = (tokens + 1).to(self.dtype) * self.factors[0] * self.factors[1]
+        x = torch.tanh(x + self.table((s * 2 + self.shift).to(torch.int64) // 2 % 24))
+        for use in self.uses:
+            decided = _DECISIONS[use](s + self.shift - self.shift, self.bound)
+            x = x + decided.to(x.dtype)[:, None] * self.weight * 0.01
+        return x
+
+    def turn(self, rng: random.Random) -> None:
+        self.bound = float(rng.randrange(1, 8))
+
+
+_DECISIONS: tuple[Callable[[torch.Tensor, float], torch.Tensor], ...] = (
+    lambda s, bound: s >= bound,
+    lambda s, bound: s <= bound,
+    lambda s, bound: s == bound,
+    lambda s, bound: s.floor(),
+    lambda s, bound: s.float().ceil(),
+    lambda s, bound: s.to(torch.int64),
+    lambda s, bound: torch.sign(s - bound),
+    lambda s, bound: F.threshold(s, bound, 0.0),
+    lambda s, bound: torch.clamp(s, 2.0, bound + 2.0),
+    lambda s, bound: torch.remainder(s, 1.0) >= 0.5,
+    lambda s, bound: torch.isclose(s, torch.full_like(s, bound), rtol=1e-3),
+    lambda s, bound: torch.bucketize(s, torch.arange(1.0, 9.0).to(s.dtype)),
+)
+
+
 STRANGE_PARTS: dict[str, type[Any]] = {
     "column_major": ColumnMajor,
     "chunk": Chunk,
@@ -284,4 +324,5 @@ STRANGE_PARTS: dict[str, type[Any]] = {
     "custom_backward": CustomBackward,
     "spectral": Spectral,
     "limited_lookup": LimitedLookup,
+    "decides": Decides,
 }

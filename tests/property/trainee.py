@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.property.attribute_parts import attributes_of
 from tests.property.random_models import ModelSpec, RandomModel, build, make_loss
 
 Named = dict[str, torch.Tensor]
@@ -19,7 +20,8 @@ Named = dict[str, torch.Tensor]
 @dataclass
 class Trainee:
     """`held_back`: parameters that the optimizer does not know yet. `handles`: hooks that can be removed again.
-    `copies`: deep copies of the model with their values then, which nothing may change."""
+    `copies`: deep copies of the model with their values then, which nothing may change. `asked`: what libraries ask in
+    place of the model, or the model."""
 
     spec: ModelSpec
     model: RandomModel
@@ -29,6 +31,10 @@ class Trainee:
     held_back: list[nn.Parameter] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     copies: list[tuple[nn.Module, Named]] = field(default_factory=list)
+    asked: Any = None
+
+    def __post_init__(self) -> None:
+        self.asked = self.model
 
     def parameters_of(self, rng: random.Random, *, trainable: bool | None = None) -> list[tuple[str, nn.Parameter]]:
         """Those of the parts (not of the head, so that something is always trained), in random order."""
@@ -64,7 +70,7 @@ class Trainee:
                     self.optimizer.state[news[0]] = state
 
     def tensors(self) -> Named:
-        """Everything that training has changed, by name: copies."""
+        """Everything that training and its forwards have changed, by name: copies."""
         found: Named = {}
         for name, param in self.model.named_parameters():
             found[name] = param.detach().clone()
@@ -75,7 +81,7 @@ class Trainee:
                     found[f"{name}.state.{key}"] = torch.as_tensor(value).detach().clone()
         for name, buffer in self.model.named_buffers():
             found[name] = buffer.clone()
-        return found
+        return found | attributes_of(self.model)
 
 
 def _once(params: list[nn.Parameter], taken: set[int]) -> list[nn.Parameter]:

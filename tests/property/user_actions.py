@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.property.asked_of_wrappers import ASKED, ASKED_AND_TRACED
 from tests.property.copies_of_parts import COPIES
 from tests.property.random_models import PARTS, default_dtype, eager_loss, make_batch
 from tests.property.trainee import Named, Trainee
@@ -90,6 +92,18 @@ def change_attribute(trainee: Trainee, rng: random.Random) -> Named:
     if parts:
         rng.choice(parts).turn(rng)
     return {}
+
+
+def patch_forward(trainee: Trainee, rng: random.Random) -> Named:
+    """For one call: the patch takes itself back."""
+    module = rng.choice([*trainee.model.parts, trainee.model.head, trainee.model])
+    module.forward = types.MethodType(_once, module)
+    return {}
+
+
+def _once(self: nn.Module, *batch: torch.Tensor) -> Any:
+    del self.forward
+    return self(batch[0] * 0.5, *batch[1:])
 
 
 def part_mode(trainee: Trainee, rng: random.Random) -> Named:
@@ -263,7 +277,8 @@ COSTLY: Mapping[str, Action] = {
     "replace_module": replace_module,
     "set_data": set_data,
     "change_dtype": change_dtype,
+    "patch_forward": patch_forward,
 }
 """Those after which the step is traced again."""
 
-ACTIONS: Mapping[str, Action] = {**CHEAP, **COSTLY}
+ACTIONS: Mapping[str, Action] = {**CHEAP, **COSTLY, **ASKED, **ASKED_AND_TRACED}

@@ -17,6 +17,8 @@ from commfuse_fx.config.options import SEARCH_MODES
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import ACROSS_STEPS, APART_ACROSS_STEPS, OPTIMAL, SLOW
+from tests.property.attribute_parts import take_attributes
+from tests.property.idle_options import compiled_with_idle
 from tests.property.random_cases import Case
 from tests.property.random_models import eager_loss, make_batch
 from tests.property.trainee import Trainee, make_trainee
@@ -151,7 +153,8 @@ class Compiled:
         world = math.prod(case.mesh)
         if case.kind in ("lockstep", "divided"):
             options.update(device_num=world, global_rank=0)
-        self.step = cf.compile(
+        self.step = compiled_with_idle(
+            case,
             trainee.model,
             loss_fn=trainee.loss_fn,
             optimizer=None if case.accumulate else trainee.optimizer,
@@ -175,7 +178,10 @@ class Compiled:
         if self.world is None:
             (batch,) = batches
             return [self.step(*batch)]
-        return [result.loss for result in self.world(batches)]
+        losses = [result.loss for result in self.world(batches)]
+        for other in self.trainees[1:]:  # Python runs for the first rank only
+            take_attributes(other.model, self.trainees[0].model)
+        return losses
 
     def act(self, kind: str, seed: int) -> None:
         """Change nothing that anybody can see."""
@@ -203,7 +209,7 @@ class Module:
         options = {**({} if "across" in case.fusion else OPTIONS[case.fusion]), **inductor(case)}
         if case.kind == "module_ranks":  # as the DistributedDataParallel beside it
             options.update(broadcast_buffers=False, parameter_broadcast=False, find_unused_parameters=True)
-        self.step = cf.compile(trainee.model, form="module", **options)
+        self.step = trainee.asked = compiled_with_idle(case, trainee.model, form="module", **options)
         self.trainees = [trainee]
         self._loop = _Loop(trainee, self.step)
 
