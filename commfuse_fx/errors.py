@@ -28,7 +28,7 @@ class NotAvailableError(CommFuseError, NotImplementedError):
 
 
 class NotThereError(CommFuseError, AttributeError):
-    """A compiled module is asked for an attribute of DistributedDataParallel that it does not have."""
+    """A compiled module is asked for an attribute of DistributedDataParallel, or of a step, that it does not have."""
 
 
 class CaptureError(CommFuseError, RuntimeError):

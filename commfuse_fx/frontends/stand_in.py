@@ -62,7 +62,7 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             model = super().__getattr__("module")
-        if name in ATTRIBUTES and not hasattr(model, name):
+        if (name in ATTRIBUTES or name in _OF_STEPS) and not hasattr(model, name):
             raise _not_there(name)
         return getattr(model, name)
 
@@ -157,9 +157,21 @@ _OF_ANY = frozenset({*dir(nn.Module()), *inspect.get_annotations(nn.Module), "mo
 """What any module has and may define anew, and what is another one here, as in DistributedDataParallel."""
 
 
+_A_STEP = "compile a step for it, cf.compile(model, loss_fn=..., optimizer=...)"
+_OF_STEPS = {
+    "verify": _A_STEP,
+    "verified": _A_STEP,
+    "save": "save model.state_dict() and optimizer.state_dict()",
+    "load": "call model.load_state_dict(...) and optimizer.load_state_dict(...)",
+    "profile": _A_STEP,
+    "record_communication": _A_STEP,
+}
+"""What the other form has -> what to do in its place, where the model has none of that name."""
+
+
 def _not_there(name: str) -> NotThereError:
-    what = f"{name} is an attribute of DistributedDataParallel, not of a compiled module"
-    return NotThereError(f"{what}: {ATTRIBUTES[name]}")
+    owner, instead = ("DistributedDataParallel", ATTRIBUTES) if name in ATTRIBUTES else ("a compiled step", _OF_STEPS)
+    return NotThereError(f"{name} is an attribute of {owner}, not of a compiled module: {instead[name]}")
 
 
 def _of_model(name: str) -> Callable[..., Any]:

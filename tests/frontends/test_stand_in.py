@@ -77,6 +77,16 @@ def test_an_attribute_of_ddp_is_refused_by_name(name: str) -> None:
     assert getattr(model, name) == 3
 
 
+@pytest.mark.parametrize("name", ["verify", "verified", "save", "load", "profile", "record_communication"])
+def test_what_only_a_step_has_is_refused_by_name(name: str) -> None:
+    assert hasattr(cf.CompiledStep, name)
+    model = cf.compile(nn.Linear(2, 2))
+    with pytest.raises(cf.NotThereError, match=f"{name} is an attribute of a compiled step.*: "):
+        getattr(model, name)
+    model.save = 3
+    assert model.module.save == 3 and model.save == 3
+
+
 def test_nothing_that_ddp_has_is_answered_by_chance() -> None:
     """A private attribute of DDP is missing, or it is one of any module, or a table says what it is."""
     model = cf.compile(nn.Linear(2, 2))

@@ -157,6 +157,40 @@ def test_arguments_of_init_that_say_no_place(given: dict[str, Any], error: type[
     assert not dist.is_initialized()
 
 
+LISTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "said"),
+    [
+        ({**LISTED, "RANK": "first"}, {}, "RANK is 'first' in the environment.* pass rank="),
+        ({**LISTED, "WORLD_SIZE": "two"}, {}, "WORLD_SIZE is 'two' in the environment"),
+        ({**LISTED, "RANK": "2"}, {}, "RANK is 2 and WORLD_SIZE is 2 in the environment"),
+        ({**LISTED, "MASTER_PORT": "http"}, {"rank": 0}, "MASTER_PORT is 'http' in the environment"),
+        ({"MASTER_ADDR": "127.0.0.1"}, {"rank": 0, "world_size": 2}, "MASTER_PORT is not in the environment"),
+        ({"MASTER_ADDR": "127.0.0.1", "RANK": "0"}, {}, "WORLD_SIZE is not in the environment"),
+    ],
+)
+def test_variables_that_say_no_place(
+    environment: dict[str, str], given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(cf.ConfigValueError, match=said):
+        cf.init(**given)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [("glo", cf.ConfigValueError), ("cpu:gloo,cuda:foo", cf.ConfigValueError), (1, cf.ConfigTypeError)],
+)
+def test_a_backend_that_is_not_there(backend: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"backend is .*{backend}.*give .*gloo"):
+        cf.init(backend)
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("given", [{}, {"rank": 0, "world_size": 1}, {"rank": 0}], ids=str)
 def test_a_world_of_one(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if len(given) == 1:

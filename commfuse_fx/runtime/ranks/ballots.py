@@ -89,7 +89,10 @@ def explain_mismatch(ballots: Mapping[int, Ballot]) -> str:
                 "All ranks call them together, with the same arguments, and between the same steps."
             )
         if ballot.verifies != first.verifies:
-            here, there = (f"step.verify(every={each.verifies or None})" for each in (first, ballot))
+            here, there = (
+                f"step.verify(every={each.verifies})" if each.verifies else "does not verify this step"
+                for each in (first, ballot)
+            )
             return (
                 f"ranks {one} and {other} do not verify the same steps\n  rank {one}: {here}\n  rank {other}: {there}\n"
                 "Call step.verify() with the same number on all ranks, between the same steps."

@@ -42,7 +42,10 @@ class RankPlace:
         Raises ConfigValueError where nothing says which rank this process is, or where the others are.
         """
         is_listed = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or self.is_given)
-        if is_listed or self.method != ENVIRONMENT:
+        if self.method != ENVIRONMENT:
+            return False
+        if is_listed:
+            self._check_variables()
             return False
         if self.is_given:
             if self.size > 1:
@@ -63,6 +66,18 @@ class RankPlace:
                 "cf.init(rank=0, world_size=1) is a world of one"
             )
         return True
+
+    def _check_variables(self) -> None:
+        """Raises ConfigValueError if a variable that the others are found by is missing or no number."""
+        names = ("MASTER_PORT",) if self.is_given else ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        for name in names:
+            text = os.environ.get(name)
+            if text is None or not text.strip().isdecimal():
+                found = "is not in the environment" if text is None else f"is {show(text)} in the environment"
+                raise ConfigValueError(f"{name} {found}: set it to a number, as torchrun does, or pass {_ARGUMENTS}")
+        if not self.is_given and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+            rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+            raise ConfigValueError(f"RANK is {rank} and WORLD_SIZE is {size} in the environment: ranks begin at 0")
 
     def check_running(self, rank: int, size: int) -> None:
         """Raises ConfigValueError if the world that runs is not the one that was asked for."""

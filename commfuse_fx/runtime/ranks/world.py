@@ -11,8 +11,10 @@ import torch.distributed as dist
 from commfuse_fx.errors import CollectiveError, ConfigTypeError, ConfigValueError
 from commfuse_fx.runtime.ranks.rank_place import ENVIRONMENT, RankPlace
 from commfuse_fx.runtime.ranks.starts import store_of_this_start, store_outlives_ranks
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.tracebacks import user_frames_only
 
+_BACKENDS = '"gloo", or "nccl" where there are GPUs, or leave it out for the one that fits'
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -42,6 +44,7 @@ def init(
     does not come.
     """
     limit = _timeout(timeout)
+    _check_backend(backend)
     place = RankPlace.given(rank, world_size, init_method)
     if not dist.is_available():
         return
@@ -75,6 +78,17 @@ def _join(backend: str, limit: timedelta, place: RankPlace) -> None:
     store.set_timeout(limit)
     store = store_of_this_start(store, rank, size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None or not dist.is_available():
+        return
+    if not isinstance(backend, str):
+        raise ConfigTypeError(f"backend is {show(backend)}; give a name such as {_BACKENDS}")
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if not dist.is_backend_available(name) or (name == "nccl" and not torch.cuda.is_available()):
+            raise ConfigValueError(f"backend is {show(backend)}, and {show(name)} is not there; give {_BACKENDS}")
 
 
 def _timeout(timeout: float | timedelta) -> timedelta:
