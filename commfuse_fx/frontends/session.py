@@ -171,8 +171,9 @@ class Session:
             self.capture_with(CudaRecorder(torch.device("cuda", executor.devices[0])))
         if self.graphs is not None:
             self.graphs.admit(executor)
-        cast, settle = partial(self.voting.cast_in_step, runner), partial(self.voting.settle_in_step, runner)
-        executor.prepare(cast, settle, runner.changes)
+        executor.prepare(
+            lambda: self.voting.cast_in_step(runner), lambda: self.voting.settle_in_step(runner), runner.changes
+        )
 
     def capture_with(self, recorder: Recorder) -> None:
         """Capture steps from now on, where that is possible. Call it before the first step."""

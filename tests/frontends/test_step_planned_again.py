@@ -72,6 +72,9 @@ class PlannedAgain(Session):
             is_early=False, check=lambda program: None, begin=lambda held: None, done=lambda program: False
         )
         self.steps = 0
+        self.verified: Any = SimpleNamespace(
+            run=lambda plan, call, runner, number, launch: launch(), check=lambda: None, is_verifying=False
+        )
 
     def _draw(self, inputs: Any) -> list[torch.Tensor]:
         self.drawn.append([float(torch.rand((), generator=generator)) for generator in self.generators])

@@ -88,9 +88,8 @@ def test_equals_one_device(
     only = Variants((Variant.of(**choices),))
     monkeypatch.setattr(compile_call, "variants", lambda situation, program: only)
     options = {"parallel_optimizer_threshold": 0, "pad": True}
-    found = compare(
-        case, mesh, parallel_mode="auto", cluster="h100-node", gradients=False, parallel_optimizer_config=options
-    )
+    asked = {"parallel_mode": "auto", "cluster": "h100-node", "memory_limit": 1 << 40}
+    found = compare(case, mesh, gradients=False, parallel_optimizer_config=options, **asked)
     topics = [note.topic for note in found.program.notes]
     assert ("search" in topics, SHARED_UPDATES in topics) == ("saving" in choices, "level" in choices)
 
