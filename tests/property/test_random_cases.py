@@ -65,4 +65,4 @@ def test_cases_of_modules_on_real_ranks(ranks: Ranks) -> None:
 def test_a_case_that_inductor_compiles() -> None:
     """Numbers of half precision decide in it."""
     kinds = ("inductor_lockstep",)
-    check([run_seed(25, kinds, small=True)], kinds)
+    check([run_seed(168, kinds, small=True)], kinds)
