@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -80,9 +81,9 @@ def _number(value: Any) -> Any:
         return [_number(each) for each in value]
     if kind is int:
         return float(value) if abs(value) < 1 << 53 else value
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        return float(value)
-    return None
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    return float(value) if isinstance(value, Real) and kind is not bool else None  # those of numpy, too
 
 
 def _is_own(group: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +76,7 @@ def drifts() -> tuple[list[list[str]], int]:
             run(number)
         optimizer.param_groups[0]["betas"] = (0.8 if odd() else 0.9, 0.999)
         optimizer.param_groups[0]["weight_decay"] = 0 if odd() else 0.0
+        optimizer.param_groups[1]["weight_decay"] = np.float64(0.2 if odd() else 0.1)
         run(5)
         run(6)
     return said, found[0]
@@ -86,6 +88,7 @@ def test_numbers_that_drift_are_warned_of_once(ranks: Ranks) -> None:
         assert "lr of param group 1 is 0.02 on rank 0 and 0.002 on rank 1: replicas" in said[1][0]
         assert "ReduceLROnPlateau" in said[1][0]
         assert "betas of param group 0 is [0.9, 0.999] on rank 0 and [0.8, 0.999] on rank 1" in said[5][0]
+        assert "weight_decay of param group 1 is 0.1 on rank 0 and 0.2 on rank 1" in said[5][0]
         assert count == 2
 
 
@@ -93,6 +96,7 @@ def agree() -> tuple[list[str], int, str]:
     """A schedule of all ranks, and what is each rank's own: a group of parameters that no other rank has."""
     model = mlp()
     optimizer = groups(model, betas=[0.9, 0.99] if odd() else (0.9, 0.99))
+    optimizer.param_groups[1]["weight_decay"] = np.float64(0.1) if odd() else 0.1
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=9)
     step = compiled(model, optimizer)
     with logged() as messages, exchanges() as found:
