@@ -15,6 +15,7 @@ import commfuse_fx as cf
 from commfuse_fx.ir.meta import info, tensor_spec
 from commfuse_fx.ir.program import Program
 from commfuse_fx.passes.fuse.reinplace import Reinplace
+from commfuse_fx.runtime.execute.wire import Wire
 from tests.distributed.models_of_ranks import assert_same
 from tests.recorders import recorded
 from tests.verifying import broken, damaged_after_snapshot, flip_high_bit
@@ -229,3 +230,11 @@ def test_a_copied_step_verifies_nothing_until_it_is_asked_to() -> None:
     other = copy.deepcopy(step)
     other(*batch(1))
     assert other.verified is None
+
+
+def test_a_rank_that_is_lost_in_a_replay_leaves_a_step_that_is_done() -> None:
+    program = compiled(model(), device_num=2).lower(*batch(0)).program
+    (start, *_), wire = program.collectives(), Wire(program, None, 0)
+    assert "are as before this step" in str(wire._failure(start, RuntimeError("gone")))
+    wire.is_of_replay = True
+    assert "The step itself is complete on this rank" in str(wire._failure(start, RuntimeError("gone")))

@@ -85,6 +85,7 @@ class ReplayedStep:
         )
         self._replay.storage = Storage(program, own_updated, own, self._pool, self._buffers)
         self._replay.wire.distress = executor.wire.distress
+        self._replay.wire.is_of_replay = True
         self._replay.prepare(lambda: None, lambda: None)
         self._replay.bind()
 

@@ -39,6 +39,8 @@ class Wire:
         self.rank = rank
         self.timeline: Timeline | None = None
         self.distress: Distress | None = None
+        self.is_of_replay = False
+        """Whether the step itself is complete, and these are the collectives of its replay."""
         self.buffers_from: int | None = None
         """The rank that sends its buffers to the others; None for the first rank of the group."""
         # The collectives on the wire: start -> its pieces. A bucket that is not streamed is one piece.
@@ -198,7 +200,9 @@ class Wire:
 
     def _failure(self, node: fx.Node, error: RuntimeError) -> CollectiveError:
         left = "Parameters and optimizer state on this rank are as before this step."
-        if info(node).phase == "update":
+        if self.is_of_replay:
+            left = "The step itself is complete on this rank, and this was its replay, for step.verify()."
+        elif info(node).phase == "update":
             left = "This rank has updated its own part, and has none of those of the other ranks: load a checkpoint."
         return CollectiveError(
             f"rank {self.rank}: {info(node).name} failed: {self._describe(node)}. "
