@@ -85,7 +85,7 @@ class UnreducedModels:
             if compiled is not None and self._reduces(_context_of(compiled)):
                 yield value
         elif type(value) is FunctionType and "_torchdynamo_orig_callable" in value.__dict__:
-            original = value._torchdynamo_orig_callable  # type: ignore[attr-defined]
+            original = value.__dict__["_torchdynamo_orig_callable"]
             if self._reduces(_context_of(value)):
                 yield from _modules_in(original)
 
