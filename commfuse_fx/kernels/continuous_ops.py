@@ -20,7 +20,7 @@ _NAMES = """
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
 _batch_norm_with_update _cudnn_attention_backward _efficient_attention_backward _efficient_attention_forward
 _flash_attention_backward _flash_attention_forward _fused_rms_norm _fused_rms_norm_backward _grouped_mm _log_softmax
-_log_softmax_backward_data _native_batch_norm_legit _native_batch_norm_legit_functional
+_log_softmax_backward_data _safe_softmax _native_batch_norm_legit _native_batch_norm_legit_functional
 _native_batch_norm_legit_no_training _scaled_dot_product_cudnn_attention
 _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
 _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
@@ -59,11 +59,29 @@ _OF_THIS_PACKAGE = frozenset(
 )
 
 
+_aten = torch.ops.aten
+_UNREAD = frozenset(
+    (
+        *SHAPE_ONLY,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten.rand_like.default,
+        _aten.randn_like.default,
+    )
+)
+"""Ops that do not read the numbers of their first argument."""
+
+
+def numbers_read(node: fx.Node) -> list[fx.Node]:
+    """The tensors of floating-point numbers whose numbers a node reads."""
+    inputs = node.all_input_nodes[1:] if node.target in _UNREAD else node.all_input_nodes
+    return [value for value in inputs if is_float(value)]
+
+
 def may_jump(node: fx.Node) -> bool:
     """Whether the node's value may change much where a floating-point number that it reads changes little."""
-    if node.op != "call_function" or is_view(node) or is_start(node) or is_wait(node) or node.target in SHAPE_ONLY:
-        return False
-    if not any(is_float(value) for value in node.all_input_nodes):
+    if node.op != "call_function" or is_view(node) or is_start(node) or is_wait(node) or not numbers_read(node):
         return False
     spec = info(node).spec
     if isinstance(spec, TensorSpec) and spec.dtype not in _FLOATS:

@@ -26,6 +26,7 @@ _OF_ROUNDED_NUMBERS_ON_CPU = (
 
 _ROUNDED_OTHERWISE = (
     aten._log_softmax.default,
+    aten._safe_softmax.default,
     aten._softmax.default,
     aten.binary_cross_entropy_with_logits.default,
     aten.addcdiv.default,

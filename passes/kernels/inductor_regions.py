@@ -17,7 +17,7 @@ from commfuse_fx.ir.equal_nodes import equality_key
 from commfuse_fx.ir.halves import outputs_of
 from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.ir.program import Program
-from commfuse_fx.kernels.continuous_ops import is_float, is_half, may_jump
+from commfuse_fx.kernels.continuous_ops import is_float, is_half, may_jump, numbers_read
 from commfuse_fx.kernels.inductor_ops import LEFT_OUT, LEFT_OUT_ON_CPU, found_in_memory, is_computed_wrongly
 from commfuse_fx.kernels.rounding import is_rounded_otherwise
 from commfuse_fx.passes.declaration import Pass, Situation
@@ -90,7 +90,7 @@ def _decisive(program: Program, roots: Roots) -> dict[fx.Node, fx.Node]:
         why = node if decides else found.get(node)
         why = why or next((found[roots[place]] for place in written_nodes(node) if roots[place] in found), None)
         if why is not None:
-            for value in filter(is_float, node.all_input_nodes):
+            for value in numbers_read(node):
                 found.setdefault(value, why)
                 found.setdefault(roots[value], why)
     return found
