@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -38,6 +40,9 @@ from commfuse_fx.support.warned import warn_once_per_step
 _numbers = count(1)
 """Counts what is compiled for several ranks, or may be."""
 
+_waiting: weakref.WeakValueDictionary[int, CompiledCall] = weakref.WeakValueDictionary()
+"""By its number, what was compiled while this process had joined no group of several ranks."""
+
 
 class CompiledCall:
     """A compiled call knows the model, the ranks and the plans of what users call.
@@ -63,6 +68,8 @@ class CompiledCall:
         self._asked = config
         self._number = 0 if self.virtual or config.parallel_mode == "stand_alone" else next(_numbers)
         self._begin(config)
+        if self._number and self.session.agreement is None:
+            _waiting[self._number] = self
 
     def _begin(self, config: CompileConfig) -> None:
         """Take the ranks that there are now."""
@@ -128,9 +135,18 @@ class CompiledCall:
         self.session.timeline = before.timeline
         self.session.verified.begin(before.verified.every)
         if self.session.agreement is not None:
-            what = f"{self.form} {self._number}, of {type(self.model).__qualname__}"
+            what = f"{self.form} {self._place()}, of {type(self.model).__qualname__}"
             check_same_turn(self.session.agreement.from_all(what))
         return True
+
+    def _place(self) -> int:
+        """Its place, from 1, among what waits for a group, in the order in which it was compiled. It waits no more.
+
+        What nobody can call any more does not count: ranks may have compiled other things before.
+        """
+        _waiting.pop(self._number, None)
+        gc.collect()
+        return 1 + sum(number < self._number for number in _waiting)
 
     def synchronize(self) -> None:
         """Wait until the last step is complete."""

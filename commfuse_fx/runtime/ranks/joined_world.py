@@ -34,8 +34,8 @@ def check_same_turn(called: Sequence[str]) -> None:
         raise PlanMismatchError(
             "a process group was joined after cf.compile, and ranks make the first calls in it in different orders\n"
             f"  rank 0: {called[0]}\n  rank {other}: {called[other]}\n"
-            "Numbers count what was compiled. Compile the same in the same order on all ranks, and make first calls "
-            "(evaluations, too) in the same order, or join the group before cf.compile."
+            "Numbers count what was compiled and waits for the group. Compile the same in the same order on all ranks, "
+            "and make first calls (evaluations, too) in the same order, or join the group before cf.compile."
         )
 
 
