@@ -166,7 +166,7 @@ class VerifiedSteps:
         if self._agreement is None or runner.ballot is None:
             return sorted(self._found, key=lambda each: -each.size), 0
         alike = {} if self._voting.starts_differ else self._checksums(runner)
-        everybody = self._agreement.from_all((self._found, alike))
+        everybody = self._agreement.from_all((self._found, alike), left="The step itself is complete on this rank")
         merged: dict[str, StepDifference] = {}
         for found, _ in everybody:
             for each in found:

@@ -47,3 +47,8 @@ def test_what_this_rank_does_and_what_others_have_told_is_named() -> None:
     assert "This rank has come to an evaluation, which all ranks do together." in text
     assert "Nothing was updated. Rank 1 has come alone to read. " in text
     assert "such as an evaluation, save() or state_dict()" in text
+
+
+def test_a_rank_that_is_lost_behind_a_step_leaves_a_complete_one() -> None:
+    text = explain_lost_votes(CLOSED, [], 1.0, 40.0, "", (), "The step itself is complete on this rank")
+    assert ". The step itself is complete on this rank. " in text and "Nothing was updated" not in text

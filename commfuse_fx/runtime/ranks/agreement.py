@@ -29,7 +29,7 @@ from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from commfuse_fx.runtime.ranks.ballots import Ballot, Vote, explain_failures, explain_mismatch
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
-from commfuse_fx.runtime.ranks.lost_votes import explain_lost_votes
+from commfuse_fx.runtime.ranks.lost_votes import NOTHING_DONE, explain_lost_votes
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
 from commfuse_fx.runtime.ranks.world import world_timeout
 from commfuse_fx.support.objects import exchange_objects
@@ -150,9 +150,12 @@ class Agreement:
         """Return rank 0's object. All ranks call this together, between a vote and the next one."""
         return self._exchange(mine if self.rank == 0 else None)[0]
 
-    def from_all(self, mine: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank. All ranks call this together, when no vote is under way."""
-        return self._exchange(mine)
+    def from_all(self, mine: Any, left: str = NOTHING_DONE) -> list[Any]:
+        """Return the objects of all ranks, by rank. All ranks call this together, when no vote is under way.
+
+        left: how a rank is left that others do not answer, for the message.
+        """
+        return self._exchange(mine, left)
 
     @contextmanager
     def outside_of_steps(self, what: str) -> Iterator[Callable[[Any], Any]]:
@@ -202,13 +205,13 @@ class Agreement:
     def _arrived(self) -> list[Vote]:
         return list(map(Vote._make, self._arriving.view(-1, len(Vote._fields)).tolist()))
 
-    def _exchange(self, mine: Any) -> list[Any]:
+    def _exchange(self, mine: Any, left: str = NOTHING_DONE) -> list[Any]:
         since = perf_counter()
         try:
             return exchange_objects(mine, self._gather)
         except RuntimeError as error:
             self._box.broken = type(error).__name__
-            raise self._lost(error, since) from error
+            raise self._lost(error, since, left=left) from error
 
     def _gather(self, given: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(given) for _ in range(dist.get_world_size(self._box.group))]
@@ -220,13 +223,20 @@ class Agreement:
         votes = enumerate(self._arrived())
         return [rank for rank, vote in votes if vote.kind == _NOT_CAST and rank != self.rank]
 
-    def _lost(self, error: RuntimeError, since: float, silent: Sequence[int] = (), own: str = "") -> CollectiveError:
+    def _lost(
+        self,
+        error: RuntimeError,
+        since: float,
+        silent: Sequence[int] = (),
+        own: str = "",
+        left: str = NOTHING_DONE,
+    ) -> CollectiveError:
         waited, limit = perf_counter() - since, world_timeout().total_seconds()
         told = self.distress.told_by(silent)
         before = own or "the first collective of the step"
+        why = explain_lost_votes(str(error), silent, waited, limit, own, told, left)
         return CollectiveError(
-            f"rank {self.rank}: the agreement before {before} failed: "
-            f"{explain_lost_votes(str(error), silent, waited, limit, own, told)}. [{type(error).__name__}: {error}]"
+            f"rank {self.rank}: the agreement before {before} failed: {why}. [{type(error).__name__}: {error}]"
         )
 
     def _mismatch(self, cast: list[Ballot | None]) -> Exception:

@@ -8,17 +8,26 @@ from commfuse_fx.support.long_lists import shortened
 
 _CLOSED = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
+NOTHING_DONE = "Nothing was updated"
+"""How ranks are left that have lost others ahead of a step."""
+
 _FEWER = "give all ranks as many batches (drop_last), or run the loop in the join() of a compiled module"
 
 
 def explain_lost_votes(
-    cause: str, silent: Sequence[int], waited: float, limit: float, own: str, told: Sequence[str]
+    cause: str,
+    silent: Sequence[int],
+    waited: float,
+    limit: float,
+    own: str,
+    told: Sequence[str],
+    left: str = NOTHING_DONE,
 ) -> str:
     """Which votes have not come, why, and what to do.
 
     cause: what the backend has raised. silent: ranks without a vote; none if that is not known. waited: seconds.
     limit: the time-out. own: what this rank does instead of a step; "" for a step. told: what other ranks have said of
-    themselves.
+    themselves. left: how this rank is left.
     """
     names = ", ".join(shortened([str(rank) for rank in silent], 8, "{} others"))
     who = f"no vote has come from rank{'s' if len(silent) > 1 else ''} {names}" if silent else "votes have not come"
@@ -43,4 +52,4 @@ def explain_lost_votes(
         advice = f"look at the output of all ranks. If one had fewer batches, {_FEWER}"
     mine = f" This rank has come to {own}, which all ranks do together." if own else ""
     theirs = "".join(f" {each}." for each in told)
-    return f"{said}. Nothing was updated.{theirs}{mine} {advice[0].upper()}{advice[1:]}"
+    return f"{said}. {left}.{theirs}{mine} {advice[0].upper()}{advice[1:]}"
