@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import config
 
 import commfuse_fx as cf
 from benchmarks.single_process import eager_step
@@ -47,12 +48,24 @@ def compiled_step(workload: Workload, model: torch.nn.Module, **options: Any) ->
     return lambda: step(*args, **kwargs)
 
 
+def rounded_step(workload: Workload, model: torch.nn.Module) -> Callable[[], Any]:
+    """A step whose regions round every result of half precision, as if all of them decided something."""
+    step = compiled_step(workload, model, backend="inductor")
+
+    def run() -> Any:
+        with config.patch(emulate_precision_casts=True):
+            return step()
+
+    return run
+
+
 VARIANTS: dict[str, Callable[[Workload, torch.nn.Module], Callable[[], Any]]] = {
     "eager": trained,
     "torch.compile": compiled_by_torch,
     "op by op": compiled_step,
     "inductor": lambda workload, model: compiled_step(workload, model, backend="inductor"),
     "layers": lambda workload, model: compiled_step(workload, model, backend="inductor", inductor_regions="layers"),
+    "rounded": rounded_step,
 }
 
 

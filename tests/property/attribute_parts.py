@@ -31,6 +31,11 @@ class SetsAttributes(nn.Module):
             x = WAYS[way](self, x)
         return x * self.weight
 
+    @property
+    def may_count_rows(self) -> bool:
+        """Whether the forward reads all of its attributes by `vars`, so that one of them may be made of the other."""
+        return {"deleted", "written_only"} <= set(self.ways)
+
     def turn(self, rng: random.Random) -> None:
         """What users set back, or set."""
         which = rng.randrange(5)
