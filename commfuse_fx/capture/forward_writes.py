@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -16,7 +17,8 @@ from commfuse_fx.capture.frozen import ABSENT, CONSTANTS, CONTAINERS, MOST_ITEMS
 from commfuse_fx.capture.numpy_types import SCALARS
 
 _NUMBERS = (int, float, complex, *SCALARS)
-_REPEATED = (*CONSTANTS, Enum, FunctionType, BuiltinFunctionType, MethodType, partial, type)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, partial)
+_REPEATED = (*CONSTANTS, *_CODE, Enum, type)
 _MOST_VALUES = 3
 """How often a forward may make another value of one that it has left before. What goes on so is a counter."""
 
@@ -42,6 +44,12 @@ class ForwardWrite:
         owner = self.holder()
         if owner is not None and not (self.once and _value_of(owner, self.name, self.kind) is not ABSENT):
             _set(owner, self.name, self.kind, self.value)
+
+    @property
+    def is_of_code(self) -> bool:
+        """Whether it would set a function, or put something in the place of one."""
+        owner = self.holder()
+        return owner is not None and _are_code(self.value, _value_of(owner, self.name, self.kind))
 
 
 @dataclass
@@ -76,6 +84,16 @@ class WholeCall:
 
     def __enter__(self) -> None:
         self.writes = ()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Inside the block the call is traced. After one that is refused, the model is as before, but for patches of
+        its code that take themselves back: in eager PyTorch they are gone after an error, too."""
+        try:
+            yield
+        except BaseException:
+            self.writes = tuple(write for write in self.writes if write.is_of_code)
+            raise
 
     def __exit__(self, *error: object) -> None:
         for write in self.writes:
@@ -137,9 +155,21 @@ class ForwardWrites:
             found.append(ForwardWrite(Itself(owner), name, kind, after, label, once))
             if not once:
                 _set(owner, name, kind, before)
+        self._forget()
+        return tuple(found)
+
+    def undo(self) -> None:
+        """After a trace that has failed, give attributes the values that they had before it. What is said of `tracing`
+        holds for code, and `Attributes` takes out tensors of the trace."""
+        for owner, name, kind, _, before, _ in list(self._places(lambda owner, name: False)):
+            after = _value_of(owner, name, kind)
+            if after is not before and not (_are_code(before, after) or _holds_traced((before, after))):
+                _set(owner, name, kind, before)
+        self._forget()
+
+    def _forget(self) -> None:
         for kept in (self._known, self._before, self._read, self._items):
             kept.clear()
-        return tuple(found)
 
     def _places(self, was_read: Callable[[Any, str], bool]) -> Iterator[tuple[Any, Any, str, str, Any, bool]]:
         for owner, name, kind, label, before in self._before.values():
@@ -165,7 +195,11 @@ class ForwardWrites:
         return isinstance(value, _REPEATED) and not _holds_traced(value)
 
 
-_DECIDES = (bool, str, bytes, type(None), Enum, FunctionType, BuiltinFunctionType, MethodType, partial, type)
+def _are_code(*values: Any) -> bool:
+    return any(isinstance(value, _CODE) for value in values)
+
+
+_DECIDES = (*_CODE, bool, str, bytes, type(None), Enum, type)
 """What a forward sets to go another way the next time. A number or container that was absent is a kept result."""
 
 

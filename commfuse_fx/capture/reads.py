@@ -128,7 +128,11 @@ class Reads:
             for name, param in self._model.named_parameters():
                 for hook in (param._backward_hooks or {}).values():
                     self.see(hook, f"a hook of {name}")
-            yield
+            try:
+                yield
+            except BaseException:
+                self._writes.undo()
+                raise
         self._take_back()
 
     def _take_back(self) -> None:

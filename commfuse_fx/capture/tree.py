@@ -140,6 +140,8 @@ def _is_constant(value: Any) -> bool:
 def _constant_key(value: Any) -> Hashable:
     if isinstance(value, slice):
         return tuple(map(_constant_key, (value.start, value.stop, value.step)))
+    if isinstance(value, frozenset):
+        return frozenset((type(each), _constant_key(each)) for each in value)
     if isinstance(value, FunctionType) and not (value.__defaults__ or value.__kwdefaults__ or vars(value)):
         return value.__code__, id(value.__globals__)  # a lambda is another object in each call
     return type(value), repr(value) if isinstance(value, (*_SIGNED, *SCALARS)) else value

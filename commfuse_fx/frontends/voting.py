@@ -67,7 +67,7 @@ class Voting:
 
     def _cast(self, ballot: Ballot, rewritten: Shards | None, wish: int = 0, numbers: int = 0) -> None:
         assert self._agreement is not None
-        written = hash62(repr(found)) if (found := self._written(rewritten)) else 0
+        written = hash62(repr(sorted(found.items()))) if (found := self._written(rewritten)) else 0
         self._agreement.cast(Vote(ballot.signature, 0, wish, self._starts, numbers, written))
 
     def _written(self, shards: Shards | None) -> dict[str, int]:

@@ -334,8 +334,7 @@ class Planner:
 
     @property
     def _divides_evaluations(self) -> bool:
-        """Whether parameters may have other parts in an evaluation that follows a training step than in one that does
-        not."""
+        """Whether parameters may have other parts in an evaluation after a training step than in one without it."""
         config = self._fixed.as_chosen(self.config)
         asked, may_be = config.parallel_optimizer, bool(config.free_levels)
         is_divided = asked is not None and (asked.level == PARAMETERS or config.divides_graphs)
@@ -390,7 +389,8 @@ class Planner:
 
     def _trace(self, request: CompileRequest) -> Compiled:
         self._reads = Reads(self.model, self.loss_fn, self.whole_call)
-        return compile_call(request, self._reads)
+        with self.whole_call.tracing():
+            return compile_call(request, self._reads)
 
     def _describe_optimizer(self, opaque: str) -> OptimizerInfo | None:
         if self.optimizer is None:

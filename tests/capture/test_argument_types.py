@@ -158,6 +158,7 @@ CONSTANTS: dict[str, tuple[list[Any], int]] = {
     "zeros": ([0.0, -0.0, 0.0], 2),
     "numpy": ([np.float32(2), np.float32(-2), np.float32(2)], 2),
     "not a number": ([float("nan"), float("nan")], 1),
+    "members of a set": ([frozenset([2]), frozenset([2.0]), frozenset([2])], 2),
     "others": ([range(3), range(3), frozenset([1]), ..., pathlib.Path("."), b"x", Color.RED, torch.Size([2])], 7),
 }
 

@@ -229,6 +229,50 @@ def test_reading_a_graph_sets_nothing() -> None:
     assert net.is_ready
 
 
+def _refused_there(y: torch.Tensor) -> torch.Tensor:
+    return y * 2 if y.sum() > 0 else y
+
+
+def _refused_later(y: torch.Tensor) -> torch.Tensor:
+    return y + SCALE.mul_(1)
+
+
+SCALE = torch.ones(4)
+
+
+class Refused(nn.Module):
+    """A model that cannot be traced, and keeps what it computes once."""
+
+    def __init__(self, refused: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.lin, self.refused, self.mask, self.is_ready, self.table = nn.Linear(4, 4), refused, None, False, {"a": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.mask, self.is_ready, self.table["a"] = torch.ones(4) * 3, True, 1
+        return self.refused(self.lin(x) * self.mask)
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        del self.forward
+        return self(x) * 2
+
+
+@pytest.mark.parametrize("form", ["module", "step"])
+@pytest.mark.parametrize("refused", [_refused_there, _refused_later])
+def test_a_refusal_leaves_attributes_as_they_were(refused: Callable[[torch.Tensor], torch.Tensor], form: str) -> None:
+    """So the model still computes in eager PyTorch. A patch that serves one call is gone, as after any error."""
+    net = Refused(refused)
+    x = torch.randn(3, 4)
+    want = copy.deepcopy(net)(x)
+    for patched in (False, True):
+        if patched:
+            net.forward = types.MethodType(Refused.doubled, net)  # type: ignore[method-assign]
+        with pytest.raises(cf.CaptureError):
+            _calls(net, form)[1](x)
+        assert (net.mask, net.is_ready, net.table, "forward" in vars(net)) == (None, False, {"a": 0}, False)
+    torch.testing.assert_close(net(x), want)
+
+
 class Growing(nn.Module):
     """What its forward leaves is made of what it has found."""
 

@@ -88,7 +88,10 @@ def scales_states(model: nn.Sequential, optimizer: Any, odd: int) -> None:
 
 
 def loads_states(model: nn.Sequential, optimizer: Any, odd: int) -> None:
+    """The order in which a state lies in its dict counts for nothing."""
     held = copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 1:
+        held["state"] = {key: dict(reversed(state.items())) for key, state in held["state"].items()}
     held["state"][0]["exp_avg"].mul_(1 + odd)
     optimizer.load_state_dict(held)
 

@@ -126,7 +126,7 @@ class Agreement:
         return self._read(None)[0].signature
 
     def settle(self, ballot: Ballot) -> Sequence[Vote]:
-        """Read the vote. Returns the votes of all ranks that do not just attend; none if they were read before.
+        """Read the vote. Returns what ranks voted that do not just attend, each vote once; none if it was read before.
 
         Raises PlanMismatchError or PeerFailedError, on every rank alike.
         """
@@ -135,7 +135,8 @@ class Agreement:
     def _read(self, ballot: Ballot | None) -> Sequence[Vote]:
         self._settled = True
         own = "" if ballot is None else ballot.between_steps
-        votes = [vote for vote in self._result(own) if vote.kind != _ATTENDS]
+        different = map(Vote._make, dict.fromkeys(map(tuple, self._result(own))))
+        votes = [vote for vote in different if vote.kind != _ATTENDS]
         failed = any(vote.kind == _FAILED for vote in votes)
         differ = any(vote.signature != votes[0].signature for vote in votes)
         self._is_running = not failed and not differ
@@ -188,8 +189,8 @@ class Agreement:
             self._box.broken = type(error).__name__
             log.warning("could not tell the other ranks about the error: %s", lost)
 
-    def _result(self, own: str = "") -> list[Vote]:
-        """Wait for the votes. own: what this rank does instead of a step."""
+    def _result(self, own: str = "") -> list[list[int]]:
+        """Wait for the votes, by rank. own: what this rank does instead of a step."""
         try:
             work = self.distress.heed(self._work)
             if self.timeline is None:
@@ -202,8 +203,9 @@ class Agreement:
             self._work = None
         return self._arrived()
 
-    def _arrived(self) -> list[Vote]:
-        return list(map(Vote._make, self._arriving.view(-1, len(Vote._fields)).tolist()))
+    def _arrived(self) -> list[list[int]]:
+        found: list[list[int]] = self._arriving.view(-1, len(Vote._fields)).tolist()
+        return found
 
     def _exchange(self, mine: Any, left: str = NOTHING_DONE) -> list[Any]:
         since = perf_counter()
@@ -220,7 +222,7 @@ class Agreement:
 
     def _silent_ranks(self) -> list[int]:
         """The ranks whose votes have not arrived."""
-        votes = enumerate(self._arrived())
+        votes = enumerate(map(Vote._make, self._arrived()))
         return [rank for rank, vote in votes if vote.kind == _NOT_CAST and rank != self.rank]
 
     def _lost(
