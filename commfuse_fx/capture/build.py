@@ -31,6 +31,10 @@ from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
 from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
 from commfuse_fx.sharding.marking.traced_marks import module_marks_traced
 from commfuse_fx.sharding.marking.traced_parts import BatchParts
+from commfuse_fx.support.logs import logger
+from commfuse_fx.support.long_lists import shortened
+
+log = logger("trace")
 
 
 def capture(
@@ -117,7 +121,26 @@ def describe(
         program.add_source(node, source)
     _annotate(program)
     _set_gradients(program, traced)
+    _warn_of_idle_marks(program, model)
     return program
+
+
+def _warn_of_idle_marks(program: Program, model: nn.Module) -> None:
+    """Warn of parameters and buffers that are marked as each rank's own where ranks share all of them."""
+    mode = program.config.parallel_mode
+    if program.mesh.world == 1 or mode in ("stand_alone", "hybrid_parallel"):
+        return
+    held = (*model.named_parameters(), *model.named_buffers())
+    marked = [name for name, each in held if read_layerwise_parallel(each, name)]
+    why = f'it has no effect with parallel_mode="{mode}", where ranks share all parameters and buffers'
+    for name in marked:
+        program.note("layerwise_parallel", name, why)
+    if marked:
+        log.warning(
+            'layerwise_parallel of %s: %s; pass parallel_mode="hybrid_parallel", or remove the mark',
+            ", ".join(shortened(marked, 4, "{} others")),
+            why,
+        )
 
 
 def describe_parameters(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> dict[str, Parameter]:

@@ -35,7 +35,7 @@ def warn_of_rank_writes(program: Program, mutations: Sequence[tuple[fx.Node, fx.
                 differs[node] = None
     for target, value in written:
         param = program.params[program.sources[target].name]
-        if value in differs and not param.layerwise_parallel:
+        if value in differs and param.name not in program.params_of_each_rank:
             source = info(value).source
             why = (
                 f"the forward writes a value to it{f' at {source}' if source else ''} that follows from the rank's "

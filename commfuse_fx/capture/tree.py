@@ -130,8 +130,6 @@ _NO_CONSTANTS = frozenset([dict, list, tuple])
 
 def _is_constant(value: Any) -> bool:
     """Whether a value is compared by equality, or is code without variables around it."""
-    if type(value) in _NO_CONSTANTS:  # most of what is asked about
-        return False
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, _CONSTANTS) or (isinstance(value, frozenset) and all(map(_is_constant, value)))
@@ -172,7 +170,7 @@ def _flatten(
     if isinstance(value, torch.Tensor):
         leaves.append((path, value))
         return _TENSOR
-    if _is_constant(value):
+    if type(value) not in _NO_CONSTANTS and _is_constant(value):  # most of what is asked about
         return Structure("constant", (type(value), _constant_key(value)), pattern=value)
     kind, items = _children(value)
     if unknown is None and (items is None or (kind == "dataclass" and type(value) in pytree.SUPPORTED_NODES)):

@@ -61,10 +61,6 @@ def _is_kind(value: Any) -> bool:
     return bool(value != KindFusion())
 
 
-def _is_optimal(value: Any) -> bool:
-    return bool(value.mode == "optimal")
-
-
 def _differs(name: str) -> Callable[[Any], bool]:
     return lambda value: value is not None and value != DEFAULTS[name]
 

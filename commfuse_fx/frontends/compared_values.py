@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.ir.collectives import collective_of, group_of
 from commfuse_fx.ir.program import Program
 from commfuse_fx.planning.before_fusion import keeps_bits_of_two_ranks
@@ -99,7 +100,7 @@ class ComparedValues:
             return None
         wide = torch.complex128 if found.is_complex() else torch.float64
         size = torch.where(differs, (found.to(wide) - replayed.to(wide)).abs(), 0.0).nan_to_num(torch.inf, torch.inf)
-        if found.is_floating_point() and not self._is_exact(pair) and float(size.max()) <= self._allowed(pair, scale):
+        if _is_rounded(found) and not self._is_exact(pair) and float(size.max()) <= self._allowed(pair, scale):
             return None
         index = tuple(int(each) for each in torch.unravel_index(size.argmax(), size.shape))
         return Difference(index, _number(found[index]), _number(replayed[index]))
@@ -118,9 +119,13 @@ class ComparedValues:
 
 def _largest(value: torch.Tensor) -> float:
     """The largest absolute value that is finite."""
-    if not value.numel() or not value.is_floating_point():
+    if not value.numel() or not _is_rounded(value):
         return 0.0
     return float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _number(value: torch.Tensor) -> float:
@@ -133,7 +138,7 @@ def held_alike(executor: Executor, shards: Shards | None) -> Iterator[tuple[str,
     mode, storage = executor.program.config.parallel_mode, executor.storage
     parts = {} if shards is None else shards.by_name
     for name, value in executor.values.items():
-        if mode == "hybrid_parallel" and getattr(executor.params[name], "layerwise_parallel", False):
+        if is_of_each_rank(executor.params[name], mode):
             continue
         part = parts.get(name)
         place = part.place if part is not None and part.is_divided else None

@@ -30,10 +30,10 @@ from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.planner import Planner
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
-from commfuse_fx.runtime.ranks.joined_world import JoinedWorld, check_same_turn
+from commfuse_fx.runtime.ranks.joined_world import JoinedWorld, check_joined, check_same_turn
 from commfuse_fx.sharding.dividing.fit_marks import refine
 from commfuse_fx.support.logs import configure_logs
-from commfuse_fx.support.ranks import get_group_size, get_rank
+from commfuse_fx.support.ranks import joined_rank, joined_size
 from commfuse_fx.support.tracebacks import user_frames_only
 from commfuse_fx.support.warned import warn_once_per_step
 
@@ -75,7 +75,7 @@ class CompiledCall:
         """Take the ranks that there are now."""
         model, loss_fn, optimizer = self.model, self.loss_fn, self.optimizer
         self._joined = JoinedWorld()
-        self.rank = config.global_rank if config.global_rank is not None else get_rank()
+        self.rank = config.global_rank if config.global_rank is not None else joined_rank()
         check_files(config, self.rank)
         self.mesh = _mesh_of(config)
         measures = self._measures(config)
@@ -111,7 +111,7 @@ class CompiledCall:
             return not self._joined.stays() and self._take_up_world()
 
     def _take_up_world(self) -> bool:
-        before, is_alone = self.session, get_group_size() == 1
+        before, is_alone = self.session, joined_size() == 1
         if before.is_closed:
             return False
         if before.agreement is not None:
@@ -121,7 +121,8 @@ class CompiledCall:
             )
         if is_alone:
             if self.config.parallel_mode != "stand_alone":
-                self._joined.follow_alone()
+                check_joined()
+            self._joined.follow_alone()
             return False
         if before.micro_batches.count:
             raise CommFuseError(
@@ -206,7 +207,7 @@ def _mesh_of(config: CompileConfig) -> Mesh:
     elif config.mesh is not None:
         mesh = Mesh.of_device_mesh(config.mesh)
     else:
-        mesh = Mesh.of_sizes((config.device_num or get_group_size(),))
+        mesh = Mesh.of_sizes((config.device_num or joined_size(),))
         if 1 < ranks < mesh.world and mesh.world % ranks == 0:
             mesh = refine(mesh, {mesh.all_axes: (mesh.world // ranks, ranks)})
     if ranks != 1:

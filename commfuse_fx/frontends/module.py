@@ -112,24 +112,25 @@ class CompiledModule(StandIn, Joinable):
                 "has no devices to run on: leave device_num out and start the program under torchrun; lower() works"
             )
         self._follow_world()
-        if not torch.is_grad_enabled() or not learns(self.module, args, kwargs):
+        model = self._compiled.model  # asking for `self.module` costs more
+        if not torch.is_grad_enabled() or not learns(model, args, kwargs):
             if not self._ran:
-                refuse_parts_of_flat_parameters(self.module)
+                refuse_parts_of_flat_parameters(model)
             if self._session.gathers_for_evaluation(args, kwargs):
                 with outside_inference_mode():
                     forward = self._session.forward(args, kwargs, False)
                 return unflatten(forward.described.nest, iter(forward.outputs))
-            return self.module(*args, **kwargs)
+            return model(*args, **kwargs)
         refuse_other_tracers()
         if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
-            refuse_wrappers(self, self.module)
+            refuse_wrappers(self, model)
             self._ran = True
         if not self.require_backward_grad_sync:
             teach_accelerate(CompiledModule)
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        remove_hooks_of_graphs(self.module)
+        remove_hooks_of_graphs(self._compiled.model)
         session, past, syncs = self._session, self._past, self.require_backward_grad_sync
         owes = self._begin_iteration(syncs)
         if past is not None:

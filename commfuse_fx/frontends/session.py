@@ -38,7 +38,7 @@ from commfuse_fx.runtime.ranks.forks import check_process, process
 from commfuse_fx.runtime.ranks.group_holders import release_at_exit
 from commfuse_fx.runtime.ranks.groups import Groups
 from commfuse_fx.runtime.ranks.seeds import Seeds
-from commfuse_fx.support.ranks import get_group_size
+from commfuse_fx.support.ranks import joined_size
 
 
 class Session:
@@ -65,7 +65,7 @@ class Session:
         self._random: RandomStates | None = None  # before the step that runs
         config = planner.config
         is_real = config.device_num is None and config.parallel_mode != "stand_alone"
-        groups = self._join(config) if is_real and max(planner.mesh.world, get_group_size()) > 1 else None
+        groups = self._join(config) if is_real and max(planner.mesh.world, joined_size()) > 1 else None
         self.runners = Runners(planner, rank, groups, self.agreement, self.synchronize, lambda: self._calls)
         self.voting = Voting(planner, self.agreement)
         self.micro_batches = MicroBatches(planner)
@@ -393,5 +393,5 @@ class Session:
         self.runners.release()
         self.together.release()
         self.verified.release()
+        self.voting.release()
         self.agreement = None
-        self.voting = Voting(self.planner, None)

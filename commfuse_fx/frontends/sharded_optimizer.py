@@ -10,7 +10,7 @@ from torch import nn
 
 from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.options import Default
-from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
+from commfuse_fx.config.parallel_optimizer import BROADCAST, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.gradient_parts import zero_gradients
 from commfuse_fx.frontends.module import CompiledModule
@@ -20,8 +20,11 @@ from commfuse_fx.ir.update_sharing import refuse_unknown
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
 from commfuse_fx.runtime.execute.modes import outside_inference_mode
 from commfuse_fx.support.checks import show
+from commfuse_fx.support.logs import logger
 from commfuse_fx.support.ranks import is_distributed
 from commfuse_fx.support.tracebacks import user_frames_only
+
+log = logger("plan")
 
 _NAME = "parallel_optimizer_config"
 
@@ -222,7 +225,8 @@ def _checked_config(given: Any, model: CompiledModule) -> dict[str, Any] | None:
     of_module = model._compiled.config
     if of_module.parallel_optimizer is not None:
         return _as_of_module(given, of_module.parallel_optimizer, of_module.parallel_optimizer_config)
-    if isinstance(given, Default):
+    is_own = not isinstance(given, Default)
+    if not is_own:
         given = of_module.parallel_optimizer_config or context_settings().get(_NAME, given.value)
     options = ParallelOptimizer.parse(given, _NAME)
     if options.gradient_accumulation_shard:
@@ -235,6 +239,12 @@ def _checked_config(given: Any, model: CompiledModule) -> dict[str, Any] | None:
             f'{_NAME}["level"] is {options.level}, and the module was compiled to hold whole parameters and gradients: '
             f'compile it with enable_parallel_optimizer=True and {_NAME}={{"level": {options.level}}}, and leave the '
             "options out here"
+        )
+    if is_own and options.pad and options.mode == BROADCAST:
+        log.warning(
+            '%s["pad"]=True has no effect with mode="%s": a rank has all rows of what it updates; leave pad out',
+            _NAME,
+            BROADCAST,
         )
     return None if given is None else dict(given)
 

@@ -15,7 +15,7 @@ from commfuse_fx.frontends.arguments_of_ddp import ATTRIBUTES
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.logs import logger
 
-_CAPTURE = logger("capture")
+log = logger("trace")
 
 
 class StandIn(nn.Module):
@@ -39,7 +39,7 @@ class StandIn(nn.Module):
         """Stand in front of this model from now on."""
         hidden = self._hidden(model)
         if hidden:
-            _CAPTURE.warning(
+            log.warning(
                 "a compiled module has %s itself, which %s has as well: model.module.%s is that of the model",
                 ", ".join(hidden),
                 type(model).__qualname__,

@@ -40,6 +40,10 @@ class Voting:
         self._is_between_votes = False
         self._verifies = 0
 
+    def release(self) -> None:
+        """Let go of the process group: there is no vote any more."""
+        self._agreement = None
+
     def start(self, runner: Runner) -> None:
         """Before the first step: agree on the plan, then send or compare the parameters' first values."""
         agreement, config = self._agreement, self._planner.config

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from commfuse_fx.errors import ConfigKeyError
-from commfuse_fx.support.ranks import get_rank
+from commfuse_fx.support.ranks import joined_rank
 
 VARIABLE = "COMMFUSE_LOGS"
 
@@ -79,7 +79,7 @@ def configure_logs() -> None:
     Raises ConfigKeyError, which lists the words, for an unknown one.
     """
     global _applied
-    wanted = (os.environ.get(VARIABLE, ""), get_rank())
+    wanted = (os.environ.get(VARIABLE, ""), joined_rank())
     if wanted == _applied:
         return
     text, rank = wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from commfuse_fx.support.ranks import get_group_size, get_rank
+from commfuse_fx.support.ranks import joined_rank, joined_size
 
 _given: dict[str, None] = {}
 
@@ -17,8 +17,8 @@ class _OnceWithRank(logging.Filter):
         if text in _given:
             return False
         _given[text] = None
-        if get_group_size() > 1:
-            record.msg, record.args = f"[rank {get_rank()}] {text}", ()
+        if joined_size() > 1:
+            record.msg, record.args = f"[rank {joined_rank()}] {text}", ()
         return True
 
 

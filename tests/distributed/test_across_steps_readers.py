@@ -261,3 +261,18 @@ def dropped() -> tuple[list[bool], list[bool], bool]:
 def test_a_step_that_is_dropped_while_an_update_is_pending(ranks: Ranks):
     """The update comes with the next look at a parameter; where nobody can look any more, nothing is kept."""
     assert ranks.values(dropped) == [([True] * 3, [False] * 3, True)] * 2
+
+
+def closed() -> list[bool]:
+    """Which of what a step votes with, its groups and its executor live on when it is closed."""
+    _, _, step = make(ACROSS, SEVERAL)
+    step(*batches(cf.get_rank(), 1)[0])
+    session = step.session
+    refs = [weakref.ref(each) for each in (session.agreement, session.runners.groups, session.running)]
+    step.close()
+    gc.collect()
+    return [ref() is not None for ref in refs]
+
+
+def test_a_step_that_is_closed_holds_no_group(ranks: Ranks):
+    assert ranks.values(closed) == [[False] * 3] * 2

@@ -49,6 +49,25 @@ def in_the_zoo(function: Callable[..., Any], *args: Any) -> tuple[int, set[bool]
     return len(reports), {report.bitwise for report in reports}, max(report.between_ranks for report in reports)
 
 
+class Waves(nn.Module):
+    """Its gradients are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.first @ self.second).abs()
+
+
+def complex_gradients() -> None:
+    torch.manual_seed(0)
+    step = cf.compile(Waves(), loss_fn=F.cross_entropy)
+    for number in range(2):
+        step(*xy(number))
+
+
 ZOO: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "convnet": (parity.match_ddp, ("convnet", "auto"), 2),
     "transformer": (parity.match_ddp, ("gpt2", "index"), 2),
@@ -61,6 +80,7 @@ ZOO: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "tensor parallel": (divided_updates.beside_tensor_parallel, (), 4),
     "owners": (owned.goes_on_from_its_state, (), 2),
     "micro-batches": (accumulation.shares_updates_otherwise, (), 3),
+    "complex": (complex_gradients, (), 3),
 }
 
 

@@ -72,6 +72,49 @@ def test_buffers_that_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "mode", "is_told"),
+    [
+        ("step", "data_parallel", True),
+        ("step", "semi_auto", True),
+        ("step", "stand_alone", False),
+        ("step", "hybrid_parallel", False),
+        ("module", "data_parallel", True),
+        ("dynamo", "data_parallel", True),
+    ],
+)
+def test_marks_of_each_rank_where_ranks_share_all(
+    form: str, mode: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].weight.layerwise_parallel = net[1].running_mean.layerwise_parallel = True
+    capture: dict[str, Any] = {"capture": "dynamo"} if form == "dynamo" else {}
+    made = compiled(net, parallel_mode=mode) if form == "step" else cf.compile(net, device_num=2, **capture)
+    for rows in (3, 5):
+        batch = (torch.randn(rows, 4),) * (2 if form == "step" else 1)
+        notes = [(each.subject, each.reason) for each in made.lower(*batch).explain().notes]
+        why = f'it has no effect with parallel_mode="{mode}", where ranks share all parameters and buffers'
+        assert ((("0.weight", why) in notes) and (("1.running_mean", why) in notes)) == is_told
+    said = [each.getMessage() for each in caplog.records if "layerwise_parallel of" in each.getMessage()]
+    fix = 'pass parallel_mode="hybrid_parallel", or remove the mark'
+    assert said == [f"layerwise_parallel of 0.weight, 1.running_mean: {why}; {fix}"] * is_told
+
+
+def test_a_mark_without_effect_hides_no_other_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Written(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.bias.copy_(x.mean(0))
+            return super().forward(x)
+
+    for mode, is_told in (("data_parallel", True), ("hybrid_parallel", False)):
+        caplog.clear()
+        net = Written(4, 4)
+        net.bias.layerwise_parallel = True
+        compiled(net, parallel_mode=mode).lower(*BATCH)
+        assert any("parameter bias: the forward writes" in each.getMessage() for each in caplog.records) == is_told
+
+
+@pytest.mark.parametrize(
     "mark",
     [
         lambda net: cf.shard(net[0].weight, (2, 1)),

@@ -107,6 +107,13 @@ def test_options_come_from_the_context_and_fusion_from_the_module() -> None:
     assert not cf.ShardedOptimizer(cf.compile(marked, device_num=4), torch.optim.AdamW).lower().collectives
 
 
+def test_a_pad_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({"mode": "broadcast", "pad": True}, {"pad": True}, {"mode": "broadcast"}):
+        made(parallel_optimizer_config=options)
+    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert said.startswith('parallel_optimizer_config["pad"]=True has no effect with mode="broadcast"')
+
+
 def of_a_step() -> Any:
     return cf.compile(net(), loss_fn=F.mse_loss)
 

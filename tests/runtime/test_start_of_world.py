@@ -24,8 +24,11 @@ VARIABLES = (
     "MASTER_PORT",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_NTASKS",
+    "SLURM_PROCID",
     "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE",
+    "PMI_RANK",
 )
 
 
@@ -40,7 +43,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "", "RANK"),
         ({"WORLD_SIZE": "1"}, "", "RANK"),
-        ({"WORLD_SIZE": "many"}, "", "RANK"),
+        ({"WORLD_SIZE": " "}, "", "RANK"),
         ({"WORLD_SIZE": " 3"}, "torchrun has started 3 ranks (WORLD_SIZE=3)", "RANK"),
         ({"SLURM_NTASKS": "4"}, "", "RANK"),  # of a job, whose script runs once
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, "", "SLURM_PROCID"),
@@ -60,6 +63,46 @@ def test_what_launchers_say(environment: dict[str, str], said: str, rank: str, m
         with pytest.raises(cf.ConfigValueError, match=rf"pass rank=.*{rank}"):
             cf.init()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3"}, (0, 1)),  # of nobody knows how many
+        ({"WORLD_SIZE": "4", "RANK": "3"}, (3, 4)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}, (2, 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, (1, 2)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, (1, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),
+    ],
+)
+def test_a_rank_knows_its_place_before_it_joins(
+    environment: dict[str, str], place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that are seeded with the rank would be the same on all ranks otherwise."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (cf.get_rank(), cf.get_group_size()) == place
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("text", ["two", "-1", "2.0"])
+def test_a_launcher_that_gives_no_number_is_no_world_of_one(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    x = torch.ones(2, 4)
+    for call in (cf.init, cf.get_rank, cf.get_group_size, lambda: cf.compile(nn.Linear(4, 4))(x)):
+        with pytest.raises(cf.ConfigValueError, match=f"{name} is '{text}' in the environment.*: give a number, or"):
+            call()
+    cf.compile(nn.Linear(4, 4), parallel_mode="stand_alone")(x).sum().backward()
+
+
+def test_a_launcher_that_does_not_say_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(cf.ConfigValueError, match=r"started 2 ranks \(WORLD_SIZE=2\), but RANK does not say which"):
+        cf.get_rank()
 
 
 def uses() -> dict[str, Any]:
@@ -169,6 +212,7 @@ LISTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
         ({**LISTED, "MASTER_PORT": "http"}, {"rank": 0}, "MASTER_PORT is 'http' in the environment"),
         ({"MASTER_ADDR": "127.0.0.1"}, {"rank": 0, "world_size": 2}, "MASTER_PORT is not in the environment"),
         ({"MASTER_ADDR": "127.0.0.1", "RANK": "0"}, {}, "WORLD_SIZE is not in the environment"),
+        ({"WORLD_SIZE": "two"}, {"rank": 0}, "world_size is not given, and WORLD_SIZE is 'two' in the environment"),
     ],
 )
 def test_variables_that_say_no_place(

@@ -186,12 +186,12 @@ def test_debug_level_does_not_print_whole_graphs(caplog: pytest.LogCaptureFixtur
 def test_rank_0_prints_unless_all_are_asked_for(
     words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, rank: int, prefix: str
 ) -> None:
-    monkeypatch.setattr(logs, "get_rank", lambda: rank)
+    monkeypatch.setattr(logs, "joined_rank", lambda: rank)
     words(text)
     train(Net())
     printed = capsys.readouterr().err
     assert printed.startswith(prefix) and bool(printed) == bool(prefix)
-    monkeypatch.setattr(logs, "get_rank", lambda: 0)
+    monkeypatch.setattr(logs, "joined_rank", lambda: 0)
 
 
 SCRIPT = """

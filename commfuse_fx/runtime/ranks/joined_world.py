@@ -56,7 +56,7 @@ class JoinedWorld:
     def stays(self) -> bool:
         """Whether it is the group that runs now. Without one: whether this process is known to be alone."""
         world = _running()
-        return world is self._found() and (world is not None or self._is_alone)
+        return self._is_alone if world is None else world is self._found()
 
     def follow(self) -> None:
         """From now on it is the group that runs, or none."""
@@ -64,8 +64,7 @@ class JoinedWorld:
         self._found = _nothing if world is None else weakref.ref(world)
 
     def follow_alone(self) -> None:
-        """As `follow`, for one rank. Raises CommFuseError where a launcher says that there are more."""
-        check_joined()
+        """As `follow`, and without a group this process is alone, as `stays` asks."""
         self.follow()
         self._is_alone = True
 
@@ -81,4 +80,4 @@ def _nothing() -> None:
 
 
 def _running() -> Any:
-    return dist.group.WORLD if is_distributed() else None
+    return dist.group.WORLD if dist.is_available() else None

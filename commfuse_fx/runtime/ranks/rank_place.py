@@ -73,8 +73,9 @@ class RankPlace:
         for name in names:
             text = os.environ.get(name)
             if text is None or not text.strip().isdecimal():
-                found = "is not in the environment" if text is None else f"is {show(text)} in the environment"
-                raise ConfigValueError(f"{name} {found}: set it to a number, as torchrun does, or pass {_ARGUMENTS}")
+                raise ConfigValueError(
+                    f"{name} {_as_found(text)}: set it to a number, as torchrun does, or pass {_ARGUMENTS}"
+                )
         if not self.is_given and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
             rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
             raise ConfigValueError(f"RANK is {rank} and WORLD_SIZE is {size} in the environment: ranks begin at 0")
@@ -94,12 +95,14 @@ class RankPlace:
 def _number(value: object, name: str, variable: str, low: int) -> int:
     if value is not None:
         return check_int(value, name, low)
-    text = os.environ.get(variable, "")
-    if not text.isdecimal():
-        raise ConfigValueError(
-            f"{name} is not given, and {variable} is not in the environment: pass {_ARGUMENTS} together"
-        )
+    text = os.environ.get(variable)
+    if text is None or not text.strip().isdecimal():
+        raise ConfigValueError(f"{name} is not given, and {variable} {_as_found(text)}: pass {_ARGUMENTS} together")
     return int(text)
+
+
+def _as_found(text: str | None) -> str:
+    return "is not in the environment" if text is None else f"is {show(text)} in the environment"
 
 
 def _method(value: object) -> str:
