@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
+import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.virtual.virtual_world import LockstepWorld
+from tests.property.attribute_parts import WAYS, SetsAttributes, attributes_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,89 +26,19 @@ def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMFUSE_VERIFY", "0")
 
 
-Forward = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-class Model(nn.Module):
-    """Its forward sets attributes of itself, of its parts and of what it holds."""
+class Model(SetsAttributes):
+    """Its forward sets attributes in one way."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
-        self.lin, self.drop, self.way = nn.Linear(4, 4), nn.Dropout(0.0), way
-        self.flag, self.first, self.phase, self.rows = False, None, "warm", 0
-        self.config = types.SimpleNamespace(problem_type=None, table={"mode": "a", "inner": {"deep": None}})
-        self.flags, self.helper = [False, "b"], None
+        super().__init__(random.Random(0), 4)
+        self.lin, self.way, self.helper = nn.Linear(4, 4), way, None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = WAYS[self.way](self, self.lin(x))
-        return y
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return ALL_WAYS[self.way](self, self.lin(x))
 
     def doubled(self, x: torch.Tensor) -> torch.Tensor:
         del self.forward
         return self(x) * 2
-
-    @contextlib.contextmanager
-    def activated(self) -> Iterator[None]:
-        self.activation = torch.tanh
-        try:
-            yield
-        finally:
-            del self.activation
-
-
-def _lazily(net: Any, y: torch.Tensor) -> torch.Tensor:
-    if net.first is None:
-        net.first = 1
-        y = y + 5
-    return y
-
-
-def _once(net: Any, y: torch.Tensor) -> torch.Tensor:
-    if not hasattr(net, "is_ready"):
-        net.is_ready = True
-        y = y + 5
-    return y
-
-
-def _turn(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.flag = not net.flag
-    return y * (2 if net.flag else 3)
-
-
-def _phase(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.phase = {"warm": "run", "run": "cool", "cool": "warm"}[net.phase]
-    return y * len(net.phase) * (net.phase == "run")
-
-
-def _problem(net: Any, y: torch.Tensor) -> torch.Tensor:
-    if net.config.problem_type is None:
-        net.config.problem_type = "single" if len(y) > 3 else "several"
-    return y * len(net.config.problem_type)
-
-
-def _item(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.config.table["mode"] = "b" if net.config.table["mode"] == "a" else "c"
-    net.config.table["inner"]["deep"] = "z"
-    net.flags[0] = True
-    return y * ord(net.config.table["mode"])
-
-
-def _written_only(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.rows = len(y)
-    setattr(net.lin, "note", f"{len(y)} rows")  # noqa: B010
-    net.__dict__["seen"] = "x"
-    return y
-
-
-def _context(net: Any, y: torch.Tensor) -> torch.Tensor:
-    with net.activated():
-        result: torch.Tensor = net.activation(y)
-        return result
-
-
-def _mode(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.drop.eval()
-    return y
 
 
 def _partial(net: Any, y: torch.Tensor) -> torch.Tensor:
@@ -116,34 +47,18 @@ def _partial(net: Any, y: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _deleted(net: Any, y: torch.Tensor) -> torch.Tensor:
-    if "extra" in vars(net):
-        del net.extra
-        y = y * 7
+def _past_setattr(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.__dict__["seen"] = "x"
+    setattr(net.lin, "note", f"{len(y)} rows")  # noqa: B010
     return y
 
 
-WAYS: dict[str, Forward] = {
-    "a number in place of None": _lazily,
-    "a flag that was absent": _once,
-    "a flag that turns": _turn,
-    "one of three states": _phase,
-    "an attribute of a configuration": _problem,
-    "items of containers": _item,
-    "attributes that nobody reads": _written_only,
-    "a context": _context,
-    "a mode": _mode,
-    "a partial": _partial,
-    "a deletion": _deleted,
-    "nothing": lambda net, y: y,
-}
+ALL_WAYS = {**WAYS, "partial": _partial, "past __setattr__": _past_setattr, "nothing": lambda net, y: y}
 
 
 def _state(net: Any) -> dict[str, Any]:
-    found = {name: value for name, value in vars(net).items() if not name.startswith("_")}
-    found |= vars(found.pop("config"))
-    helper = found.pop("helper")
-    return {**found, "helper": str(helper), "mode": net.drop.training, "note": getattr(net.lin, "note", None)}
+    others = {"helper": str(net.helper), "seen": vars(net).get("seen"), "note": getattr(net.lin, "note", None)}
+    return {**attributes_of(net), **others}
 
 
 def _calls(net: nn.Module, form: str) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
@@ -155,20 +70,21 @@ def _calls(net: nn.Module, form: str) -> tuple[Any, Callable[[torch.Tensor], tor
 
 
 @pytest.mark.parametrize("form", ["module", "step", "evaluation"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_state_and_values_are_those_of_eager_torch(way: str, form: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also after the user has set attributes back, and for shapes that take turns."""
     net = Model(way)
     other = copy.deepcopy(net)
     _, call = _calls(net, form)
-    for number, rows in enumerate([2, 2, 5, 2, 5, 5, 2, 2]):
+    for number, rows in enumerate([4, 4, 5, 4, 5, 5, 4, 4]):
         for each in (net, other):
             each.train(form != "evaluation")
-            each.extra = 1
+            each.spare = 1
             if number == 5:
-                each.config.problem_type = each.first = None
+                each.config.problem = each.first = None
             if number == 6:
-                each.rows, each.lin.note = -1, "of the user"
+                each.rows = -1
+                each.drop.note = each.lin.note = "of the user"
         x = torch.randn(rows, 4)
         torch.testing.assert_close(call(x).detach(), other(x).sum().detach())
         assert _state(net) == _state(other), number
@@ -221,7 +137,7 @@ def test_a_patch_that_takes_itself_back_serves_one_call(patch: Callable[[Any], N
 
 
 def test_reading_a_graph_sets_nothing() -> None:
-    net = Model("a flag that was absent")
+    net = Model("absent")
     step = cf.compile(net, loss_fn=F.mse_loss)
     x = torch.randn(3, 4)
     assert "aten" in step.lower(x, x).text() and not hasattr(net, "is_ready")
@@ -299,7 +215,7 @@ def test_what_counts_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_ranks_in_one_process_go_on_from_what_the_forward_has_set() -> None:
-    net = Model("one of three states")
+    net = Model("phase")
     other = copy.deepcopy(net)
     world = LockstepWorld(cf.compile(net, loss_fn=lambda out, _: out.sum(), device_num=2, form="step"))
     x = torch.randn(4, 4)

@@ -1,11 +1,12 @@
-"""A program for each of two ranks in which nothing can be imported that commfuse-fx does not depend on, as after
-`pip install` of it alone. The first argument is a folder for what it writes."""
+"""A program of two ranks in which nothing can be imported that commfuse-fx does not depend on, as after `pip install`
+of it alone. The argument is a folder for what it writes."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def train(folder: Path) -> None:
     try:
         step(x, y)
     except (cf.CommFuseError, RuntimeError) as error:
-        print(type(error).__name__)
+        print(f"rank {cf.get_rank()}: {type(error).__name__}")
     torch.distributed.destroy_process_group()
 
 
@@ -112,7 +113,11 @@ if __name__ == "__main__":
     finder = Required(required(["commfuse-fx"]))
     assert {"numpy", "rich", "pytest"} <= finder.hidden and "torch" not in finder.hidden
     sys.meta_path[sys.meta_path.index(PathFinder)] = finder
+    import_module("commfuse_fx.api")  # once for both
+    other = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(not other))
     train(Path(sys.argv[1]))
-    if sys.argv[2:]:
+    if other:
         use_commands(Path(sys.argv[1]))
+        assert os.waitpid(other, 0)[1] == 0
     assert not {"numpy", "rich"} & set(sys.modules)

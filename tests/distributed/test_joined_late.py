@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def step_form(**options: Any) -> Trained:
     return model, train
 
 
+def in_a_loop(compiled: Callable[..., torch.Tensor], optimizer: Any) -> None:
+    for x in batches():
+        optimizer.zero_grad()
+        F.mse_loss(compiled(x), x).backward()
+        optimizer.step()
+
+
 def module_form(make: Callable[[], nn.Module] = net, **options: Any) -> Trained:
     """Ranks begin with different values, of which rank 0's are sent."""
     model = make()
@@ -70,15 +78,7 @@ def module_form(make: Callable[[], nn.Module] = net, **options: Any) -> Trained:
         for param in model.parameters():
             param.add_(int(os.environ["RANK"]))
     compiled = cf.compile(model, **options)
-    optimizer = sgd(model)
-
-    def train() -> None:
-        for x in batches():
-            optimizer.zero_grad()
-            F.mse_loss(compiled(x), x).backward()
-            optimizer.step()
-
-    return model, train
+    return model, partial(in_a_loop, compiled, sgd(model))
 
 
 def dynamo() -> Trained:
@@ -88,15 +88,7 @@ def dynamo() -> Trained:
 
 def backend() -> Trained:
     model = net()
-    compiled, optimizer = torch.compile(model, backend="commfuse"), sgd(model)
-
-    def train() -> None:
-        for x in batches():
-            optimizer.zero_grad()
-            F.mse_loss(compiled(x), x).backward()
-            optimizer.step()
-
-    return model, train
+    return model, partial(in_a_loop, torch.compile(model, backend="commfuse"), sgd(model))
 
 
 def sharded(**options: Any) -> Trained:
@@ -105,10 +97,7 @@ def sharded(**options: Any) -> Trained:
     optimizer = cf.ShardedOptimizer(compiled, torch.optim.SGD, lr=0.1, momentum=0.9)
 
     def train() -> None:
-        for x in batches():
-            optimizer.zero_grad()
-            F.mse_loss(compiled(x), x).backward()
-            optimizer.step()
+        in_a_loop(compiled, optimizer)
         assert len(optimizer.state_dict()["state"]) == 6
 
     return model, train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -225,7 +226,12 @@ def test_another_sharding_goes_on_from_its_state(ranks: Ranks, size: int) -> Non
     assert max(ranks.values(goes_on_from_its_state, size=size)) < 1e-13
 
 
-def beside_tensor_parallel() -> list[float]:
+FURTHER: tuple[dict[str, Any], ...] = (
+    SMALL, {**SMALL, "level": 3}, {"parallel_optimizer_threshold": 0, "mode": "broadcast"},
+)  # fmt: skip
+
+
+def beside_tensor_parallel(ways: Sequence[dict[str, Any]] = FURTHER) -> list[float]:
     """Differences from one device of parameters and states, and of what goes on from them. Ranks 0 and 1 have one half
     of the batch, ranks 2 and 3 the other, and each of a pair half of both weights."""
 
@@ -239,7 +245,7 @@ def beside_tensor_parallel() -> list[float]:
         return x, torch.randint(0, 13, (6,), generator=drawn)
 
     found = []
-    for options in (SMALL, {**SMALL, "level": 3}, {"parallel_optimizer_threshold": 0, "mode": "broadcast"}):
+    for options in ways:
         net, alone = made(), made()
         cf.shard(net[0], weight=("tp", None))
         cf.shard(net[2], weight=(None, "tp"))

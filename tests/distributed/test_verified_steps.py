@@ -77,9 +77,9 @@ ZOO: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "level 3": (divided_updates.beside_ddp, ("level 3, across steps",), 2),
     "pairs": (divided_updates.by_pairs, (), 4),
     "bf16": (divided_updates.low_precision, (), 2),
-    "tensor parallel": (divided_updates.beside_tensor_parallel, (), 4),
+    "tensor parallel": (divided_updates.beside_tensor_parallel, (divided_updates.FURTHER[1:2],), 4),
     "owners": (owned.goes_on_from_its_state, (), 2),
-    "micro-batches": (accumulation.shares_updates_otherwise, (), 3),
+    "micro-batches": (accumulation.shares_updates_otherwise, ("rows alone, sums of rows", "sums of owners"), 3),
     "complex": (complex_gradients, (), 3),
 }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.support.launchers import rank_variable, several_ranks
+from tests.distributed.harness import Ranks
 
 VARIABLES = (
     "RANK",
@@ -257,7 +258,8 @@ def test_ranks_that_do_not_come(tmp_path: Path) -> None:
         cf.init(timeout=1, rank=0, world_size=2, init_method=f"file://{tmp_path / 'ranks'}")
 
 
-def child(rank: int, method: str, compiled: Any, folder: str) -> None:
+def child(rank: int, method: str, pickled: list[bytes], folder: str) -> None:
+    compiled = ForkingPickler.loads(pickled[rank])
     said = ""
     try:
         cf.init()
@@ -272,23 +274,19 @@ def child(rank: int, method: str, compiled: Any, folder: str) -> None:
     dist.destroy_process_group()
 
 
-SPAWN = """
-import sys, torch, torch.multiprocessing as mp, commfuse_fx as cf
-from tests.runtime.test_start_of_world import child
-if __name__ == "__main__":
-    model = torch.nn.Linear(4, 4)
-    step = cf.compile(model, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+def spawns(folder: str) -> None:
+    """As mp.spawn, which pickles the step so, but for imports, which take seconds."""
+    dist.destroy_process_group()
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    model = nn.Linear(4, 4)
+    step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     step(torch.ones(2, 4), torch.ones(2, 4))
-    mp.spawn(child, (f"file://{sys.argv[1]}/ranks", step, sys.argv[1]), nprocs=2)
-"""
+    pickled = [bytes(ForkingPickler.dumps(step)) for _ in range(2)]
+    start_processes(child, (f"file://{folder}/ranks", pickled, folder), nprocs=2, start_method="fork")
 
 
-def test_a_step_that_is_handed_to_spawned_ranks_trains_with_them(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(SPAWN)
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], check=True, timeout=300, env=environment, cwd=tmp_path
-    )
+@pytest.mark.dist
+def test_a_step_that_is_handed_to_spawned_ranks_trains_with_them(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(spawns, str(tmp_path), size=1)
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() != ""
