@@ -82,6 +82,10 @@ class WholeCall:
         self.chains = Chains()
         self.writes: tuple[ForwardWrite, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is of another model."""
+        return WholeCall, ()
+
     def __enter__(self) -> None:
         self.writes = ()
 

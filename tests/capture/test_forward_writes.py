@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import pickle
 import random
 import types
 from collections.abc import Callable
@@ -143,6 +144,24 @@ def test_reading_a_graph_sets_nothing() -> None:
     assert "aten" in step.lower(x, x).text() and not hasattr(net, "is_ready")
     step(x, x)
     assert net.is_ready
+
+
+def _summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+@pytest.mark.parametrize("form", ["module", "step"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_sets_the_attributes_of_its_own_model(copied: Callable[[Any], Any], form: str) -> None:
+    compiled = cf.compile(Model("phase"), **({} if form == "module" else {"loss_fn": _summed}))
+    x = torch.randn(3, 4)
+    batch = (x,) if form == "module" else (x, x)
+    compiled(*batch)
+    other = copied(compiled)
+    for _ in range(2):
+        other(*batch)
+    models = [each.module if form == "module" else each.model for each in (compiled, other)]
+    assert [each.phase for each in models] == ["run", "warm"]
 
 
 def _refused_there(y: torch.Tensor) -> torch.Tensor:

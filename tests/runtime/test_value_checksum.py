@@ -23,11 +23,25 @@ def test_one_bit_and_one_place() -> None:
 
 
 def test_all_types() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int16, torch.bool):
-        ones = torch.ones(4, dtype=dtype)
-        others = ones.clone()
-        others[2] = 0
-        assert of(ones) == of(ones.clone()) != of(others), dtype
+    """Each element counts, also of those that fill no whole word of 8 bytes, or begin in the middle of one."""
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.int16,
+        torch.bool,
+        torch.float32,
+    ):
+        ones = torch.ones(11, dtype=dtype)
+        found = [of(ones)]
+        for place in range(11):
+            others = ones.clone()
+            others[place] = 0
+            found.append(of(others))
+        assert len(dict.fromkeys(found)) == 12, dtype
+        for begin in range(9):
+            assert of(torch.ones(20, dtype=dtype)[begin : begin + 11]) == found[0], (dtype, begin)
     assert of(torch.tensor(0.0)) != of(torch.tensor(-0.0))
     assert of(torch.zeros(0)) and of()
     assert of(torch.ones(2, dtype=torch.complex64).conj()) == of(
