@@ -192,11 +192,6 @@ def check_parameters(model: nn.Module) -> None:
     """Raises CaptureError for a parameter that cannot be traced, such as a tensor subclass."""
     check_kinds(model)
     for name, param in model.named_parameters():
-        if not isinstance(param, nn.Parameter):
-            raise CaptureError(
-                f"parameter {name} is a tensor in place of an nn.Parameter, as torch.func.functional_call puts it "
-                "there: call the model itself with other values, not what compile() made of it"
-            )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise CaptureError(f"parameter {name} is not initialised yet: run the model once on a batch first")
         if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:

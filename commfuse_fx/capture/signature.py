@@ -22,6 +22,7 @@ from commfuse_fx.capture.model_structure import (
     marks_in,
 )
 from commfuse_fx.capture.tree import Structure
+from commfuse_fx.errors import CaptureError
 from commfuse_fx.kernels.described_optimizer import optimizer_key
 from commfuse_fx.sharding.marking.marks import marks_made
 
@@ -127,6 +128,7 @@ class Watch:
             self._look()
 
     def _look(self) -> None:
+        _refuse_tensors_of_a_call(self._model)
         self._structure = ModelStructure.of(self._model)
         self._modules = list(self._model.modules())
         self.params = dict(self._model.named_parameters())
@@ -231,3 +233,13 @@ def _autocast() -> tuple[Any, ...]:
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )
+
+
+def _refuse_tensors_of_a_call(model: nn.Module) -> None:
+    """Raises CaptureError where tensors stand in place of parameters for one call: gradients are those of parameters."""
+    for name, param in model.named_parameters():
+        if not isinstance(param, nn.Parameter):
+            raise CaptureError(
+                f"parameter {name} is a tensor in place of an nn.Parameter, as torch.func.functional_call puts it "
+                "there: call the model itself with other values, not what compile() made of it"
+            )

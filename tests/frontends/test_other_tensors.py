@@ -73,6 +73,8 @@ def test_the_error_of_torchs_own_sync_batch_norm_is_explained() -> None:
     model, error = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), ValueError("SyncBatchNorm expected a GPU")
     with pytest.raises(cf.CaptureError, match='1 is a SyncBatchNorm, and with capture="dynamo" torch\'s own runs'):
         _explain_sync_batch_norm(model, error)
+    with pytest.raises(cf.CaptureError, match="^the top-level module is a SyncBatchNorm, and"):
+        _explain_sync_batch_norm(nn.SyncBatchNorm(4), error)
     _explain_sync_batch_norm(model, ValueError("another"))
     _explain_sync_batch_norm(model.eval(), error)
     _explain_sync_batch_norm(nn.Linear(2, 2), error)

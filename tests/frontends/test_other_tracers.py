@@ -37,11 +37,18 @@ def test_recorders_are_refused_and_leave_the_module_as_it_was(name: str, capture
     assert torch.equal(compiled.weight.grad, x.sum(0).expand(2, 4))
 
 
-def test_functional_transforms_are_refused() -> None:
-    compiled, x = cf.compile(nn.Sequential(nn.Linear(4, 2))), torch.randn(3, 4)
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_functional_transforms_are_refused(capture: str) -> None:
+    """Also behind a call whose graph would fit."""
+    compiled, x = cf.compile(nn.Sequential(nn.Linear(4, 2)), capture=capture), torch.randn(3, 4)
     doubled = {name: (param.detach() * 2).requires_grad_() for name, param in compiled.named_parameters()}
-    with pytest.raises(cf.NotAvailableError, match="hand them the model itself"):
-        torch.func.vmap(compiled)(x)
-    with pytest.raises(cf.CaptureError, match="0.weight is a tensor in place of an nn.Parameter"):
-        torch.func.functional_call(compiled, doubled, (x,))
-    compiled(x).sum().backward()
+    for _ in range(2):
+        with pytest.raises(cf.NotAvailableError, match="hand them the model itself"):
+            torch.func.vmap(compiled)(x)
+        with pytest.raises(cf.CaptureError, match="0.weight is a tensor in place of an nn.Parameter"):
+            torch.func.functional_call(compiled, doubled, (x,))
+        with pytest.raises(cf.CaptureError, match="0.bias is a tensor in place of an nn.Parameter"):
+            torch.func.functional_call(compiled, {"0.bias": doubled["0.bias"]}, (x,))
+        compiled.zero_grad()
+        compiled(x).sum().backward()
+        assert torch.equal(compiled[0].weight.grad, x.sum(0).expand(2, 4))
