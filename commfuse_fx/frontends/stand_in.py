@@ -137,6 +137,13 @@ class StandIn(nn.Module):
                 raise
             return super().get_submodule(target)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """That of the model. As "module", which `SyncBatchNorm.convert_sync_batchnorm` gives back, it is the model."""
+        if name != "module":
+            self.module.add_module(name, module)
+        elif module is not self.module:
+            self.module = module  # type: ignore[assignment]
+
     # State
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,8 +192,6 @@ def _of_model(name: str) -> Callable[..., Any]:
 for _name in (
     "register_buffer",
     "register_parameter",
-    "add_module",
-    "set_submodule",
     "register_state_dict_pre_hook",
     "register_state_dict_post_hook",
     "_register_state_dict_hook",
