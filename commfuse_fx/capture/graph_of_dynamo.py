@@ -130,12 +130,6 @@ def is_dynamic(arguments: Sequence[Any]) -> bool:
     return False
 
 
-def changes_arguments(graph: fx.GraphModule) -> bool:
-    """Whether the graph changes an argument in place that requires a gradient then."""
-    examples = (node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder")
-    return any(isinstance(value, torch.Tensor) and value.requires_grad and value._version > 0 for value in examples)
-
-
 def sources_of(graph: fx.GraphModule) -> list[str]:
     """For every argument the expression that it comes from, such as `L['self']._modules['fc']._parameters['weight']`;
     its name in the graph where that is not known."""

@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from commfuse_fx.capture.changed_arguments import changed_arguments
 from commfuse_fx.capture.gradient_order import gradient_order
 from commfuse_fx.capture.graph_of_dynamo import (
     GraphOfDynamo,
     Names,
-    changes_arguments,
     is_dynamic,
     sources_of,
     with_checkpoints,
@@ -35,11 +35,12 @@ class SharedGraph:
         self.graph = with_checkpoints(graph)
         self._views: Views | None = None
         self._outputs = sum(len(tree_leaves(node.args)) for node in graph.graph.nodes if node.op == "output")
-        if changes_arguments(graph):
+        changed = changed_arguments(graph)
+        if any(node.meta["example_value"].requires_grad for node in changed):
             self.runs_as_it_is = "it changes arguments that have a gradient, which autograd has to know"
             return
         try:
-            self._views = views_of(graph)
+            self._views = views_of(graph, changed)
         except UnknownViews:
             self.runs_as_it_is = "its outputs share memory, which autograd has to know"
 

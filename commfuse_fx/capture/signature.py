@@ -236,7 +236,7 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def _refuse_tensors_of_a_call(model: nn.Module) -> None:
-    """Raises CaptureError where tensors stand in place of parameters for one call: gradients are those of parameters."""
+    """Raises CaptureError where tensors stand in place of parameters for one call: those get the gradients."""
     for name, param in model.named_parameters():
         if not isinstance(param, nn.Parameter):
             raise CaptureError(

@@ -6,7 +6,7 @@ have made, and not of outputs of a compiled graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,15 @@ class UnknownViews(Exception):
     """Outputs share memory, and their views cannot be made again: they were changed in place, say."""
 
 
-def views_of(graph: fx.GraphModule) -> Views | None:
+def views_of(graph: fx.GraphModule, changed: Collection[fx.Node]) -> Views | None:
     """The views among the outputs of a graph that Dynamo has made; None if there are none. Raises UnknownViews.
 
-    What is viewed becomes one more output of the graph where it is none, and so do sizes that views need.
+    What is viewed becomes one more output of the graph where it is none, and so do sizes that views need. changed: the
+    arguments that the graph changes in place.
     """
     (end,) = (node for node in graph.graph.nodes if node.op == "output")
     outputs: list[Any] = tree_leaves(end.args)
-    memory = _Memory(graph)
+    memory = _Memory(graph, changed)
     again: dict[fx.Node, None] = {}
     roots: dict[fx.Node, None] = {}
     for number in dict.fromkeys(number for node in outputs for number in memory.of(node)):
@@ -69,7 +70,8 @@ def views_of(graph: fx.GraphModule) -> Views | None:
 class _Memory:
     """Which nodes have memory in common, by the number of the memory."""
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, changed: Collection[fx.Node]) -> None:
+        self._changed = changed
         self._roots: dict[int, fx.Node] = {}
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
         for node in graph.graph.nodes:
@@ -92,7 +94,7 @@ class _Memory:
         """The ops that make a view, in order, without the first node of its memory. Raises UnknownViews."""
         root, to_do = self.root(number), [node]
         way: dict[fx.Node, None] = {}
-        if any(isinstance(leaf, torch.Tensor) and leaf._version > 0 for leaf in tree_leaves(_example(root))):
+        if root in self._changed if root.op == "placeholder" else _was_changed(root):
             raise UnknownViews
         while to_do:
             each = to_do.pop()
@@ -107,6 +109,10 @@ class _Memory:
 
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _was_changed(node: fx.Node) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf._version > 0 for leaf in tree_leaves(_example(node)))
 
 
 def _is_number(node: fx.Node) -> bool:

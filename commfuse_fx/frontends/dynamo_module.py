@@ -170,8 +170,8 @@ def _explain_sync_batch_norm(model: nn.Module, error: ValueError) -> None:
     names = [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm) and each.training]
     if names and "SyncBatchNorm" in str(error):
         raise CaptureError(
-            f'{names[0] or "the top-level module"} is a SyncBatchNorm, and with capture="dynamo" torch\'s own runs, which needs a GPU: leave '
-            "capture out, which takes SyncBatchNorm on CPUs, too, or use BatchNorm"
+            f'{names[0] or "the top-level module"} is a SyncBatchNorm, and with capture="dynamo" torch\'s own runs, '
+            "which needs a GPU: leave capture out, which takes SyncBatchNorm on CPUs, too, or use BatchNorm"
         ) from error
 
 

@@ -303,3 +303,52 @@ def test_a_function_under_torch_compile_may_call_a_step() -> None:
         loss.backward()
         optimizers[1].step()
     torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()))
+
+
+def _row_that_learns() -> torch.Tensor:
+    return torch.randn(9, 4)[4:].detach().requires_grad_()
+
+
+class InOneStorage(Clipped):
+    """The parameters are parts of one tensor, as an optimizer may lay them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        params = list(self.parameters())
+        flat = torch.cat([param.detach().flatten() for param in params])
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.data = part.view_as(param)
+
+
+class GivesBack(Clipped):
+    """An output is a view of an argument."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x.flatten()
+
+
+class ChangesIt(Clipped):
+    """Autograd has to know this change of an argument, a part of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        h.mul_(2)
+        return self.second(h)
+
+
+@pytest.mark.parametrize("kind", [Clipped, InOneStorage, GivesBack, ChangesIt])
+def test_arguments_that_are_parts_of_a_storage(kind: type[nn.Module]) -> None:
+    """Torch counts a change of their examples before the graph begins."""
+    call, model, twin = made(kind)
+    x = _row_that_learns()
+    found = []
+    for run in (call, twin):
+        x.grad = None
+        out = run(x)
+        sum(each.sum() for each in (out if isinstance(out, tuple) else (out,))).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param.grad, other.grad)
+    assert bool(call.explain().as_they_are) == (kind is ChangesIt)

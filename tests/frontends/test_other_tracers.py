@@ -51,4 +51,4 @@ def test_functional_transforms_are_refused(capture: str) -> None:
             torch.func.functional_call(compiled, {"0.bias": doubled["0.bias"]}, (x,))
         compiled.zero_grad()
         compiled(x).sum().backward()
-        assert torch.equal(compiled[0].weight.grad, x.sum(0).expand(2, 4))
+        assert torch.equal(compiled.module[0].weight.grad, x.sum(0).expand(2, 4))

@@ -7,6 +7,7 @@ import copy
 import logging
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,31 @@ def test_a_model_that_is_assigned_is_the_one_that_trains(capture: str) -> None:
         with pytest.raises(cf.ConfigTypeError, match="module is|model is|model.0 is"):
             model.module = bad
         assert model.module is other
+
+
+def _changed_by_set_submodule(model: Any) -> Any:
+    model.set_submodule("module.1", nn.SyncBatchNorm(2))
+    return model
+
+
+@pytest.mark.parametrize("convert", [nn.SyncBatchNorm.convert_sync_batchnorm, _changed_by_set_submodule])
+def test_a_library_changes_parts_through_the_level_of_module(convert: Callable[[Any], Any]) -> None:
+    """As PyTorch's own tests do it: `add_module("module", ...)` put the model into itself."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = cf.compile(net)
+    assert convert(model) is model and model.module is net
+    assert isinstance(net[1], nn.SyncBatchNorm) and [*model.state_dict()] == [*net.state_dict()]
+    model(torch.randn(4, 2)).sum().backward()
+    assert net[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["add_module", "register_module", "set_submodule", "__setattr__"])
+def test_a_library_puts_another_model_in_place(name: str) -> None:
+    model, other = cf.compile(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)
+    getattr(model, name)("module", other)
+    assert model.module is other
+    model(torch.randn(4, 2)).sum().backward()
+    assert other.weight.grad is not None
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(model) is model and isinstance(model.module, nn.SyncBatchNorm)
+    model(torch.randn(4, 2)).sum().backward()
+    assert model.module.weight.grad is not None and model.module.weight is other.weight
