@@ -75,7 +75,7 @@ def differences(of_ranks: Sequence[Mapping[Key, Any]]) -> dict[Key, str]:
 def _number(value: Any) -> Any:
     """The value as a number that compares and prints alike on all ranks; None for anything else."""
     kind = value.__class__
-    if kind is float:
+    if kind is float or value is None:
         return value
     if kind is tuple or kind is list:
         return [_number(each) for each in value]
