@@ -164,10 +164,10 @@ class ForwardWrites:
 
     def undo(self) -> None:
         """After a trace that has failed, give attributes the values that they had before it. What is said of `tracing`
-        holds for code, and `Attributes` takes out tensors of the trace."""
+        holds for code."""
         for owner, name, kind, _, before, _ in list(self._places(lambda owner, name: False)):
             after = _value_of(owner, name, kind)
-            if after is not before and not (_are_code(before, after) or _holds_traced((before, after))):
+            if after is not before and not (_are_code(before, after) or _holds_traced(before)):
                 _set(owner, name, kind, before)
         self._forget()
 
