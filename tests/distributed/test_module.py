@@ -176,6 +176,29 @@ def test_ranks_that_use_other_parameters_are_told(ranks: Ranks, size: int) -> No
         assert "rank 1 has no gradient of layers.0.weight" in text and "find_unused_parameters=True" in text
 
 
+def other_kinds(kind: str, finds_unused: bool) -> str:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 1))
+    wrapped = cf.compile(model, find_unused_parameters=finds_unused)
+    if dist.get_rank() and kind == "frozen":
+        model[1].bias.requires_grad_(False)
+    elif dist.get_rank():
+        model.to(**{kind: torch.channels_last if kind == "memory_format" else torch.float64})
+    with pytest.raises(cf.PlanMismatchError) as error:
+        wrapped(torch.randn(2, 2, 5, 5, dtype=model[0].weight.dtype)).square().mean().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_ranks_whose_parameters_are_of_other_kinds_are_told(ranks: Ranks, finds_unused: bool) -> None:
+    for text in ranks.values(other_kinds, "memory_format", finds_unused):
+        assert "rank 0: gradient of 0.weight: f32[3,2,3,3]\n  rank 1: gradient of 0.weight: f32[3,2,3,3](18,1" in text
+        assert "the same memory format" in text and "find_unused" not in text
+    for text in ranks.values(other_kinds, "dtype", finds_unused):
+        assert "rank 1: gradient of 0.weight: f64[3,2,3,3]" in text and "find_unused" not in text
+    for text in ranks.values(other_kinds, "frozen", finds_unused):
+        assert "rank 1 has no gradient of 1.bias: f32[2]\nFreeze the same parameters on every rank" in text
+
+
 class Repeats(nn.Module):
     """A layer that is called several times. With one call gradients are ready in another order."""
 

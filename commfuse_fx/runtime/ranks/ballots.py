@@ -164,16 +164,23 @@ def _sends_the_same(one: Ballot, two: Ballot) -> bool:
 
 def _other_parameters(one: int, first: Ballot, other: int, ballot: Ballot) -> str:
     """The error for a module whose backward reaches other parameters on rank `other` than on rank `one`."""
-    here, there = first.captured.splitlines(), ballot.captured.splitlines()
-    missing = [(other, line) for line in here if line not in there]
-    missing += [(one, line) for line in there if line not in here]
+    here, there = ({line.partition(":")[0]: line for line in each.captured.splitlines()} for each in (first, ballot))
+    missing = [(other, line) for name, line in here.items() if name not in there]
+    missing += [(one, line) for name, line in there.items() if name not in here]
+    unlike = [name for name, line in here.items() if there.get(name, line) != line]
+    if unlike and not missing:
+        name = unlike[0]
+        return (
+            f"ranks {one} and {other} have gradients of other kinds\n  rank {one}: {here[name]}\n"
+            f"  rank {other}: {there[name]}\nGive every parameter the same dtype and the same memory format "
+            "(torch.channels_last or not) on all ranks."
+        )
     texts = [f"rank {rank} has no {line}" for rank, line in missing[:5]]
     more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
     listed = "\n  ".join(texts) or "the parameters stand in another order"
-    instead = ", or pass find_unused_parameters=True to cf.compile"
-    if first.between_steps:  # they gather what they use
-        instead = ", which ranks have divided and gather together"
-    return (
-        f"ranks {one} and {other} use different parameters\n  {listed}{more}\nLet every rank use the same parameters"
-        f"{instead}."
+    advice = (
+        "Freeze the same parameters on every rank, and use the same, or pass find_unused_parameters=True to cf.compile"
     )
+    if first.between_steps:  # they gather what they use
+        advice = "Let every rank use the same parameters, which ranks have divided and gather together"
+    return f"ranks {one} and {other} use different parameters\n  {listed}{more}\n{advice}."
