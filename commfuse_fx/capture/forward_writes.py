@@ -29,7 +29,6 @@ class ForwardWrite:
 
     holder: the object that has the attribute, or the container that has the item. value: ABSENT for a deletion.
     label: its path in messages.
-    once: whether it is done only where there is nothing, as for a result that the forward computes once and keeps.
     """
 
     holder: Itself
@@ -37,12 +36,11 @@ class ForwardWrite:
     kind: str
     value: Any
     label: str
-    once: bool = False
 
     def again(self) -> None:
         """Set the attribute or item, if its object still exists."""
         owner = self.holder()
-        if owner is not None and not (self.once and _value_of(owner, self.name, self.kind) is not ABSENT):
+        if owner is not None:
             _set(owner, self.name, self.kind, self.value)
 
     @property
@@ -151,14 +149,12 @@ class ForwardWrites:
             after = _value_of(owner, name, kind)
             if (guarded and after is before) or not self._can_be_repeated(after) or _holds_traced(before):
                 continue
-            once = guarded and before is ABSENT and not isinstance(after, _DECIDES) and not hasattr(type(owner), name)
-            if guarded and not once:
+            if guarded:
                 old, new = freeze(before, self._own), freeze(after, self._own)
                 if old == new or _counts(old, new) or not self._chains.settles(label, old, new):
                     continue
-            found.append(ForwardWrite(Itself(owner), name, kind, after, label, once))
-            if not once:
-                _set(owner, name, kind, before)
+            found.append(ForwardWrite(Itself(owner), name, kind, after, label))
+            _set(owner, name, kind, before)
         self._forget()
         return tuple(found)
 
@@ -201,10 +197,6 @@ class ForwardWrites:
 
 def _are_code(*values: Any) -> bool:
     return any(isinstance(value, _CODE) for value in values)
-
-
-_DECIDES = (*_CODE, bool, str, bytes, type(None), Enum, type)
-"""What a forward sets to go another way the next time. A number or container that was absent is a kept result."""
 
 
 def instance_dict(owner: Any) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from commfuse_fx.capture.frozen import (
 from commfuse_fx.capture.model_structure import HOOKS
 from commfuse_fx.capture.noted_classes import FOREIGN, can_be_noted, noted, taking_notes
 from commfuse_fx.capture.numpy_types import GENERATORS
+from commfuse_fx.capture.substitute import is_traced, warn_of_stored_tensor
 from commfuse_fx.support.user_lines import is_library
 
 _OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
@@ -209,6 +210,15 @@ class Reads:
             self.see(vars(tensor)[name], f"{self._label(tensor)}.{name}")
         else:
             self.missed(tensor, name)
+
+    def stored_in_tensor(self, tensor: torch.Tensor, name: str, value: Any) -> None:
+        """The trace has stored an attribute in the stand-in of a parameter or buffer."""
+        if is_traced(value):
+            warn_of_stored_tensor(f"{self._label(tensor)}.{name}")
+            return
+        self._writes.know(tensor, self._label(tensor))
+        self.wrote(tensor, name)
+        vars(tensor)[name] = value
 
     def missed(self, owner: Any, name: str) -> None:
         """`owner.name` was looked for, and is not an attribute of the instance."""

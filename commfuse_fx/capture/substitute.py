@@ -87,7 +87,7 @@ class _References(TorchFunctionMode):
         given = kwargs or {}
         if func in _VALUES_IN_PYTHON and type(args[0]) is torch.Tensor and id(args[0]) not in self._by_id:
             self._on_values(args[0])
-        if func == _SET_DATA and _is_traced(target := self._other(args[0])):
+        if func == _SET_DATA and is_traced(target := self._other(args[0])):
             self._set_data(target, self._other(args[1]))
             return None
         if func in _SET and any(args[0] is stand_in for stand_in in self._by_id.values()):
@@ -120,18 +120,14 @@ class Attributes:
         replaced: list[torch.Tensor] = []
         for path, module, held in self._held:
             for key, value in list(vars(module).items()):
-                if key in _OWN or not _is_traced(value):
+                if key in _OWN or not is_traced(value):
                     continue
                 name = f"{path}.{key}" if path else key
                 original, content = held.get(key, (None, None))
                 if isinstance(original, torch.Tensor):
                     replaced.append(original)
                 if original is None or content is not None:
-                    log.warning(
-                        "the model stores a tensor in its attribute %s during forward; a compiled step does not: "
-                        "return it, or make it a buffer if the next step reads it",
-                        name,
-                    )
+                    warn_of_stored_tensor(name)
                 if key not in held:
                     delattr(module, key)
                     continue
@@ -163,7 +159,17 @@ def _shallow(value: Any) -> tuple[Any, Any]:
     return value, value.copy() if type(value) in (list, dict) else None
 
 
-def _is_traced(value: Any) -> bool:
+def warn_of_stored_tensor(name: str) -> None:
+    """Say that an attribute is not given the tensor that the traced forward has given it."""
+    log.warning(
+        "the model stores a tensor in its attribute %s during forward; a compiled step does not: "
+        "return it, or make it a buffer if the next step reads it",
+        name,
+    )
+
+
+def is_traced(value: Any) -> bool:
+    """Whether this is a tensor of the trace, or a container of one."""
     if isinstance(value, (list, tuple)):
         return any(isinstance(item, FakeTensor) for item in value)
     if isinstance(value, dict):

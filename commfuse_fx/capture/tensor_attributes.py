@@ -1,4 +1,4 @@
-"""Attributes that users store on parameters and buffers (`weight.gain = 2.0`) can be read while a model is traced."""
+"""Attributes of parameters and buffers (`weight.gain = 2.0`) can be read and set while a model is traced."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _OF_TORCH = (torch.Tensor, nn.Parameter, nn.Buffer)
 def own_attributes(stand_ins: Mapping[torch.Tensor, torch.Tensor], reads: Reads | None) -> Iterator[None]:
     """Inside the `with` block, a stand-in has the attributes that the user has stored on its original.
 
-    Otherwise `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set. `reads` notes these reads.
+    Otherwise `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set. `reads` notes these reads,
+    and at the end of the block what the forward has set.
     """
     originals = {id(stand_in): original for original, stand_in in stand_ins.items()}
+    of_torch = {id(stand_in): set(vars(stand_in)) for stand_in in stand_ins.values()}
 
     def look_up(tensor: FakeTensor, name: str) -> Any:
         """Python calls this where the usual places have no such attribute."""
@@ -39,3 +41,8 @@ def own_attributes(stand_ins: Mapping[torch.Tensor, torch.Tensor], reads: Reads 
 
     with patch.object(FakeTensor, "__getattr__", look_up, create=True):
         yield
+    if reads is not None:
+        for original, stand_in in stand_ins.items():
+            for name, value in vars(stand_in).items():
+                if name not in of_torch[id(stand_in)]:
+                    reads.stored_in_tensor(original, name, value)

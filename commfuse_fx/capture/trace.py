@@ -164,11 +164,11 @@ def trace_step(
         tensors = ReplacedTensors(model, dict(zip(params, fresh, strict=True)), held)
         with (
             substituted(model, stand_ins, tensors.set_data, *(() if reads is None else (reads.values,))),
-            own_attributes(stand_ins, reads),
             tensors.watched(),
             recorder.recording(),
             torch.set_grad_enabled(training),
             nullcontext() if reads is None else reads.recording(),
+            own_attributes(stand_ins, reads),
         ):
             results = results_of(model, leaves, recorder)
             tensors.settle()

@@ -54,12 +54,53 @@ def _past_setattr(net: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-ALL_WAYS = {**WAYS, "partial": _partial, "past __setattr__": _past_setattr, "nothing": lambda net, y: y}
+def _number(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(net, "is_set_up"):
+        net.is_set_up, net.lin.size = 1, tuple(y.shape)
+        y = y + 5
+    return y * (1 + len(getattr(net.lin, "size", ())))
+
+
+def _default(net: Any, y: torch.Tensor) -> torch.Tensor:
+    factor = getattr(net.drop, "factor", 6)
+    net.drop.factor = 1
+    return y * factor
+
+
+def _new_item(net: Any, y: torch.Tensor) -> torch.Tensor:
+    factor = net.config.table.get("factor", 6)
+    net.config.table["factor"] = 2
+    return y * factor
+
+
+def _of_tensors(net: Any, y: torch.Tensor) -> torch.Tensor:
+    factor = getattr(net.lin.weight, "factor", 6)
+    net.lin.weight.factor = net.lin.bias.of = 2
+    return y * factor
+
+
+def _kept(net: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(net, "width"):
+        net.width = y.shape[-1]
+    return y * net.width
+
+
+ALL_WAYS = {
+    **WAYS,
+    "partial": _partial,
+    "past __setattr__": _past_setattr,
+    "numbers that were absent": _number,
+    "a number in place of a default": _default,
+    "a new item": _new_item,
+    "attributes of parameters": _of_tensors,
+    "a kept result": _kept,
+    "nothing": lambda net, y: y,
+}
 
 
 def _state(net: Any) -> dict[str, Any]:
     others = {"helper": str(net.helper), "seen": vars(net).get("seen"), "note": getattr(net.lin, "note", None)}
-    return {**attributes_of(net), **others}
+    return {**attributes_of(net), **others, **vars(net.lin.weight)}
 
 
 def _calls(net: nn.Module, form: str) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
@@ -222,6 +263,7 @@ class Growing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.text += "x"
+        self.late = getattr(self, "late", 0) + 1
         y: torch.Tensor = self.lin(x)
         return y
 
@@ -233,8 +275,19 @@ def test_what_counts_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) ->
     for _ in range(12):
         step(x, x)
     warned = [each.message for each in caplog.records if "does only when it is traced" in each.message]
-    assert len(warned) == 2 and "Growing.calls" in warned[0] and "Growing.text" in warned[1], warned
+    assert sorted(each.split()[3] for each in warned) == ["Growing.calls", "Growing.late", "Growing.text"], warned
     assert len(step.planner.plans) <= 6
+
+
+def test_a_tensor_in_an_attribute_of_a_parameter_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Storing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.seen = x.mean()
+            return F.linear(x, self.weight, self.bias)
+
+    net = Storing(4, 4)
+    cf.compile(net)(torch.randn(3, 4))
+    assert "stores a tensor in its attribute weight.seen during forward" in caplog.text and not vars(net.weight)
 
 
 def test_ranks_in_one_process_go_on_from_what_the_forward_has_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,13 @@ def test_a_world_of_one(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_that_do_not_come(tmp_path: Path) -> None:
     with pytest.raises(cf.CollectiveError, match="rank 0 of 2 .* could not join the others, .* 1 s or"):
         cf.init(timeout=1, rank=0, world_size=2, init_method=f"file://{tmp_path / 'ranks'}")
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(cf.CollectiveError, match="rank 0 of 2 .* its port is taken: choose another"):
+            cf.init(timeout=5, rank=0, world_size=2, init_method=method)
 
 
 def child(rank: int, method: str, pickled: list[bytes], folder: str) -> None:

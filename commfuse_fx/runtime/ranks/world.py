@@ -63,10 +63,16 @@ def init(
     except CollectiveError:
         raise
     except RuntimeError as error:
-        raise CollectiveError(
-            f"{place} could not join the others, which have not come within {limit.total_seconds():.0f} s or cannot be "
-            f"reached: look at the output of all ranks. [{type(error).__name__}: {error}]"
-        ) from error
+        raise CollectiveError(f"{place} {_not_joined(error, limit)} [{type(error).__name__}: {error}]") from error
+
+
+def _not_joined(error: RuntimeError, limit: timedelta) -> str:
+    if "EADDRINUSE" in str(error):
+        return "cannot wait for the others, as its port is taken: choose another, and give each rank its own number."
+    return (
+        "could not join the others, which have not come within the time-out of "
+        f"{limit.total_seconds():.0f} s or cannot be reached: look at the output of all ranks."
+    )
 
 
 def _join(backend: str, limit: timedelta, place: RankPlace) -> None:
