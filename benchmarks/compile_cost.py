@@ -21,12 +21,12 @@ from benchmarks.workloads import WORKLOADS, ManySmall, gpt2
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.pipeline import PassRecord
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.pipeline import PassRecord
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
 from commfuse_fx.simulate.simulation import simulate
 from commfuse_fx.support.gc_pause import no_garbage_collection
 

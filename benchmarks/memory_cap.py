@@ -27,7 +27,7 @@ import commfuse_fx as cf
 from benchmarks.measure import MIB, RETURNING, peak_bytes, reset_peak, resident_bytes, save
 from benchmarks.workloads import WORKLOADS, gpt2
 from commfuse_fx.cost.memory import peak_memory
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 
 FUSION = {"allreduce": {"mode": "size", "config": 4}}
 CLUSTER = "gloo-10gbit"

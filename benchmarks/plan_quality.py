@@ -28,14 +28,14 @@ from benchmarks.torch_plans import (
 )
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.pipeline import PassPipeline
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
 MIB = 1 << 20

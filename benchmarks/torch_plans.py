@@ -26,11 +26,11 @@ from torch.utils import _runtime_estimation
 from torch.utils._pytree import tree_map
 
 from commfuse_fx.cost.model import CostModel, profile_key
-from commfuse_fx.ir.collectives import c10d, collective_of, is_start, is_wait
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
-from commfuse_fx.ir.order import stable_sort
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import c10d, collective_of, is_start, is_wait
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.core.order import stable_sort
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten

@@ -28,6 +28,8 @@ from commfuse_fx.support.late_imports import import_when_missed
 if TYPE_CHECKING:
     from commfuse_fx import ops
     from commfuse_fx.api import compile
+    from commfuse_fx.calls.verified_step import StepDifference, VerifiedStep
+    from commfuse_fx.checkpoints.saving import Saving
     from commfuse_fx.config.compile_config import ScheduleConfig, TrialLimits
     from commfuse_fx.config.context import (
         get_auto_parallel_context,
@@ -37,20 +39,18 @@ if TYPE_CHECKING:
     from commfuse_fx.config.fusion_marks import set_comm_fusion
     from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
     from commfuse_fx.frontends.module import CompiledModule
-    from commfuse_fx.frontends.saving import Saving
     from commfuse_fx.frontends.sharded_optimizer import ShardedOptimizer
     from commfuse_fx.frontends.step import CompiledStep
-    from commfuse_fx.frontends.verified_step import StepDifference, VerifiedStep
     from commfuse_fx.inspect.diff.diff_graphs import diff
     from commfuse_fx.inspect.diff.graph_diff import GraphDiff
+    from commfuse_fx.inspect.diff.load import load
     from commfuse_fx.inspect.diff.strategy_diff import StrategyDiff
-    from commfuse_fx.inspect.dumps.load import load
+    from commfuse_fx.inspect.explain.explanation import CollectiveReport, Explanation, ParameterLayout
+    from commfuse_fx.inspect.explain.rank_memory import HeldBytes, RankMemory
     from commfuse_fx.inspect.explain_graphs import GraphsExplanation
-    from commfuse_fx.inspect.explanation import CollectiveReport, Explanation, ParameterLayout
     from commfuse_fx.inspect.lowered import Lowered
     from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
-    from commfuse_fx.inspect.rank_memory import HeldBytes, RankMemory
-    from commfuse_fx.ir.program import Note, Redistribution
+    from commfuse_fx.ir.core.program import Note, Redistribution
     from commfuse_fx.machine.cluster import ClusterSpec, GroupSplit
     from commfuse_fx.machine.cluster_parts import Device, Level
     from commfuse_fx.machine.presets import preset_names, resolve_cluster
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from commfuse_fx.measure.calibration import Calibration, calibrate
     from commfuse_fx.measure.calibration_report import CalibrationReport, LevelReport
     from commfuse_fx.planning.compiled import Collective, Snapshot
-    from commfuse_fx.planning.pipeline import PassRecord
-    from commfuse_fx.runtime.ranks.world import init
+    from commfuse_fx.planning.pipeline.pipeline import PassRecord
+    from commfuse_fx.runtime.ranks.joining.world import init
     from commfuse_fx.sharding.marking import plans
     from commfuse_fx.sharding.marking.shard import shard
     from commfuse_fx.sharding.rules.register import register_rule
@@ -161,20 +161,20 @@ _HOMES = {
     "commfuse_fx.config.fusion_marks": ("set_comm_fusion",),
     "commfuse_fx.cost.collective_cost": ("CollectiveCost", "collective_cost"),
     "commfuse_fx.frontends.module": ("CompiledModule",),
-    "commfuse_fx.frontends.saving": ("Saving",),
+    "commfuse_fx.checkpoints.saving": ("Saving",),
     "commfuse_fx.frontends.sharded_optimizer": ("ShardedOptimizer",),
     "commfuse_fx.frontends.step": ("CompiledStep",),
-    "commfuse_fx.frontends.verified_step": ("StepDifference", "VerifiedStep"),
+    "commfuse_fx.calls.verified_step": ("StepDifference", "VerifiedStep"),
     "commfuse_fx.inspect.diff.diff_graphs": ("diff",),
     "commfuse_fx.inspect.diff.graph_diff": ("GraphDiff",),
     "commfuse_fx.inspect.diff.strategy_diff": ("StrategyDiff",),
-    "commfuse_fx.inspect.dumps.load": ("load",),
+    "commfuse_fx.inspect.diff.load": ("load",),
     "commfuse_fx.inspect.explain_graphs": ("GraphsExplanation",),
-    "commfuse_fx.inspect.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),
+    "commfuse_fx.inspect.explain.explanation": ("CollectiveReport", "Explanation", "ParameterLayout"),
     "commfuse_fx.inspect.lowered": ("Lowered",),
     "commfuse_fx.inspect.lowered_graphs": ("LoweredGraphs",),
-    "commfuse_fx.inspect.rank_memory": ("HeldBytes", "RankMemory"),
-    "commfuse_fx.ir.program": ("Note", "Redistribution"),
+    "commfuse_fx.inspect.explain.rank_memory": ("HeldBytes", "RankMemory"),
+    "commfuse_fx.ir.core.program": ("Note", "Redistribution"),
     "commfuse_fx.machine.cluster": ("ClusterSpec", "GroupSplit"),
     "commfuse_fx.machine.cluster_parts": ("Device", "Level"),
     "commfuse_fx.machine.presets": ("preset_names", "resolve_cluster"),
@@ -183,8 +183,8 @@ _HOMES = {
     "commfuse_fx.measure.calibration": ("Calibration", "calibrate"),
     "commfuse_fx.measure.calibration_report": ("CalibrationReport", "LevelReport"),
     "commfuse_fx.planning.compiled": ("Collective", "Snapshot"),
-    "commfuse_fx.planning.pipeline": ("PassRecord",),
-    "commfuse_fx.runtime.ranks.world": ("init",),
+    "commfuse_fx.planning.pipeline.pipeline": ("PassRecord",),
+    "commfuse_fx.runtime.ranks.joining.world": ("init",),
     "commfuse_fx.sharding.marking.shard": ("shard",),
     "commfuse_fx.sharding.rules.register": ("register_rule",),
     "commfuse_fx.simulate.events": ("Event", "SimulatedCollective"),
@@ -197,7 +197,7 @@ _HOMES = {
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-import_when_missed("commfuse_fx.planning.registry")  # what graphs may call is made known by what passes import
+import_when_missed("commfuse_fx.planning.pipeline.registry")  # what graphs may call is made known by what passes import
 
 if not TYPE_CHECKING:  # a checker that saw it would accept every name
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commfuse_fx.config.compile_config import Default
 from commfuse_fx.config.fusion_marks import check_fusion_id
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.support.renamed import all_gather_single, reduce_scatter_single
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel, cost_model
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.program import Program
 
 Scalar = str | int | float | bool | None
 

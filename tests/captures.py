@@ -15,12 +15,12 @@ from torch import nn
 
 from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.capture.build import describe_parameters
+from commfuse_fx.capture.guards.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS
 from commfuse_fx.capture.joint import Outputs
 from commfuse_fx.capture.joint import capture_joint as trace_joint
-from commfuse_fx.capture.model_structure import GLOBAL_HOOKS, HOOKS, TENSOR_HOOKS
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.marking.marks import collect
 

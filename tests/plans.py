@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.planning import compile_call, planner
-from commfuse_fx.planning.attempts import OnPlan
-from commfuse_fx.planning.compared_plans import Planned
 from commfuse_fx.planning.compile_call import plan_step as make_plan
-from commfuse_fx.planning.graph_log import graph_log
+from commfuse_fx.planning.pipeline.graph_log import graph_log
 from commfuse_fx.planning.request import PassRequest
+from commfuse_fx.planning.variants.attempts import OnPlan
+from commfuse_fx.planning.variants.compared_plans import Planned
 
 _planned: dict[tuple[Hashable, ...], tuple[Planned, dict[str, Any]]] = {}
 

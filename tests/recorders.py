@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 
 
 class CpuRecorder:

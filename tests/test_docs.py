@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from commfuse_fx.planning.pass_table import TABLE
+from commfuse_fx.planning.pipeline.pass_table import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 
 import commfuse_fx as cf
-from commfuse_fx.frontends.verified_steps import VerifiedSteps
-from commfuse_fx.ir.program import Program
+from commfuse_fx.calls.verified_steps import VerifiedSteps
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass
 from commfuse_fx.planning import compile_call, planner
 from commfuse_fx.runtime.execute.executor import Executor

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from commfuse_fx.capture.canonical_trace import canonicalize
+from commfuse_fx.capture.guards.reads import Reads
+from commfuse_fx.capture.guards.tree import Structure, flatten_output, unflatten
 from commfuse_fx.capture.loss import LossFn, compute_loss
-from commfuse_fx.capture.meta_tensors import device_of
-from commfuse_fx.capture.provenance import Origin, OriginRecorder, origin_of
-from commfuse_fx.capture.rank_writes import warn_of_rank_writes
-from commfuse_fx.capture.reads import Reads
-from commfuse_fx.capture.trace import Traced, aten, trace_step
-from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
+from commfuse_fx.capture.refusals.rank_writes import warn_of_rank_writes
+from commfuse_fx.capture.trace.canonical_trace import canonicalize
+from commfuse_fx.capture.trace.meta_tensors import device_of
+from commfuse_fx.capture.trace.provenance import Origin, OriginRecorder, origin_of
+from commfuse_fx.capture.trace.trace import Traced, aten, trace_step
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.fusion_marks import (
     is_of_each_rank,
@@ -25,10 +25,10 @@ from commfuse_fx.config.fusion_marks import (
     read_parallel_optimizer,
 )
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
-from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Source
-from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import NodeInfo, Spec, TensorSpec, info, set_info, spec_of
+from commfuse_fx.ir.core.program import OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.ir.ops.shared_memory import is_part_of_storage, overlaps
 from commfuse_fx.sharding.marking.traced_marks import module_marks_traced
 from commfuse_fx.sharding.marking.traced_parts import BatchParts
 from commfuse_fx.support.logs import logger

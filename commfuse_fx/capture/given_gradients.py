@@ -9,10 +9,10 @@ from torch import fx, nn
 
 from commfuse_fx.capture.build import check_parameters, describe_parameters
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, set_info
-from commfuse_fx.ir.program import OptimizerInfo, Program, Source
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, set_info
+from commfuse_fx.ir.core.program import OptimizerInfo, Program, Source
 
 _PATH = "input.0."
 """What stands in front of a parameter's name in the path of its gradient, among the arguments of a call."""

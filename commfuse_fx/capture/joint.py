@@ -11,22 +11,22 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.capture.build import check_parameters, describe, write_back
-from commfuse_fx.capture.depending_outputs import computed_from
-from commfuse_fx.capture.function_gradients import FunctionCall
-from commfuse_fx.capture.gradients_as_model import why_by_autograd
-from commfuse_fx.capture.provenance import OriginRecorder
-from commfuse_fx.capture.reads import Reads
-from commfuse_fx.capture.trace import Traced, aten, trace_step
-from commfuse_fx.capture.tree import Structure, flatten_output, unflatten
+from commfuse_fx.capture.guards.reads import Reads
+from commfuse_fx.capture.guards.tree import Structure, flatten_output, unflatten
+from commfuse_fx.capture.outputs.depending_outputs import computed_from
+from commfuse_fx.capture.outputs.gradients_as_model import why_by_autograd
+from commfuse_fx.capture.trace.function_gradients import FunctionCall
+from commfuse_fx.capture.trace.provenance import OriginRecorder
+from commfuse_fx.capture.trace.trace import Traced, aten, trace_step
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.functions import hand_over
-from commfuse_fx.ir.halves import crossing, gradient_specs
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import NodeInfo, info, set_info, tensor_spec
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.functions import hand_over
+from commfuse_fx.ir.core.halves import crossing, gradient_specs
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import NodeInfo, info, set_info, tensor_spec
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Program, Source
+from commfuse_fx.ir.core.reshaped import dense_like
 
 
 @dataclass(frozen=True)

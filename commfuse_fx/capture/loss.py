@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.provenance import OriginRecorder
+from commfuse_fx.capture.trace.provenance import OriginRecorder
 from commfuse_fx.errors import CaptureError, ConfigTypeError
 
 LossFn = Callable[[Any, Any], torch.Tensor]

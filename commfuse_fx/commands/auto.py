@@ -18,7 +18,7 @@ from commfuse_fx.commands.targets import load_target
 from commfuse_fx.commands.what_if import cases
 from commfuse_fx.cost.numbers import in_bytes
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.compiled_graph import CompiledGraph
+from commfuse_fx.inspect.explain.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.report.page import report
 
 DONE, NOTHING_FITS, INTERRUPTED = 0, 1, 130

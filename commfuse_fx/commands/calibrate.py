@@ -17,7 +17,7 @@ from commfuse_fx.commands.arguments import add_common
 from commfuse_fx.commands.console import say
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.measure.calibration import DEFAULT_SECONDS, Calibration, calibrate
-from commfuse_fx.runtime.ranks.world import init
+from commfuse_fx.runtime.ranks.joining.world import init
 from commfuse_fx.support.objects import gather_objects
 from commfuse_fx.support.ranks import is_distributed
 from commfuse_fx.support.writing import problem_with, write_whole

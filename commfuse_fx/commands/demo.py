@@ -16,10 +16,10 @@ from commfuse_fx.commands.arguments import add_common
 from commfuse_fx.config.fusion_marks import set_comm_fusion
 from commfuse_fx.errors import ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.inspect.table import collectives_table
+from commfuse_fx.inspect.explain.table import collectives_table
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.ops import all_reduce
-from commfuse_fx.runtime.ranks.world import init
+from commfuse_fx.runtime.ranks.joining.world import init
 from commfuse_fx.support.ranks import get_group_size, get_rank, is_distributed
 
 BATCH = 64

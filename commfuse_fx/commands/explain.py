@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
-from commfuse_fx.inspect.explanation import Explanation
-from commfuse_fx.inspect.rank_memory import RankMemory
+from commfuse_fx.inspect.explain.explanation import Explanation
+from commfuse_fx.inspect.explain.rank_memory import RankMemory
 
 _DESCRIPTION = f"""\
 Say why a graph is as it is: its buckets, merges that were illegal, parameters that are not reduced; and for each

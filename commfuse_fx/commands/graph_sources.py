@@ -11,7 +11,7 @@ from commfuse_fx.api import compile
 from commfuse_fx.commands.arguments import compile_options, refuse_compile_options
 from commfuse_fx.commands.targets import load_target
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.dumps.load import load
+from commfuse_fx.inspect.diff.load import load
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from commfuse_fx.commands.arguments import EXIT_CODES, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_target, one_graph
 from commfuse_fx.errors import ConfigKeyError
+from commfuse_fx.inspect.explain.table import collectives_table
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.inspect.table import collectives_table
 from commfuse_fx.support.checks import alternatives
 
 _DESCRIPTION = f"""\

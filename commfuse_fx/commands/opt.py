@@ -8,14 +8,14 @@ from pathlib import Path
 
 from commfuse_fx.commands.rerun_passes import fuse, pipeline_for, price, read_input
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.ir.json.write import to_json
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
-from commfuse_fx.planning.pass_text import parse_passes
-from commfuse_fx.planning.pass_values import default_text, hint_of
-from commfuse_fx.planning.pipeline import PassRecord
-from commfuse_fx.planning.registry import PASSES, PassEntry, find_pass
+from commfuse_fx.ir.text.write_text import canonical_text
+from commfuse_fx.planning.pipeline.pass_text import parse_passes
+from commfuse_fx.planning.pipeline.pass_values import default_text, hint_of
+from commfuse_fx.planning.pipeline.pipeline import PassRecord
+from commfuse_fx.planning.pipeline.registry import PASSES, PassEntry, find_pass
 
 DONE = 0
 

@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from commfuse_fx.api import compile
-from commfuse_fx.capture.meta_tensors import device_of
-from commfuse_fx.capture.tree import flatten, unflatten
+from commfuse_fx.capture.guards.tree import flatten, unflatten
+from commfuse_fx.capture.trace.meta_tensors import device_of
 from commfuse_fx.commands.arguments import compile_options
 from commfuse_fx.commands.targets import Target
 from commfuse_fx.commands.what_if import Case
@@ -19,16 +19,16 @@ from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.too_little_memory import TooLittleMemory
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.inspect.strategy_table import StrategyTable, strategy_table
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.inspect.explain.strategy_table import StrategyTable, strategy_table
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.source import cluster_of, default_cluster
-from commfuse_fx.planning.attempts import Attempt, shown_plans
 from commfuse_fx.planning.batches import with_rows
-from commfuse_fx.planning.choose import STOPPED
 from commfuse_fx.planning.compile_call import plan_step
 from commfuse_fx.planning.compiled import Compiled
-from commfuse_fx.planning.plan_names import is_data_parallel
+from commfuse_fx.planning.variants.attempts import Attempt, shown_plans
+from commfuse_fx.planning.variants.choose import STOPPED
+from commfuse_fx.planning.variants.plan_names import is_data_parallel
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.part_ops import has_parts
 from commfuse_fx.support.progress import progress

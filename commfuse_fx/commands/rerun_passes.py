@@ -11,16 +11,16 @@ from typing import Any
 from commfuse_fx.config.plain_data import fusion_from_dict
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.inspect.diff.load import GIVE, read_program
 from commfuse_fx.inspect.dumps.files import INDEX, file_of_dump, folder_of_rank, is_folder, read_index
-from commfuse_fx.inspect.dumps.load import GIVE, read_program
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.passes.declaration import Pass, PassContext, Situation
-from commfuse_fx.planning.pass_text import Written
-from commfuse_fx.planning.pass_values import GROUP, option_from_data
-from commfuse_fx.planning.pipeline import PassPipeline
-from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.registry import PASSES, PassEntry, PassOption, find_pass
+from commfuse_fx.planning.pipeline.pass_text import Written
+from commfuse_fx.planning.pipeline.pass_values import GROUP, option_from_data
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.registry import PASSES, PassEntry, PassOption, find_pass
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from commfuse_fx.commands.arguments import EXIT_CODES, SAVED, TARGETS, add_common, add_compile
 from commfuse_fx.commands.graph_sources import compiled_or_saved, prices
 from commfuse_fx.commands.output_files import check_writable, write_result
-from commfuse_fx.inspect.table import aligned
+from commfuse_fx.inspect.explain.table import aligned
 from commfuse_fx.simulate.simulation import Simulation
 
 _DESCRIPTION = f"""\

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_wait, memory_on_wire
-from commfuse_fx.ir.deferred import execution_order, is_deferred
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.fixed_values import held_values
-from commfuse_fx.ir.fusible import fused_values
-from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.owned_work import share_of_rank
-from commfuse_fx.ir.owner_ops import of_owner
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.whole_updates import BY_OP
+from commfuse_fx.ir.core.collectives import is_wait, memory_on_wire
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.owner_ops import of_owner
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import execution_order, is_deferred
+from commfuse_fx.ir.ops.fixed_values import held_values
+from commfuse_fx.ir.ops.fusible import fused_values
+from commfuse_fx.ir.rows.owned_work import share_of_rank
+from commfuse_fx.ir.updates.whole_updates import BY_OP
 
 
 def bytes_of(spec: Spec) -> int:

@@ -13,11 +13,11 @@ from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
 from commfuse_fx.cost.roofline import is_free, roofline_seconds
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
-from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.owned_work import share_of_rank
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.core.naming import op_label
+from commfuse_fx.ir.rows.owned_work import share_of_rank
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.source import Costs
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import TensorSpec, dtype_name
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import TensorSpec, dtype_name
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.source import Costs, cluster_of, default_cluster
 

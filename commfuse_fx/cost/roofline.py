@@ -15,14 +15,14 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.cost.drawn_numbers import CACHED, DRAWN_ON_CPU
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import is_view, written_nodes
-from commfuse_fx.ir.functions import InnerOps
-from commfuse_fx.ir.meta import Spec, TensorSpec, dtype_name, info
-from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.owned_work import share_of_rank
-from commfuse_fx.ir.redistribution import COLLECTIVES
-from commfuse_fx.ir.whole_updates import BY_OP
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.dependence import is_view, written_nodes
+from commfuse_fx.ir.core.functions import InnerOps
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, dtype_name, info
+from commfuse_fx.ir.core.naming import op_label
+from commfuse_fx.ir.ops.redistribution import COLLECTIVES
+from commfuse_fx.ir.rows.owned_work import share_of_rank
+from commfuse_fx.ir.updates.whole_updates import BY_OP
 from commfuse_fx.machine.cluster_parts import Device
 
 # Matrix products: op -> positions of the left and the right matrix.
@@ -140,7 +140,7 @@ def flops_and_bytes(node: fx.Node) -> tuple[float, float]:
 
     Multiplications and additions count one each. Bytes are those of all arguments and results, each once: no
     cache is modelled. A dimension that is expanded (stride 0) is read once. Updates and functions that run several ops
-    (`ir/whole_updates.py`, `InnerOps`) count what those read and write. Of parameters that one rank of a group owns, an
+    (`whole_updates.py`, `InnerOps`) count what those read and write. Of parameters that one rank of a group owns, an
     update counts what each rank has on the average.
     """
     if is_free(node):

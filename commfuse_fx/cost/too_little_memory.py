@@ -9,8 +9,8 @@ from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.memory import Memory, bytes_of
 from commfuse_fx.cost.numbers import in_bytes
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Parameter, Program
 
 
 class TooLittleMemory(ConfigValueError):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commfuse_fx.calls.module_session import ModuleSession
 from commfuse_fx.config.fusion_marks import read_layerwise_parallel
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.support.checks import is_int, show
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from commfuse_fx.capture.graph_of_dynamo import Names
-from commfuse_fx.capture.shared_graph import SharedGraph
-from commfuse_fx.capture.signature import Watch
-from commfuse_fx.capture.tree import flatten_output
+from commfuse_fx.capture.dynamo.graph_of_dynamo import Names
+from commfuse_fx.capture.dynamo.shared_graph import SharedGraph
+from commfuse_fx.capture.guards.signature import Watch
+from commfuse_fx.capture.guards.tree import flatten_output
 from commfuse_fx.config.fusion_marks import is_of_each_rank
+from commfuse_fx.dynamo.call_undone import call_undone
+from commfuse_fx.dynamo.dynamo_graphs import DynamoGraphs, run_graph
+from commfuse_fx.dynamo.lowering import Lowering, reached_by_autograd
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.frontends.call_undone import call_undone
-from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
-from commfuse_fx.frontends.lowering import Lowering, reached_by_autograd
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.inspect.explain_graphs import GraphsExplanation
 from commfuse_fx.inspect.lowered import Lowered

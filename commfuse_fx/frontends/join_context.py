@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from commfuse_fx.calls.module_session import ModuleSession
 from commfuse_fx.config.fusion_marks import is_of_each_rank
-from commfuse_fx.frontends.module_session import ModuleSession
-from commfuse_fx.frontends.uneven_batches import is_known, note_known
+from commfuse_fx.gradients.uneven_batches import is_known, note_known
 from commfuse_fx.runtime.ranks.broadcast import broadcast_parameters
 
 

@@ -11,26 +11,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from commfuse_fx.capture.tree import unflatten
+from commfuse_fx.calls.compiled_call import CompiledCall
+from commfuse_fx.calls.late.past_gradients import PastGradients
+from commfuse_fx.calls.module_backward import Calls, ModuleCall, learns
+from commfuse_fx.calls.module_session import ModuleSession
+from commfuse_fx.capture.guards.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.accelerate_methods import teach_accelerate
 from commfuse_fx.frontends.arguments_of_ddp import refuse_parts_of_flat_parameters, refuse_wrappers
 from commfuse_fx.frontends.clipping import clip_grad_norm
-from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.gradient_parts import zero_gradients
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
-from commfuse_fx.frontends.module_backward import Calls, ModuleCall, learns
-from commfuse_fx.frontends.module_session import ModuleSession
 from commfuse_fx.frontends.other_tracers import refuse_other_tracers
-from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
-from commfuse_fx.frontends.past_gradients import PastGradients
 from commfuse_fx.frontends.stand_in import StandIn
 from commfuse_fx.frontends.trained_model import check_model
-from commfuse_fx.frontends.uneven_batches import note_known
+from commfuse_fx.gradients.gradient_parts import zero_gradients
+from commfuse_fx.gradients.parameter_hooks import remove_hooks_of_graphs
+from commfuse_fx.gradients.uneven_batches import note_known
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.step_profile import StepProfile
-from commfuse_fx.runtime.execute.modes import outside_inference_mode
+from commfuse_fx.runtime.memory.modes import outside_inference_mode
 from commfuse_fx.support.tracebacks import user_frames_only
 
 

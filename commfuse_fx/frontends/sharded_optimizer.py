@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfuse_fx.calls.update_session import CompiledUpdate, UpdateSession
 from commfuse_fx.config.context import context_settings
 from commfuse_fx.config.options import Default
 from commfuse_fx.config.parallel_optimizer import BROADCAST, ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError, VirtualWorldError
-from commfuse_fx.frontends.gradient_parts import zero_gradients
 from commfuse_fx.frontends.module import CompiledModule
-from commfuse_fx.frontends.update_session import CompiledUpdate, UpdateSession
+from commfuse_fx.gradients.gradient_parts import zero_gradients
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.ir.update_sharing import refuse_unknown
+from commfuse_fx.ir.updates.update_sharing import refuse_unknown
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
-from commfuse_fx.runtime.execute.modes import outside_inference_mode
+from commfuse_fx.runtime.memory.modes import outside_inference_mode
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.logs import logger
 from commfuse_fx.support.ranks import is_distributed

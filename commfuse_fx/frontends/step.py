@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from commfuse_fx.calls.compiled_call import CompiledCall
+from commfuse_fx.calls.verified_step import VerifiedStep
+from commfuse_fx.calls.verified_steps import why_not
+from commfuse_fx.checkpoints.checkpoints import Checkpoints
+from commfuse_fx.checkpoints.saving import Saving
+from commfuse_fx.checkpoints.step_state import StepState
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigValueError, NotAvailableError, VirtualWorldError
-from commfuse_fx.frontends.checkpoints import Checkpoints
-from commfuse_fx.frontends.compiled_call import CompiledCall
-from commfuse_fx.frontends.parameter_hooks import remove_hooks_of_graphs
-from commfuse_fx.frontends.saving import Saving
-from commfuse_fx.frontends.step_state import StepState
-from commfuse_fx.frontends.verified_step import VerifiedStep
-from commfuse_fx.frontends.verified_steps import why_not
+from commfuse_fx.gradients.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.kernels.described_optimizer import describe_optimizer
 from commfuse_fx.machine.source import default_cluster, resolve_costs
@@ -27,7 +27,7 @@ from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.measure.cuda_timeline import CudaTimeline
 from commfuse_fx.measure.profiling import profile_step, with_overhead
-from commfuse_fx.runtime.execute.modes import outside_inference_mode
+from commfuse_fx.runtime.memory.modes import outside_inference_mode
 from commfuse_fx.runtime.ranks.callers import lock_of
 from commfuse_fx.support.checks import check_int
 from commfuse_fx.support.tracebacks import user_frames_only

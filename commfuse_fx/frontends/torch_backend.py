@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from commfuse_fx.capture.graph_of_dynamo import Names, modules_of_caller, path_in_source, register
-from commfuse_fx.capture.shared_graph import SharedGraph
+from commfuse_fx.capture.dynamo.graph_of_dynamo import Names, modules_of_caller, path_in_source, register
+from commfuse_fx.capture.dynamo.shared_graph import SharedGraph
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.options import DEFAULTS
 from commfuse_fx.config.without_effect import settled, warn_of_options
+from commfuse_fx.dynamo.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, NotAvailableError
 from commfuse_fx.frontends.arguments_of_ddp import refuse_ddp, refuse_fsdp, refuse_running_ddp
 from commfuse_fx.frontends.compile_arguments import check_form_of_module
-from commfuse_fx.frontends.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.frontends.module import ModuleCompiler
 from commfuse_fx.frontends.unreduced_models import UnreducedModels
 from commfuse_fx.support.checks import alternatives, show

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.ir.program import SKIPPED, Program
+from commfuse_fx.ir.core.program import SKIPPED, Program
 
 COUNTS = "reached_parameters"
 """What stands for a parameter where the ranks add up how many of them have reached each parameter."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commfuse_fx.inspect.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.dumps.write_dump import dump
+from commfuse_fx.inspect.explain.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.report.page import report
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.source import Costs
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.planning.compiled import Compiled, Snapshot
-from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline, PassRecord
 from commfuse_fx.support.tracebacks import user_frames_only
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import ConfigValueError
+from commfuse_fx.inspect.explain.table import collectives_table
 from commfuse_fx.inspect.lowered import lowered_of
-from commfuse_fx.inspect.table import collectives_table
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.program import LAYOUT
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.program import LAYOUT
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.support.logs import logger

@@ -7,10 +7,10 @@ import operator
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.fixed_values import SHAPE_ONLY
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.dependence import is_view
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.ops.fixed_values import SHAPE_ONLY
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo
+from commfuse_fx.ir.core.program import OptimizerGroup, OptimizerInfo
 from commfuse_fx.kernels.update_rules import BY_CLASS, Rule
 
 

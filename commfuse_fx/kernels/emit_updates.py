@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.plain_updates import plain_adagrad_, plain_adam_, plain_rmsprop_, plain_sgd_
-from commfuse_fx.ir.program import Update
-from commfuse_fx.ir.whole_updates import WHOLE_UPDATES
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.meta import NodeInfo, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Update
+from commfuse_fx.ir.updates.plain_updates import plain_adagrad_, plain_adam_, plain_rmsprop_, plain_sgd_
+from commfuse_fx.ir.updates.whole_updates import WHOLE_UPDATES
 from commfuse_fx.kernels.update_rules import RULES
 
 _LIKE = NodeInfo("update")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
 from commfuse_fx.kernels.recurrent import lstm_layer, lstm_layer_backward
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.meta import contiguous_stride
+from commfuse_fx.ir.core.meta import contiguous_stride
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.functions import InnerOps, pure
+from commfuse_fx.ir.core.functions import InnerOps, pure
 from commfuse_fx.kernels.position_bits import random_bits, random_pieces
 
 

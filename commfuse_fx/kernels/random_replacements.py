@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.meta import TensorSpec
 from commfuse_fx.kernels.position_random import (
     bernoulli_at,
     bernoulli_of_at,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import tensor_spec
+from commfuse_fx.ir.core.meta import tensor_spec
 from commfuse_fx.kernels.continuous_ops import is_half
 
 aten = torch.ops.aten

@@ -26,8 +26,8 @@ from commfuse_fx.measure.fit_alpha_beta import Fit, Sample, burst, fit
 from commfuse_fx.measure.network_probe import NetworkFigures, measure_group, shown
 from commfuse_fx.measure.probe import probe, slowest_figures
 from commfuse_fx.measure.probe_group import Group, Heed
-from commfuse_fx.runtime.execute.socket_threads import let_lock_holders_run
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.execute.wire.socket_threads import let_lock_holders_run
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 from commfuse_fx.support.objects import gather_objects
 from commfuse_fx.support.ranks import is_distributed
 

@@ -15,7 +15,7 @@ import torch
 from commfuse_fx.cost.turns import turn_seconds
 from commfuse_fx.measure.fit_alpha_beta import Sample
 from commfuse_fx.measure.probe_group import Group
-from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
+from commfuse_fx.runtime.execute.wire.socket_threads import give_way, share_a_core
 
 MESSAGES, MESSAGE_BYTES = 32, 1024
 """How many messages at a time, and how small, show what a message costs besides its bytes."""

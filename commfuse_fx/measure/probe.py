@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_fx.ir.meta import dtype_name
+from commfuse_fx.ir.core.meta import dtype_name
 
 
 def probe(device: torch.device, seconds: float) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from commfuse_fx.cost.model import OVERHEAD, cost_model, profile_key
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.step_profile import StepProfile

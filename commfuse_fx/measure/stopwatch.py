@@ -11,19 +11,19 @@ from torch import fx
 
 from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, profile_key, update_elements
 from commfuse_fx.cost.roofline import is_free
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.halves import split
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.dependence import written_nodes
+from commfuse_fx.ir.core.halves import split
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.naming import op_label
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.measure.clocks import clock_of
-from commfuse_fx.runtime.execute.bindings import bound
-from commfuse_fx.runtime.execute.codegen import first_commit
-from commfuse_fx.runtime.execute.codegen_of_halves import inputs_of_backward
+from commfuse_fx.runtime.execute.code.bindings import bound
+from commfuse_fx.runtime.execute.code.codegen import first_commit
+from commfuse_fx.runtime.execute.code.codegen_of_halves import inputs_of_backward
+from commfuse_fx.runtime.execute.code.recorded import as_recorded, computed
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
-from commfuse_fx.runtime.execute.recorded import as_recorded, computed
 
 
 class Stopwatch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.dependence import is_opaque, written_nodes
+from commfuse_fx.ir.core.dependence import is_opaque, written_nodes
 from commfuse_fx.runtime.execute.executor import Executor
 
 

@@ -4,6 +4,6 @@ The names below are for those who write passes (docs/writing-a-pass.md). They ar
 """
 
 from commfuse_fx.passes.declaration import Pass
-from commfuse_fx.planning.pipeline import PassPipeline
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline
 
 __all__ = ["Pass", "PassPipeline"]

@@ -11,34 +11,34 @@ from math import prod
 
 from commfuse_fx.capture.build import capture
 from commfuse_fx.capture.given_gradients import capture_update
+from commfuse_fx.capture.guards.reads import Reads
 from commfuse_fx.capture.joint import Outputs, capture_joint
-from commfuse_fx.capture.quiet import torch_is_quiet
-from commfuse_fx.capture.reads import Reads
-from commfuse_fx.capture.this_thread import one_trace_at_a_time
+from commfuse_fx.capture.torch_parts.this_thread import one_trace_at_a_time
+from commfuse_fx.capture.trace.quiet import torch_is_quiet
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import LEVELS, SCATTER, ParallelOptimizer
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.priced import priced_for
 from commfuse_fx.cost.too_little_memory import TooLittleMemory
-from commfuse_fx.ir.edit import forget_erased
-from commfuse_fx.ir.meta import forget_others
-from commfuse_fx.ir.program import SKIPPED, Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.edit import forget_erased
+from commfuse_fx.ir.core.meta import forget_others
+from commfuse_fx.ir.core.program import SKIPPED, Program
+from commfuse_fx.ir.core.verify import verify
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.declaration import PassContext, Situation, Variant
 from commfuse_fx.passes.distribute.divide import note_plan
-from commfuse_fx.planning.attempts import OnPlan
-from commfuse_fx.planning.choose import fastest
-from commfuse_fx.planning.compared_plans import Check, Planned
 from commfuse_fx.planning.compiled import Compiled
-from commfuse_fx.planning.graph_log import graph_log
-from commfuse_fx.planning.pipeline import PassPipeline, PassRecord, Watcher
-from commfuse_fx.planning.recipe import build_pipeline, skipped_passes
+from commfuse_fx.planning.pipeline.graph_log import graph_log
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline, PassRecord, Watcher
+from commfuse_fx.planning.pipeline.recipe import build_pipeline, skipped_passes
 from commfuse_fx.planning.request import CompileRequest, OtherBatch, PassRequest
-from commfuse_fx.planning.shared_prices import common_costs
-from commfuse_fx.planning.strategy_rounds import StrategyRounds, has_rounds
-from commfuse_fx.planning.variants import most_plans, variants
+from commfuse_fx.planning.variants.attempts import OnPlan
+from commfuse_fx.planning.variants.choose import fastest
+from commfuse_fx.planning.variants.compared_plans import Check, Planned
+from commfuse_fx.planning.variants.shared_prices import common_costs
+from commfuse_fx.planning.variants.strategy_rounds import StrategyRounds, has_rounds
+from commfuse_fx.planning.variants.variants import most_plans, variants
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.marking.part_ops import has_parts
 from commfuse_fx.sharding.marking.traced_parts import BatchParts

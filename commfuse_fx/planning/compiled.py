@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from commfuse_fx.capture.joint import Outputs
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import canonical_text
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline, PassRecord
 from commfuse_fx.planning.request import PassRequest
 
 

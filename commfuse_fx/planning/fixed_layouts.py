@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commfuse_fx.capture.model_structure import ModelStructure
+from commfuse_fx.capture.guards.model_structure import ModelStructure
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.program import Layouts, Program
+from commfuse_fx.ir.core.program import Layouts, Program
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from commfuse_fx.capture.forward_writes import ForwardWrite
-from commfuse_fx.capture.guards import Guards
-from commfuse_fx.capture.signature import Signature
+from commfuse_fx.capture.guards.forward_writes import ForwardWrite
+from commfuse_fx.capture.guards.guards import Guards
+from commfuse_fx.capture.guards.signature import Signature
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.program import Parameter
+from commfuse_fx.ir.core.program import Parameter
 from commfuse_fx.planning.compiled import Compiled
-from commfuse_fx.planning.shared_prices import Seconds
+from commfuse_fx.planning.variants.shared_prices import Seconds
 
 MAX_GRAPHS = 16
 """Graphs kept per compiled step; the least recently used one goes first."""

@@ -9,35 +9,35 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from commfuse_fx.capture.absent_gradients import leave_out
-from commfuse_fx.capture.differences import cause
-from commfuse_fx.capture.forward_writes import WholeCall
-from commfuse_fx.capture.guards import Guards, OwnValues
+from commfuse_fx.capture.guards.differences import cause
+from commfuse_fx.capture.guards.forward_writes import WholeCall
+from commfuse_fx.capture.guards.guards import Guards, OwnValues
+from commfuse_fx.capture.guards.model_structure import ModelStructure
+from commfuse_fx.capture.guards.reads import Reads
+from commfuse_fx.capture.guards.signature import Signature, Watch
+from commfuse_fx.capture.guards.tree import argument_path, flatten
 from commfuse_fx.capture.loss import LossFn, name_arguments
-from commfuse_fx.capture.meta_tensors import check_memory
-from commfuse_fx.capture.model_structure import ModelStructure
-from commfuse_fx.capture.reads import Reads
-from commfuse_fx.capture.signature import Signature, Watch
-from commfuse_fx.capture.tree import argument_path, flatten
+from commfuse_fx.capture.outputs.absent_gradients import leave_out
+from commfuse_fx.capture.trace.meta_tensors import check_memory
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.ir.halves import crossing
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.halves import crossing
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import OptimizerInfo, Parameter, Program
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.kernels.described_optimizer import check_optimizer, describe_optimizer
-from commfuse_fx.planning.attempts import OnPlan, shown_plans
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
-from commfuse_fx.planning.before_fusion import before_fusion
 from commfuse_fx.planning.compile_call import compile_call, plan_step, verify_if_asked
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.fixed_layouts import FixedLayouts
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS, Plan, PlanCache
 from commfuse_fx.planning.request import Call, CompileRequest, OtherBatch, PassRequest, Sharding, batch_ways
 from commfuse_fx.planning.retrace_log import Findings, Traces
-from commfuse_fx.planning.shared_prices import Seconds, seconds_by_name
+from commfuse_fx.planning.variants.attempts import OnPlan, shown_plans
+from commfuse_fx.planning.variants.before_fusion import before_fusion
+from commfuse_fx.planning.variants.shared_prices import Seconds, seconds_by_name
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.support.logs import logger

@@ -9,13 +9,13 @@ from math import prod
 import torch
 from torch import fx, nn
 
+from commfuse_fx.capture.guards.tree import Structure
 from commfuse_fx.capture.loss import LossFn
-from commfuse_fx.capture.tree import Structure
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Layouts, OptimizerInfo, Program
-from commfuse_fx.planning.attempts import OnPlan
-from commfuse_fx.planning.shared_prices import Seconds
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.program import Layouts, OptimizerInfo, Program
+from commfuse_fx.planning.variants.attempts import OnPlan
+from commfuse_fx.planning.variants.shared_prices import Seconds
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.sharding.marking.marks import Marks

@@ -3,7 +3,7 @@
 The names below are those that rules for `cf.register_rule` need.
 """
 
-from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.ir.core.placement import P, R, S
+from commfuse_fx.sharding.rules.writing.call import INDEX, AllReduce, OpCall, Ref, Result, Step, Strategy
 
 __all__ = ["INDEX", "AllReduce", "OpCall", "P", "R", "Ref", "Result", "S", "Step", "Strategy"]

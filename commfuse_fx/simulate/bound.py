@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.dependence import Dependence
+from commfuse_fx.ir.core.collectives import is_wait
+from commfuse_fx.ir.core.dependence import Dependence
 from commfuse_fx.simulate.rounds import Played
 
 

@@ -10,11 +10,11 @@ from itertools import accumulate, islice
 from torch import fx
 
 from commfuse_fx.cost.transfer import Transfer
-from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.deferred import is_deferred
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_wait
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import is_deferred
 from commfuse_fx.simulate.rounds import Played
 
 MEMORY_CAP = "memory cap"

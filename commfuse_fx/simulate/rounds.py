@@ -15,10 +15,10 @@ from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import alike
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import WAIT, bytes_of_piece, is_start
-from commfuse_fx.ir.deferred import execution_order, is_deferred
-from commfuse_fx.ir.meta import Stretch, info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import WAIT, bytes_of_piece, is_start
+from commfuse_fx.ir.core.meta import Stretch, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import execution_order, is_deferred
 from commfuse_fx.simulate.engine import Engine
 
 DEFERRED_ROUNDS = 4

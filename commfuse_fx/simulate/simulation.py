@@ -12,12 +12,12 @@ from torch import fx
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.numbers import in_ms
-from commfuse_fx.ir.collectives import collective_of, is_wait
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_name
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import collective_text
+from commfuse_fx.ir.core.collectives import collective_of, is_wait
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.naming import op_name
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import collective_text
 from commfuse_fx.simulate.bound import lower_bound
 from commfuse_fx.simulate.events import Event, SimulatedCollective
 from commfuse_fx.simulate.reasons import Reasons

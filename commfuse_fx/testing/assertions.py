@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.ir.meta import PHASES, dtype_name
+from commfuse_fx.ir.core.meta import PHASES, dtype_name
 from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.support.checks import check_choice, check_int
 from commfuse_fx.support.long_lists import shortened

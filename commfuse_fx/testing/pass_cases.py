@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Callable
 
 from commfuse_fx.errors import ConfigTypeError
-from commfuse_fx.ir.parse_text import parse_program
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
+from commfuse_fx.ir.text.parse_text import parse_program
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.declaration import PassContext, PricedPass
 from commfuse_fx.support.checks import show
 

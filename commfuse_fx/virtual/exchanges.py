@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.member_ops import Tables, all_gather_members, reduce_scatter_members
-from commfuse_fx.ir.owner_ops import reduce, reduce_
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.member_ops import Tables, all_gather_members, reduce_scatter_members
+from commfuse_fx.ir.core.owner_ops import reduce, reduce_
 
 Tensors = list[torch.Tensor]
 

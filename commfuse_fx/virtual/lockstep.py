@@ -12,7 +12,7 @@ import torch
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError, NotAvailableError
 from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.inspect.lowered import Lowered
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.planning.request import Call
 from commfuse_fx.support.tracebacks import user_frames_only

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.shared_memory import overlaps
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.ops.shared_memory import overlaps
 
 
 def copy_for_rank(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
 from commfuse_fx.runtime.execute.random_states import seed_of_rank
 from commfuse_fx.runtime.ranks.seeds import draw_seed
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.collectives import (
+from commfuse_fx.ir.core.collectives import (
     BY_MEMBERS,
     group_of,
     is_start,
@@ -28,17 +28,17 @@ from commfuse_fx.ir.collectives import (
     result_of_start,
     tables_of,
 )
-from commfuse_fx.ir.declared_specs import is_declared
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.member_ops import Tables
-from commfuse_fx.ir.meta import Stretch, info, spec_of, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.ir.unwritten import is_unwritten
-from commfuse_fx.ir.update_layout import takes_blocks, unequal_blocks
+from commfuse_fx.ir.core.declared_specs import is_declared
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.functions import optimizer_step
+from commfuse_fx.ir.core.member_ops import Tables
+from commfuse_fx.ir.core.meta import Stretch, info, spec_of, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
+from commfuse_fx.ir.ops.unwritten import is_unwritten
+from commfuse_fx.ir.updates.update_layout import takes_blocks, unequal_blocks
+from commfuse_fx.runtime.execute.code.recorded import as_recorded, computed, proven
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.recorded import as_recorded, computed, proven
 from commfuse_fx.virtual.exchanges import COPIES_ITS_INPUT, EXCHANGE, IN_PLACE, Tensors, own_part
 from commfuse_fx.virtual.rank_streams import RankStreams
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import group_of, is_start, is_wait, kind_of
-from commfuse_fx.ir.dependence import Roots, written_nodes
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Parameter, Program, Source
-from commfuse_fx.ir.shard_rows import gives_rows
-from commfuse_fx.ir.unwritten import is_unwritten
-from commfuse_fx.ir.updates import is_scalar
+from commfuse_fx.ir.core.collectives import group_of, is_start, is_wait, kind_of
+from commfuse_fx.ir.core.dependence import Roots, written_nodes
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Parameter, Program, Source
+from commfuse_fx.ir.ops.unwritten import is_unwritten
+from commfuse_fx.ir.rows.shard_rows import gives_rows
+from commfuse_fx.ir.updates.updates import is_scalar
 
 _SAME_FOR_ALL = ("all_reduce", "all_gather", "broadcast")
 

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.capture.differences import cause
+from commfuse_fx.calls.hand_out import hand_out
+from commfuse_fx.calls.micro_batches import MicroBatches
+from commfuse_fx.capture.guards.differences import cause
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.frontends.hand_out import hand_out
-from commfuse_fx.frontends.micro_batches import MicroBatches
 from commfuse_fx.frontends.step import CompiledStep
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.request import Call
-from commfuse_fx.runtime.execute.guard import Guard
-from commfuse_fx.runtime.execute.modes import outside_inference_mode, outside_modes
 from commfuse_fx.runtime.execute.rank_executors import RankExecutors
+from commfuse_fx.runtime.memory.guard import Guard
+from commfuse_fx.runtime.memory.modes import outside_inference_mode, outside_modes
 from commfuse_fx.runtime.ranks.exchange import Exchange, LocalExchange
 from commfuse_fx.runtime.ranks.seeds import Seeds
 from commfuse_fx.support.tracebacks import user_frames_only

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.halves import split
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, info, set_info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.halves import split
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, TensorSpec, info, set_info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _SENT_AS_THEY_ARE = (

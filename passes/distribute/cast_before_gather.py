@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import collective_of, kind_of, wait_of
-from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.meta import dtype_name, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import collective_of, kind_of, wait_of
+from commfuse_fx.ir.core.dependence import is_view
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import dtype_name, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import WAIT, c10d
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.placement import Shard
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import WAIT, c10d
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.placement import Shard
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.reshaped import dense_like
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _EPSILON = 1e-6

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.ir.bound_arguments import bound_arguments
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.core.bound_arguments import bound_arguments
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
 from commfuse_fx.kernels.random_replacements import counter_based
 from commfuse_fx.passes.declaration import Pass, Situation
 from commfuse_fx.sharding.dividing.own_parts import own_values

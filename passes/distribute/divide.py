@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from commfuse_fx.errors import CommFuseError, ConfigValueError
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.naming import op_label
-from commfuse_fx.ir.placement import Placement, R, S, Shard, divides
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.naming import op_label
+from commfuse_fx.ir.core.placement import Placement, R, S, Shard, divides
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.ops import COLLECTIVES
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Scalar, Situation, Variant, Variants
 from commfuse_fx.sharding import rules as _rules  # noqa: F401  # registers them

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from commfuse_fx.errors import NotAvailableError
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_gradients import ON_CPU, reduction, scatter, serves_only
-from commfuse_fx.ir.shard_uses import keep_rows, written_by_model
-from commfuse_fx.ir.update_sharing import SHARED, WHOLE, divided_by_rule, in_rows, who_updates
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_gradients import ON_CPU, reduction, scatter, serves_only
+from commfuse_fx.ir.rows.shard_uses import keep_rows, written_by_model
+from commfuse_fx.ir.updates.update_sharing import SHARED, WHOLE, divided_by_rule, in_rows, who_updates
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.meta import NodeInfo
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_rows import updated_nodes
-from commfuse_fx.ir.shard_uses import broadcast_whole, gather_rows, without_padding
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.meta import NodeInfo
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_rows import updated_nodes
+from commfuse_fx.ir.rows.shard_uses import broadcast_whole, gather_rows, without_padding
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _LIKE = NodeInfo("update")

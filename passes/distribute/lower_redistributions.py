@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.edit import remove_dead_nodes, replace_all
-from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
-from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.parameter_values import parameter_of
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.redistribution import (
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.edit import remove_dead_nodes, replace_all
+from commfuse_fx.ir.core.meta import CollectiveInfo, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.gradients import end_of_backward, separate_gradients
+from commfuse_fx.ir.ops.parameter_values import parameter_of
+from commfuse_fx.ir.ops.redistribution import (
     exchange_parts,
     gather_parts,
     is_redistribution,

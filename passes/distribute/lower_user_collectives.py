@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.edit import replace
-from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.edit import replace
+from commfuse_fx.ir.core.meta import CollectiveInfo, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.ops import NO_FUSION_ID
 from commfuse_fx.passes.declaration import Pass, Situation
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.edit import erase_upwards, replace_all
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.edit import erase_upwards, replace_all
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

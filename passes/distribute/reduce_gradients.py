@@ -8,14 +8,14 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d, collective_of
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.gradients import end_of_backward, separate_gradients
-from commfuse_fx.ir.meta import CollectiveInfo, dtype_name, info, tensor_spec
-from commfuse_fx.ir.order import stable_sort
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import c10d, collective_of
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.meta import CollectiveInfo, dtype_name, info, tensor_spec
+from commfuse_fx.ir.core.order import stable_sort
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.reshaped import dense_like
+from commfuse_fx.ir.ops.gradients import end_of_backward, separate_gradients
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

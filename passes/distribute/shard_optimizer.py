@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import group_of
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_gradients import ON_CPU, reduction, scatter, serves_only
-from commfuse_fx.ir.shard_owners import reduce_to_owner
-from commfuse_fx.ir.shard_rows import sharing_ranks
-from commfuse_fx.ir.shard_uses import keep_rows, written_by_model
-from commfuse_fx.ir.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown, who_updates
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.collectives import group_of
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_gradients import ON_CPU, reduction, scatter, serves_only
+from commfuse_fx.ir.rows.shard_owners import reduce_to_owner
+from commfuse_fx.ir.rows.shard_rows import sharing_ranks
+from commfuse_fx.ir.rows.shard_uses import keep_rows, written_by_model
+from commfuse_fx.ir.updates.update_sharing import SHARED, WHOLE, Sharing, refuse_unknown, who_updates
 from commfuse_fx.passes.declaration import Pass, Situation
-from commfuse_fx.solvers.assign_owners import assign_owners
+from commfuse_fx.solvers.buckets.assign_owners import assign_owners
 
 
 @dataclass(frozen=True)

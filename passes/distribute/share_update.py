@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from commfuse_fx.config.parallel_optimizer import BROADCAST, SCATTER
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_owners import give_to_owner
-from commfuse_fx.ir.shard_rows import sharing_ranks
-from commfuse_fx.ir.shard_uses import keep_rows
-from commfuse_fx.ir.update_sharing import (
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_owners import give_to_owner
+from commfuse_fx.ir.rows.shard_rows import sharing_ranks
+from commfuse_fx.ir.rows.shard_uses import keep_rows
+from commfuse_fx.ir.updates.update_sharing import (
     SHARED,
     WHOLE,
     Sharing,
@@ -20,7 +20,7 @@ from commfuse_fx.ir.update_sharing import (
     who_updates,
 )
 from commfuse_fx.passes.declaration import Pass, Situation
-from commfuse_fx.solvers.assign_owners import assign_owners
+from commfuse_fx.solvers.buckets.assign_owners import assign_owners
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.functions import axis_index
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, set_info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.functions import axis_index
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, set_info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten

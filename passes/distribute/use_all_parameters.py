@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.gradients import end_of_backward
-from commfuse_fx.ir.halves import USED
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, set_info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.reshaped import dense_like
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.halves import USED
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, TensorSpec, set_info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.reshaped import dense_like
+from commfuse_fx.ir.ops.gradients import end_of_backward
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

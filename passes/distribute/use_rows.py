@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_uses import keep_rows
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_uses import keep_rows
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

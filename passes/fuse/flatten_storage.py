@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import IN_PLACE, collective_of, kind_of, role_of, wait_of
-from commfuse_fx.ir.edit import erase_upwards, remove_dead_nodes, replace_all, replace_members
-from commfuse_fx.ir.flat_updates import FlatRun, use_flat_parameters
-from commfuse_fx.ir.gradient_places import ALIGNMENT, allocate, source_of, write, writes_into
-from commfuse_fx.ir.meta import Part, Stretch, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.naming import parameter_of
-from commfuse_fx.ir.program import Parameter, Program, Segment
-from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import IN_PLACE, collective_of, kind_of, role_of, wait_of
+from commfuse_fx.ir.core.edit import erase_upwards, remove_dead_nodes, replace_all, replace_members
+from commfuse_fx.ir.core.meta import Part, Stretch, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.naming import parameter_of
+from commfuse_fx.ir.core.program import Parameter, Program, Segment
+from commfuse_fx.ir.ops.gradient_places import ALIGNMENT, allocate, source_of, write, writes_into
+from commfuse_fx.ir.updates.flat_updates import FlatRun, use_flat_parameters
+from commfuse_fx.ir.updates.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
-from commfuse_fx.solvers.pieces import PIECE
+from commfuse_fx.solvers.buckets.pieces import PIECE
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Merge collectives of one kind, group, reduce op, dtype, device and phase into one node each.
 
-The buckets are decided in `commfuse_fx.solvers.assign_buckets`; here they are applied: flatten, concat, one
+The buckets are decided in `commfuse_fx.solvers.buckets.assign_buckets`; here they are applied: flatten, concat, one
 collective, one wait, split, restore shapes.
 """
 
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.config.fusion_config import AUTO_THRESHOLD_MIB, FusionConfig, KindFusion
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, root_of, wait_of
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.edit import replace_all, replace_members
-from commfuse_fx.ir.merge import Merge, before_merged
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.order import nearest_above, stable_sort
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.collectives import FUSIBLE_KINDS, collective_of, kind_of, role_of, root_of, wait_of
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.edit import replace_all, replace_members
+from commfuse_fx.ir.core.merge import Merge, before_merged
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.order import nearest_above, stable_sort
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
-from commfuse_fx.solvers.assign_buckets import Bucketing, Member, Policy, assign_buckets
-from commfuse_fx.solvers.step_problem import group_collectives
+from commfuse_fx.solvers.buckets.assign_buckets import Bucketing, Member, Policy, assign_buckets
+from commfuse_fx.solvers.buckets.step_problem import group_collectives
 
 log = logging.getLogger("commfuse_fx.passes.fuse_collectives")
 

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from commfuse_fx.cost.memory import memory_profile
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.out_variants import WRITES_INTO
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.out_variants import WRITES_INTO
 from commfuse_fx.passes.declaration import Pass
 
 

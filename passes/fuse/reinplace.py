@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import IN_PLACE, is_wait, memory_on_wire
-from commfuse_fx.ir.dependence import Roots, is_view
-from commfuse_fx.ir.halves import lasting
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import IN_PLACE, is_wait, memory_on_wire
+from commfuse_fx.ir.core.dependence import Roots, is_view
+from commfuse_fx.ir.core.halves import lasting
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.masks import bernoulli, bernoulli_
 from commfuse_fx.passes.declaration import Pass
 

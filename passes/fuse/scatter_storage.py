@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.collectives import kind_of, tables_of
-from commfuse_fx.ir.edit import erase_upwards
-from commfuse_fx.ir.gradient_places import ALIGNMENT, allocate, source_of, write
-from commfuse_fx.ir.meta import Stretch, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.collectives import kind_of, tables_of
+from commfuse_fx.ir.core.edit import erase_upwards
+from commfuse_fx.ir.core.meta import Stretch, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.gradient_places import ALIGNMENT, allocate, source_of, write
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

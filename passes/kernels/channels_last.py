@@ -18,14 +18,14 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.edit import erase_upwards
-from commfuse_fx.ir.fusible import is_pointwise
-from commfuse_fx.ir.known_shapes import known_shapes
-from commfuse_fx.ir.memory_format import is_channels_last, laid_out, unless_equal
-from commfuse_fx.ir.meta import Spec, TensorSpec, empty_of, info, spec_of, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.dependence import written_nodes
+from commfuse_fx.ir.core.edit import erase_upwards
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, empty_of, info, spec_of, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.fusible import is_pointwise
+from commfuse_fx.ir.ops.known_shapes import known_shapes
+from commfuse_fx.ir.ops.memory_format import is_channels_last, laid_out, unless_equal
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)

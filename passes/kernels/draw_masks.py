@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.masks import bernoulli
 from commfuse_fx.passes.declaration import Pass, Situation
 

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from commfuse_fx.cost.roofline import is_product
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
-from commfuse_fx.ir.equal_nodes import equality_key
-from commfuse_fx.ir.halves import outputs_of
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.dependence import Roots, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.core.halves import outputs_of
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.equal_nodes import equality_key
 from commfuse_fx.kernels.continuous_ops import is_float, is_half, may_jump, numbers_read
 from commfuse_fx.kernels.inductor_ops import LEFT_OUT, LEFT_OUT_ON_CPU, found_in_memory, is_computed_wrongly
 from commfuse_fx.kernels.rounding import is_rounded_otherwise

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.memory_format import is_channels_last
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.memory_format import is_channels_last
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from commfuse_fx.kernels.winograd import tiles_pay
 from commfuse_fx.passes.declaration import Pass, Situation

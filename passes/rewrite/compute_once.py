@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from commfuse_fx.cost.memory import bytes_of
-from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.edit import erase_upwards, replace_all
-from commfuse_fx.ir.equal_nodes import equality_key
-from commfuse_fx.ir.fixed_values import SHAPE_ONLY, fixed_nodes
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_start
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.edit import erase_upwards, replace_all
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.equal_nodes import equality_key
+from commfuse_fx.ir.ops.fixed_values import SHAPE_ONLY, fixed_nodes
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten

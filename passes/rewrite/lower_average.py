@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import collective_of, group_of, wait_of
-from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.updates import unclipped
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import collective_of, group_of, wait_of
+from commfuse_fx.ir.core.dependence import is_view
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.updates.updates import unclipped
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass
 

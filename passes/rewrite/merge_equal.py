@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from commfuse_fx.cost.memory import bytes_of
-from commfuse_fx.ir.dependence import Roots, is_view
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.equal_nodes import equality_key
-from commfuse_fx.ir.fixed_values import fixed_nodes, written_or_handed_out
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.ir.unwritten import is_unwritten
+from commfuse_fx.ir.core.dependence import Roots, is_view
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
+from commfuse_fx.ir.ops.equal_nodes import equality_key
+from commfuse_fx.ir.ops.fixed_values import fixed_nodes, written_or_handed_out
+from commfuse_fx.ir.ops.unwritten import is_unwritten
 from commfuse_fx.passes.declaration import Pass, Situation
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.bound_arguments import arguments_of, set_argument
-from commfuse_fx.ir.edit import remove_dead_nodes
-from commfuse_fx.ir.fixed_values import FixedValues
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.bound_arguments import arguments_of, set_argument
+from commfuse_fx.ir.core.edit import remove_dead_nodes
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.fixed_values import FixedValues
 from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten

@@ -16,15 +16,15 @@ import torch
 from torch import fx
 
 from commfuse_fx.cost.memory import bytes_of
-from commfuse_fx.ir.builder import Builder
-from commfuse_fx.ir.dependence import Roots, is_view
-from commfuse_fx.ir.edit import erase_upwards
-from commfuse_fx.ir.fixed_values import written_or_handed_out
-from commfuse_fx.ir.fusible import is_of_elements, takes_in
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.ir.unwritten import is_unwritten
+from commfuse_fx.ir.core.builder import Builder
+from commfuse_fx.ir.core.dependence import Roots, is_view
+from commfuse_fx.ir.core.edit import erase_upwards
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
+from commfuse_fx.ir.ops.fixed_values import written_or_handed_out
+from commfuse_fx.ir.ops.fusible import is_of_elements, takes_in
+from commfuse_fx.ir.ops.unwritten import is_unwritten
 from commfuse_fx.passes.declaration import Pass, Situation
 
 aten = torch.ops.aten

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import WAIT, c10d, collective_of, group_of, kind_of, wait_of
-from commfuse_fx.ir.edit import erase_upwards
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name, info, tensor_spec
-from commfuse_fx.ir.naming import rows_of
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import WAIT, c10d, collective_of, group_of, kind_of, wait_of
+from commfuse_fx.ir.core.edit import erase_upwards
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, TensorSpec, dtype_name, info, tensor_spec
+from commfuse_fx.ir.core.naming import rows_of
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass, Situation, Variants
 

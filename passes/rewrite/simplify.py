@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from commfuse_fx.ir.edit import IDENTITIES, remove_dead_nodes, replace_all
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.edit import IDENTITIES, remove_dead_nodes, replace_all
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass
 
 aten = torch.ops.aten

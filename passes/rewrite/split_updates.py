@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
-from commfuse_fx.ir.program import Program, Source, Update
-from commfuse_fx.ir.shard_rows import spec_of_rows, updated_nodes
-from commfuse_fx.ir.update_layout import takes_blocks
-from commfuse_fx.ir.updates import gradients_of, unclipped, update_nodes
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import is_wait
+from commfuse_fx.ir.core.dependence import is_view
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, info, same_layout, tensor_spec
+from commfuse_fx.ir.core.program import Program, Source, Update
+from commfuse_fx.ir.rows.shard_rows import spec_of_rows, updated_nodes
+from commfuse_fx.ir.updates.update_layout import takes_blocks
+from commfuse_fx.ir.updates.updates import gradients_of, unclipped, update_nodes
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass, Situation

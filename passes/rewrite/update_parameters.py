@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.edit import remove_dead_nodes
-from commfuse_fx.ir.functions import axis_index, optimizer_step
-from commfuse_fx.ir.meta import NodeInfo, tensor_spec
-from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Segment, Update
-from commfuse_fx.ir.shard_owners import part_of_owner
-from commfuse_fx.ir.shard_rows import name_of_gradient, name_of_rows, padding_of, spec_of_rows
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.edit import remove_dead_nodes
+from commfuse_fx.ir.core.functions import axis_index, optimizer_step
+from commfuse_fx.ir.core.meta import NodeInfo, tensor_spec
+from commfuse_fx.ir.core.program import OptimizerInfo, Parameter, Program, Segment, Update
+from commfuse_fx.ir.rows.shard_owners import part_of_owner
+from commfuse_fx.ir.rows.shard_rows import name_of_gradient, name_of_rows, padding_of, spec_of_rows
 from commfuse_fx.kernels.emit_updates import emit_update
 from commfuse_fx.passes.declaration import Pass, Situation
 

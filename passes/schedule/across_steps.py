@@ -19,18 +19,18 @@ from math import inf
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start, is_wait, role_of, tables_of, wait_of
-from commfuse_fx.ir.deferred import is_deferred
-from commfuse_fx.ir.dependence import Roots, is_opaque, is_view, written_nodes
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_start, is_wait, role_of, tables_of, wait_of
+from commfuse_fx.ir.core.dependence import Roots, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.core.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import is_deferred
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
-from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan
-from commfuse_fx.solvers.loop import Loop
-from commfuse_fx.solvers.piece_choices import PIECES, piece_choices
-from commfuse_fx.solvers.step_problem import busy_beta
+from commfuse_fx.solvers.buckets.cyclic import CyclicMember, CyclicPlan
+from commfuse_fx.solvers.buckets.loop import Loop
+from commfuse_fx.solvers.buckets.piece_choices import PIECES, piece_choices
+from commfuse_fx.solvers.buckets.step_problem import busy_beta
 
 _STRETCHES = (inf, *(mebibytes * 2**20 for mebibytes in (8, 4, 3, 2, 1.5, 1)), PIECES[0])
 """Bytes from which a stretch of a bucket that is complete may be sent before the rest; tried in turn."""

@@ -20,10 +20,10 @@ from torch import fx
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.roofline import roofline_seconds
 from commfuse_fx.cost.turns import turn_seconds
-from commfuse_fx.ir.collectives import wait_of
-from commfuse_fx.ir.deferred import execution_order
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import wait_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import execution_order
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.machine.source import cluster_of
 from commfuse_fx.passes.declaration import Pass

@@ -13,13 +13,13 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import collective_of, is_start, wait_of
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.order import stable_sort
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import collective_of, is_start, wait_of
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.order import stable_sort
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
-from commfuse_fx.solvers.compute_program import Item
-from commfuse_fx.solvers.consumers import optimal_plan
+from commfuse_fx.solvers.buckets.compute_program import Item
+from commfuse_fx.solvers.buckets.consumers import optimal_plan
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import IN_PLACE, is_start, is_wait, kind_of, role_of, wait_of
-from commfuse_fx.ir.dependence import Dependence, is_opaque, is_view, written_nodes
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.order import reorder, stable_sort
-from commfuse_fx.ir.owner_ops import of_owner
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.core.collectives import IN_PLACE, is_start, is_wait, kind_of, role_of, wait_of
+from commfuse_fx.ir.core.dependence import Dependence, is_opaque, is_view, written_nodes
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.order import reorder, stable_sort
+from commfuse_fx.ir.core.owner_ops import of_owner
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
 from commfuse_fx.passes.declaration import Pass, Situation
 
 _IN_PLACE = tuple(IN_PLACE.values())

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start, role_of
-from commfuse_fx.ir.dependence import Dependence, is_opaque
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.core.collectives import is_start, role_of
+from commfuse_fx.ir.core.dependence import Dependence, is_opaque
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 
 AMPLE = 1.25

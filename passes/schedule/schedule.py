@@ -13,11 +13,11 @@ from torch import fx
 from commfuse_fx.cost.memory import Memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.too_little_memory import TooLittleMemory
-from commfuse_fx.ir.collectives import is_start, wait_of
-from commfuse_fx.ir.dependence import Dependence, Roots
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Note, Program
+from commfuse_fx.ir.core.collectives import is_start, wait_of
+from commfuse_fx.ir.core.dependence import Dependence, Roots
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Note, Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation, Variants
 from commfuse_fx.passes.fuse.reinplace import reinplace
 from commfuse_fx.passes.schedule.across_steps import AcrossSteps
@@ -25,7 +25,7 @@ from commfuse_fx.passes.schedule.issue_by_need import IssueByNeed
 from commfuse_fx.passes.schedule.overlap import Overlap, can_start_late, start_late
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.simulate.rounds import play
-from commfuse_fx.solvers.pieces import PIECE, SMALL_PIECE
+from commfuse_fx.solvers.buckets.pieces import PIECE, SMALL_PIECE
 
 log = logging.getLogger("commfuse_fx.passes.schedule")
 

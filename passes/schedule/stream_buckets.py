@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import elements_to_send, tables_of
-from commfuse_fx.ir.member_ops import cut
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import elements_to_send, tables_of
+from commfuse_fx.ir.core.member_ops import cut
+from commfuse_fx.ir.core.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass, Situation
-from commfuse_fx.solvers.pieces import FIRST_PIECE, PIECE, ROWS_PIECE
+from commfuse_fx.solvers.buckets.pieces import FIRST_PIECE, PIECE, ROWS_PIECE
 
 
 @dataclass(frozen=True)

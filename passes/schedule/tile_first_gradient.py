@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from commfuse_fx.cost.model import profile_key
-from commfuse_fx.ir.builder import Builder, aten
-from commfuse_fx.ir.collectives import tables_of
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.builder import Builder, aten
+from commfuse_fx.ir.core.collectives import tables_of
+from commfuse_fx.ir.core.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
-from commfuse_fx.solvers.pieces import FIRST_PIECE
+from commfuse_fx.solvers.buckets.pieces import FIRST_PIECE
 
 MOST_TILES = 4
 """Three quarters of the time are gained; more tiles gain little, and each is a call more."""

@@ -13,10 +13,10 @@ from itertools import accumulate, takewhile
 
 from torch import fx
 
-from commfuse_fx.ir.collectives import is_start, role_of, wait_of
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_start, role_of, wait_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass, Situation
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.capture.guards.tree import flatten
 from commfuse_fx.capture.loss import compute_loss, name_arguments
-from commfuse_fx.capture.tree import flatten
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.capture.absent_gradients import leave_out
-from commfuse_fx.ir.program import Program
+from commfuse_fx.capture.outputs.absent_gradients import leave_out
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.testing import assert_pass, parse_program
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 import commfuse_fx as cf
-from commfuse_fx.capture.frozen import Frozen
-from commfuse_fx.capture.graph_of_dynamo import GraphOfDynamo
-from commfuse_fx.capture.reads import Read
+from commfuse_fx.capture.dynamo.graph_of_dynamo import GraphOfDynamo
+from commfuse_fx.capture.guards.frozen import Frozen
+from commfuse_fx.capture.guards.reads import Read
 
 
 class Cyclic:

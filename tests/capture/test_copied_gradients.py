@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
-from commfuse_fx.capture.provenance import OriginRecorder
+from commfuse_fx.capture.trace.provenance import OriginRecorder
 
 
 class Normed(nn.Module):

@@ -14,9 +14,9 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from commfuse_fx.capture.batch_norm import BATCH_NORMS
-from commfuse_fx.capture.empty_tensors import FakeTensors
-from commfuse_fx.capture.functional_trace import make_functional
+from commfuse_fx.capture.torch_parts.batch_norm import BATCH_NORMS
+from commfuse_fx.capture.trace.empty_tensors import FakeTensors
+from commfuse_fx.capture.trace.functional_trace import make_functional
 
 aten = torch.ops.aten
 

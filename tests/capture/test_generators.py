@@ -17,7 +17,7 @@ import torch
 from torch import Generator, nn
 
 import commfuse_fx as cf
-from commfuse_fx.capture.generators import _FIRST_SEED
+from commfuse_fx.capture.torch_parts.generators import _FIRST_SEED
 
 OF_THIS_FILE = torch.Generator()
 

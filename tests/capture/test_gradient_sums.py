@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from commfuse_fx.capture.gradient_sums import GradientSum, spread
+from commfuse_fx.capture.trace.gradient_sums import GradientSum, spread
 
 
 @pytest.mark.parametrize("places", [[0, 1, 1, 2], [0, 1, 2, 3], [1, 1, 1, 1], [0, 0, 2, 2, 3]])

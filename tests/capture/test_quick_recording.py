@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commfuse_fx.capture.empty_tensors import FakeTensors
-from commfuse_fx.capture.known_results import key_of, known_result
-from commfuse_fx.capture.quick_recording import quick_recording
+from commfuse_fx.capture.trace.empty_tensors import FakeTensors
+from commfuse_fx.capture.trace.known_results import key_of, known_result
+from commfuse_fx.capture.trace.quick_recording import quick_recording
 
 aten = torch.ops.aten
 
@@ -73,7 +73,8 @@ def test_the_graph_is_that_of_torch(function: Callable[..., Any], monkeypatch: p
     by_torch: list[Any] = []
     original = proxy_tensor.proxy_call
     monkeypatch.setattr(
-        "commfuse_fx.capture.quick_recording._original", lambda *args: (by_torch.append(args[1]), original(*args))[1]
+        "commfuse_fx.capture.trace.quick_recording._original",
+        lambda *args: (by_torch.append(args[1]), original(*args))[1],
     )
     for _ in range(2):  # the second time the results of the ops are known
         assert description(recorded(function, FakeTensors(), quickly=True)) == right
@@ -84,7 +85,7 @@ def test_another_version_of_torch_is_left_to_itself(monkeypatch: pytest.MonkeyPa
     def other(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("commfuse_fx.capture.quick_recording._original", other)
+    monkeypatch.setattr("commfuse_fx.capture.trace.quick_recording._original", other)
     before = proxy_tensor.proxy_call
     with quick_recording():
         assert proxy_tensor.proxy_call is before

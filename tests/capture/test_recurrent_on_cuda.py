@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.capture import recurrent_on_cuda as traced
+from commfuse_fx.capture.torch_parts import recurrent_on_cuda as traced
 from commfuse_fx.kernels import cudnn_recurrent
 
 NAMES = {number: name for name, number in traced._MODES.items()}

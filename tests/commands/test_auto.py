@@ -13,13 +13,13 @@ import commfuse_fx as cf
 from commfuse_fx.cli import main
 from commfuse_fx.commands import plan_cases
 from commfuse_fx.commands.what_if import Case, cases
-from commfuse_fx.inspect.parameter_groups import parameter_groups
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import S
-from commfuse_fx.ir.program import Parameter
+from commfuse_fx.inspect.explain.parameter_groups import parameter_groups
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.placement import S
+from commfuse_fx.ir.core.program import Parameter
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.passes.distribute.divide import Divide
-from commfuse_fx.planning.plan_names import DATA_PARALLEL
+from commfuse_fx.planning.variants.plan_names import DATA_PARALLEL
 
 TARGET = """
 import torch

@@ -13,13 +13,13 @@ import commfuse_fx.passes
 from commfuse_fx.cli import main
 from commfuse_fx.errors import CommFuseError
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.passes.rewrite.simplify import Simplify
-from commfuse_fx.planning.pass_text import parse_passes
-from commfuse_fx.planning.pass_values import default_text, hint_of
-from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.registry import PASSES
+from commfuse_fx.planning.pipeline.pass_text import parse_passes
+from commfuse_fx.planning.pipeline.pass_values import default_text, hint_of
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.registry import PASSES
 from tests.inspect.steps import Net, train
 
 BEGIN = "simplify,lower_user_collectives,reduce_gradients,update_parameters,compute_once,gradients_first"

@@ -11,10 +11,10 @@ from torch import fx
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.transfer import Transfer
-from commfuse_fx.ir.collectives import WAIT, c10d, collective_of
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
-from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.ir.core.collectives import WAIT, c10d, collective_of
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, Spec, TensorSpec, info, set_info
+from commfuse_fx.ir.core.program import Program, Source
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.cluster_parts import Device, Level
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.machine.presets import preset
 from tests.cost.graphs import Graph, f32
 

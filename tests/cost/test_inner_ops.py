@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.cost.drawn_numbers import CACHED, DRAWN_ON_CPU
 from commfuse_fx.cost.roofline import flops_and_bytes, roofline_seconds
-from commfuse_fx.ir.functions import InnerOps
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.functions import InnerOps
+from commfuse_fx.ir.core.meta import TensorSpec
 from commfuse_fx.kernels import position_random
 from commfuse_fx.kernels.masks import bernoulli_
 from commfuse_fx.kernels.position_random import bernoulli_at, dropout_at

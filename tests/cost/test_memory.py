@@ -11,10 +11,10 @@ import torch
 import commfuse_fx as cf
 from commfuse_fx.cost.memory import memory_profile, peak_memory
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.collectives import c10d
-from commfuse_fx.ir.meta import CollectiveInfo, TensorSpec, info
-from commfuse_fx.ir.owner_ops import of_owner
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import c10d
+from commfuse_fx.ir.core.meta import CollectiveInfo, TensorSpec, info
+from commfuse_fx.ir.core.owner_ops import of_owner
+from commfuse_fx.ir.core.program import Program
 from tests.cost.graphs import Graph, aten, f32
 from tests.models import WIDE
 

@@ -12,8 +12,8 @@ from torch import fx, nn
 import commfuse_fx as cf
 from commfuse_fx.cost.model import update_elements
 from commfuse_fx.cost.roofline import flops_and_bytes
-from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.collectives import is_start
+from commfuse_fx.ir.core.meta import info
 from tests.work import calls
 
 RANKS, WIDTH = 4, 64

@@ -13,10 +13,10 @@ import commfuse_fx as cf
 from commfuse_fx.cost.model import CostModel, profile_key, update_elements
 from commfuse_fx.cost.roofline import flops_and_bytes, flops_rate, is_free, roofline_seconds
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.functions import axis_index, optimizer_step
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.redistribution import own_part
-from commfuse_fx.sharding.rules.softmax import maximum_of_part
+from commfuse_fx.ir.core.functions import axis_index, optimizer_step
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.ops.redistribution import own_part
+from commfuse_fx.sharding.rules.ops.softmax import maximum_of_part
 from tests.cost.graphs import CLUSTER, CORE, Graph, aten, f32
 from tests.models import CASES, Case
 

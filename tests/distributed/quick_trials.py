@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW
-from commfuse_fx.frontends import measured_plans, measured_steps, plan_turns, replan
-from commfuse_fx.frontends.measured_plans import MeasuredPlans
-from commfuse_fx.frontends.measured_steps import MeasuredSteps
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.measure import contention_probe, network_probe
-from commfuse_fx.planning import alternatives, trials
-from commfuse_fx.planning.trials import Trials
+from commfuse_fx.trials import alternatives, measured_plans, measured_steps, plan_turns, replan
+from commfuse_fx.trials import trial_order as trials
+from commfuse_fx.trials.measured_plans import MeasuredPlans
+from commfuse_fx.trials.measured_steps import MeasuredSteps
+from commfuse_fx.trials.trial_order import Trials
 
 MOST_STEPS = 400
 

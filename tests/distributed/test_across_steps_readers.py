@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import commfuse_fx as cf
 from commfuse_fx.runtime.execute.tail import Tail
-from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.execute.wire.wire import Wire
 from tests.distributed.harness import Ranks
 from tests.distributed.test_across_steps import ACROSS, batches, is_deferred, make, values
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import tensor_reader, tensor_writer
+from commfuse_fx.checkpoints import tensor_reader, tensor_writer
 from commfuse_fx.runtime.ranks.exchange import ProcessExchange
 from tests import captures
 from tests.distributed.harness import Ranks

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import tensor_reader, tensor_writer
+from commfuse_fx.checkpoints import tensor_reader, tensor_writer
 from commfuse_fx.runtime.ranks.exchange import ProcessExchange
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, compiled, digest, mlp, snapshot, xy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import folders
+from commfuse_fx.checkpoints import folders
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import adamw, assert_same, compiled, mlp, snapshot, xy
 
@@ -63,7 +63,7 @@ def loads_others(folder: str) -> str:
     mine = f"{folder}/{cf.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "commfuse_fx.frontends.checkpoint_reader.CheckpointFolder", lambda _: folders.CheckpointFolder(mine)
+            "commfuse_fx.checkpoints.checkpoint_reader.CheckpointFolder", lambda _: folders.CheckpointFolder(mine)
         )
         try:
             step.load(folder)

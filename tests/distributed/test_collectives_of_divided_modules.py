@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import fx
 
-from commfuse_fx.ir.collectives import kind_of
-from commfuse_fx.ir.meta import info
-from commfuse_fx.runtime.execute.messages import Flight
-from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.ir.core.collectives import kind_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.runtime.execute.wire.messages import Flight
+from commfuse_fx.runtime.execute.wire.wire import Wire
 from tests.distributed.harness import Ranks
 from tests.distributed.test_divided_module import CONFIGS, Tensors, differ, divided, loss_of, sharded
 from tests.distributed.test_sharded_optimizer import batch

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
-from commfuse_fx.frontends.running_backwards import LOOKED_AT
+from commfuse_fx.gradients.running_backwards import LOOKED_AT
 from tests.distributed.harness import Ranks
 from tests.distributed.test_sharded_optimizer import CLASSES as OF_SHARDED
 from tests.distributed.test_sharded_optimizer import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.runtime.execute.wire import messages
 from tests.distributed.harness import Ranks, hurry, run_soon
 from tests.distributed.test_divided_module import batch, divided, loss_of, sharded
 from tests.odd_rows import WithSpare

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, digest, snapshot, xy
 from tests.distributed.programs import run_programs

@@ -17,11 +17,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import commfuse_fx as cf
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.ops.regions import regions_of
 from commfuse_fx.runtime.execute import executor
-from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.execute.wire.wire import Wire
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.loops_of_modules import batch, grads
 

@@ -18,8 +18,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import folders, tensor_writer
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.checkpoints import folders, tensor_writer
+from commfuse_fx.runtime.execute.wire import messages
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw
 from tests.distributed.programs import Ended, run_and_leave, run_programs

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.runtime.execute.wire import messages
 from tests.distributed.harness import Ranks
 from tests.distributed.test_divided_module import divided
 

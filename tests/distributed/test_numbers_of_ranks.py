@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import assert_same, compiled, digest, mlp, snapshot, xy

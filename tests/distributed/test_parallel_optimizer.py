@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commfuse_fx as cf
 from commfuse_fx.errors import CollectiveError
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.runtime.execute.wire import messages
 from tests import captures
 from tests.distributed.harness import Ranks, hurry, run_soon
 

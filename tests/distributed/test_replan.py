@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from commfuse_fx.planning.planner import Planner
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import xy

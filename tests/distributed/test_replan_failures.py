@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from commfuse_fx.frontends import measured_plans
 from commfuse_fx.measure.contention_probe import _Compute as Contender
 from commfuse_fx.runtime.execute.executor import Executor
+from commfuse_fx.trials import measured_plans
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import xy
 from tests.distributed.quick_trials import quickly

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.frontends import measured_plans, replan
-from commfuse_fx.frontends.measured_plans import MeasuredPlans
-from commfuse_fx.frontends.measured_steps import MeasuredSteps
-from commfuse_fx.planning import pace
-from commfuse_fx.planning.correction import slower
+from commfuse_fx.trials import measured_plans, pace, replan
+from commfuse_fx.trials.correction import slower
+from commfuse_fx.trials.measured_plans import MeasuredPlans
+from commfuse_fx.trials.measured_steps import MeasuredSteps
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, wide_mlp, xy
 from tests.distributed.quick_trials import quickly

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.update_sharing import SHARED
+from commfuse_fx.ir.updates.update_sharing import SHARED
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.dividing.strategies import NOT_APPLIED

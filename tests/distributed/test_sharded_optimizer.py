@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.runtime.execute.wire import messages
 from tests.distributed.harness import Ranks, hurry, run_soon
 from tests.odd_rows import WithSpare
 

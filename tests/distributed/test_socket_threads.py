@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from commfuse_fx.measure.calibration import calibrate
-from commfuse_fx.runtime.execute import socket_threads
+from commfuse_fx.runtime.execute.wire import socket_threads
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, compiled, mlp, xy
 

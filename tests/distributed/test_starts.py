@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.ranks import starts
 from commfuse_fx.runtime.ranks.ballot_box import ballot_box
+from commfuse_fx.runtime.ranks.joining import starts
 from tests.distributed.harness import Ranks
 from tests.distributed.models_of_ranks import adamw, compiled, digest, mlp, xy
 

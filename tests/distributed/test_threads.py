@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.frontends import together
 from commfuse_fx.runtime.ranks.callers import making_a_step
+from commfuse_fx.votes import together
 from tests.distributed.harness import Ranks, run_soon
 from tests.distributed.models_of_ranks import assert_same, mlp, momentum, snapshot, xy
 from tests.distributed.test_forks import in_fork

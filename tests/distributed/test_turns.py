@@ -13,13 +13,13 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.cost.turns import LONGEST_TURN, TURN, turn_seconds
-from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.deferred import execution_order
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_wait
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.deferred import execution_order
 from commfuse_fx.measure.calibration import calibrate
 from commfuse_fx.passes.schedule.give_way import turns
-from commfuse_fx.runtime.execute import socket_threads
+from commfuse_fx.runtime.execute.wire import socket_threads
 from tests.distributed.harness import Ranks
 from tests.models import randomised
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Situation, Variant, Variants
 from commfuse_fx.passes.rewrite.resend_rows import may_resend
 from commfuse_fx.planning import compile_call

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.collectives import c10d, is_start, wait_of
-from commfuse_fx.ir.edit import remove_dead_nodes
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import c10d, is_start, wait_of
+from commfuse_fx.ir.core.edit import remove_dead_nodes
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.schedule.overlap import Overlap
-from commfuse_fx.runtime.execute import messages
+from commfuse_fx.runtime.execute.wire import messages
 from tests.distributed import test_accumulation_on_ranks as accumulation
 from tests.distributed import test_owned_parameters as owned
 from tests.distributed import test_parallel_optimizer as divided_updates

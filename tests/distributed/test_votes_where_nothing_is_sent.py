@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from commfuse_fx.runtime.ranks.agreement import Agreement
 from tests.distributed.harness import Ranks, hurry, run_soon
 from tests.distributed.models_of_ranks import assert_same, compiled, momentum, snapshot, xy

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import tensor_reader, tensor_writer
+from commfuse_fx.checkpoints import tensor_reader, tensor_writer
 from tests.frontends.test_checkpoints import check_nothing_changed
 from tests.frontends.test_step_state import make, run
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from tests.logs import logged
 
 BATCH = torch.ones(2, 4), torch.ones(2, 4)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.checkpoint import tensor_writer
+from commfuse_fx.checkpoints import tensor_writer
 from tests.distributed.models_of_ranks import assert_same, snapshot
 from tests.frontends.test_step_state import OPTIMIZERS, Counting, make, run
 

@@ -14,8 +14,8 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
-from commfuse_fx.capture.gradient_order import gradient_order
-from commfuse_fx.frontends import autograd_session
+from commfuse_fx.capture.dynamo.gradient_order import gradient_order
+from commfuse_fx.dynamo import autograd_session
 from commfuse_fx.ir.json.read import from_json
 from tests.models import TwoLayers
 

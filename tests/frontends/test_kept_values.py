@@ -17,9 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import commfuse_fx as cf
 from benchmarks.plain_models import GPT2, Llama, NormedMLP
 from commfuse_fx.cost.memory import bytes_of
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.halves import crossing
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.halves import crossing
+from commfuse_fx.ir.core.meta import info
 from commfuse_fx.passes.rewrite.recompute import Recompute
 
 Batch = dict[str, torch.Tensor]

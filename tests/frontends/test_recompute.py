@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
+from commfuse_fx.calls import module_session
 from commfuse_fx.cost.memory import bytes_of, peak_memory
-from commfuse_fx.frontends import module_session
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.halves import crossing
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.halves import crossing
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.rewrite.recompute import Recompute
 from commfuse_fx.runtime.execute import executor
 

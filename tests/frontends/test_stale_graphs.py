@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.capture.noted_classes import _originals
+from commfuse_fx.capture.guards.noted_classes import _originals
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.frontends.changing_models import Net, Settings, made, retraced, values
 from tests.models import shards

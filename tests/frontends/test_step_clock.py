@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from commfuse_fx.frontends import step_clock
-from commfuse_fx.frontends.step_clock import StepClock
 from commfuse_fx.measure.clocks import HostClock
+from commfuse_fx.trials import step_clock
+from commfuse_fx.trials.step_clock import StepClock
 
 
 class Device(HostClock):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from commfuse_fx.calls.session import Session
 from commfuse_fx.errors import PlanMismatchError
-from commfuse_fx.frontends.session import Session
-from commfuse_fx.ir.meta import info, tensor_spec
+from commfuse_fx.ir.core.meta import info, tensor_spec
 from commfuse_fx.runtime.execute.random_states import RandomStates, generators_of
 from commfuse_fx.testing import parse_program
 
@@ -98,7 +98,7 @@ def test_a_step_that_runs_again_draws_the_same(monkeypatch: pytest.MonkeyPatch) 
         for generator in session.generators:
             torch.rand((), generator=generator)
 
-    monkeypatch.setattr("commfuse_fx.frontends.session.plan_in_common", draw)
+    monkeypatch.setattr("commfuse_fx.calls.session.plan_in_common", draw)
     session._run((), {})
     assert session.drawn[0] == session.drawn[1]
     session._run((), {})

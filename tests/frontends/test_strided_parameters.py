@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.shared_memory import overlaps
+from commfuse_fx.ir.ops.shared_memory import overlaps
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.oracle import ACROSS_STEPS, MakeOptimizer, by_class
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.fuse.reinplace import Reinplace
-from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.execute.wire.wire import Wire
 from tests.distributed.models_of_ranks import assert_same
 from tests.recorders import recorded
 from tests.verifying import broken, damaged_after_snapshot, flip_high_bit

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import commfuse_fx as cf
-from commfuse_fx.ir.bound_arguments import arguments_of
+from commfuse_fx.ir.core.bound_arguments import arguments_of
 
 pytestmark = pytest.mark.gpu
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.inspect.dot import quoted, to_dot
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.meta import info
+from commfuse_fx.inspect.explain.dot import quoted, to_dot
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.meta import info
 from tests.inspect.steps import Net, train
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'

@@ -11,7 +11,7 @@ import pytest
 
 import commfuse_fx as cf
 from commfuse_fx.cli import main
-from commfuse_fx.ir.placement import R, S
+from commfuse_fx.ir.core.placement import R, S
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.strategies import Strategies
 

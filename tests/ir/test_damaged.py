@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commfuse_fx as cf
-from commfuse_fx.ir.json.known_ops import find_target
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of, read_marks
+from commfuse_fx.ir.ops.known_ops import find_target
+from commfuse_fx.planning.pipeline.pipeline_json import captured_json, pipeline_of, read_marks
 from commfuse_fx.support import strict_json
 from tests.inspect.steps import Net, train
 

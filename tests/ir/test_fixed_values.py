@@ -2,9 +2,9 @@
 
 import torch
 
-from commfuse_fx.ir.fixed_values import FixedValues, fixed_nodes
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.fixed_values import FixedValues, fixed_nodes
 from commfuse_fx.testing import parse_program
 
 CAUSAL = """

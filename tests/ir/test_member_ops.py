@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commfuse_fx.ir.member_ops import Tables, cut
-from commfuse_fx.ir.meta import Stretch
+from commfuse_fx.ir.core.member_ops import Tables, cut
+from commfuse_fx.ir.core.meta import Stretch
 
 TABLES = Tables((2, 3, 1), ways=2)
 MEMORY = torch.arange(12)  # [0 1 / 2 3], [4 5 6 / 7 8 9], [10 / 11]

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.ir.core.meta import Stretch, TensorSpec, info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.ir.json.write import to_dict, to_json
-from commfuse_fx.ir.meta import Stretch, TensorSpec, info
-from commfuse_fx.ir.parse_text import parse_program
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.text_updates import FLAGS
-from commfuse_fx.ir.updates import is_scalar
+from commfuse_fx.ir.text.parse_text import parse_program
+from commfuse_fx.ir.text.text_updates import FLAGS
+from commfuse_fx.ir.text.write_text import canonical_text
+from commfuse_fx.ir.updates.updates import is_scalar
 from commfuse_fx.kernels.update_rules import RULES
 
 SMALL = """

@@ -17,17 +17,17 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.inspect.explanation import explain
-from commfuse_fx.ir.functions import FUNCTIONS
-from commfuse_fx.ir.json.known_ops import OPERATORS, find_target
+from commfuse_fx.inspect.explain.explanation import explain
+from commfuse_fx.ir.core.functions import FUNCTIONS
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.json.write import to_json
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.ops.known_ops import OPERATORS, find_target
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.machine.source import resolve_costs
-from commfuse_fx.planning.pipeline_json import captured_json, pipeline_of, read_marks
+from commfuse_fx.planning.pipeline.pipeline_json import captured_json, pipeline_of, read_marks
 from commfuse_fx.simulate.simulation import simulate
 from examples.ci_graph_diff.model import lowered as example
 from tests.inspect.steps import Net, train

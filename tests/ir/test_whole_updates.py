@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_fx.cost.memory import memory_profile
 from commfuse_fx.cost.roofline import flops_and_bytes
-from commfuse_fx.ir import whole_updates
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.updates import is_scalar
-from commfuse_fx.ir.whole_updates import WHOLE_UPDATES
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.updates import whole_updates
+from commfuse_fx.ir.updates.updates import is_scalar
+from commfuse_fx.ir.updates.whole_updates import WHOLE_UPDATES
 from tests.cost.graphs import Graph, f32
 
 SIZE = 64

@@ -17,9 +17,9 @@ import commfuse_fx as cf
 from commfuse_fx.cost.model import PER_ELEMENT, PER_VIEW, CostModel, cost_model, profile_key
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.naming import op_label
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.machine.step_profile import StepProfile

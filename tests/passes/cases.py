@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.passes.declaration import Pass, PassContext, PricedPass
 from commfuse_fx.passes.distribute.divide import Divide

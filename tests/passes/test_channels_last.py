@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import commfuse_fx as cf
+from commfuse_fx.ir.core.meta import TensorSpec, info, spec_of
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.ir.json.read import from_json
 from commfuse_fx.ir.json.write import to_json
-from commfuse_fx.ir.meta import TensorSpec, info, spec_of
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.declaration import Situation
 from commfuse_fx.passes.kernels import channels_last
 from commfuse_fx.passes.kernels.channels_last import ChannelsLast

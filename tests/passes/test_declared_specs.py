@@ -13,15 +13,15 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.builder import aten
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.merge import Merge
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.update_layout import check_blocks
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.builder import aten
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.merge import Merge
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
+from commfuse_fx.ir.updates.update_layout import check_blocks
+from commfuse_fx.runtime.execute.code.recorded import LayoutCheck
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.recorded import LayoutCheck
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.testing import parse_program
 from commfuse_fx.virtual.ranks_program import _last_uses_of_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_fx.planning.registry import PASSES
+from commfuse_fx.planning.pipeline.registry import PASSES
 
 
 @pytest.mark.parametrize("name", PASSES)

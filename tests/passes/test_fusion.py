@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.verify import verify
 
 MIB = 2**20
 

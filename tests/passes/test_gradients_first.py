@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.model import CostModel, profile_key
-from commfuse_fx.ir.builder import aten
-from commfuse_fx.ir.collectives import is_start, wait_of
-from commfuse_fx.ir.meta import Stretch, info, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.builder import aten
+from commfuse_fx.ir.core.collectives import is_start, wait_of
+from commfuse_fx.ir.core.meta import Stretch, info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.passes.schedule.tile_first_gradient import MOST_TILES, UNIT

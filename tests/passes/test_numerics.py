@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.passes.declaration import PassContext, Situation, Variant
 from commfuse_fx.passes.kernels.channels_last import ChannelsLast
-from commfuse_fx.planning.recipe import build_pipeline
-from commfuse_fx.planning.registry import PASSES
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.registry import PASSES
 from tests.oracle import ACROSS, OPTIMAL, SLOW
 from tests.passes.cases import assert_same, outcome
 

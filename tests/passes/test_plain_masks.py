@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.bound_arguments import arguments_of
-from commfuse_fx.ir.fixed_values import held_values
-from commfuse_fx.ir.halves import crossing
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.bound_arguments import arguments_of
+from commfuse_fx.ir.core.halves import crossing
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.fixed_values import held_values
 from tests.capture.equivalence import assert_gradients_as_eager, assert_trains_as_eager
 from tests.models import Case
 from tests.sharding.divided_oracle import SINGLE, compare

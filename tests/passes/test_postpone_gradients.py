@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.collectives import is_start
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.passes.declaration import PassContext, Situation, Variant, Variants
 from commfuse_fx.passes.schedule.postpone_gradients import PostponeGradients
 from commfuse_fx.planning import compile_call
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
 from tests.models import CONV, DIGITS, GPT2, TIED, Case, shards
 from tests.oracle import (
     ACROSS,

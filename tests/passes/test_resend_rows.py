@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.inspect.dumps.load import load
-from commfuse_fx.ir.collectives import wait_of
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.inspect.diff.load import load
+from commfuse_fx.ir.core.collectives import wait_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.rows import put_rows_
 from commfuse_fx.passes.declaration import Pass, Situation, Variant, Variants
 from commfuse_fx.passes.rewrite.resend_rows import ResendRows, may_resend

@@ -17,14 +17,14 @@ from commfuse_fx.capture.build import capture as trace
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.collectives import is_start, is_wait, wait_of
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.core.collectives import is_start, is_wait, wait_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.planning import compile_call
 from commfuse_fx.simulate.rounds import play
-from commfuse_fx.solvers.pieces import PIECE
+from commfuse_fx.solvers.buckets.pieces import PIECE
 from tests.distributed.harness import Ranks
 from tests.models import CONTRASTIVE, CONV, DIGITS, GPT2, MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.collectives import is_start, is_wait
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.collectives import is_start, is_wait
+from commfuse_fx.ir.core.meta import info
 from tests import captures
 from tests.oracle import sgd
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.core.meta import TensorSpec, info
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from tests.models import Batch, Case
 from tests.oracle import MakeOptimizer, assert_same, by_class, make_world, train_reference, train_world

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.roofline import flops_and_bytes
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.kernels import convolutions
 from commfuse_fx.kernels.convolutions import convolution_weight_gradient
 from commfuse_fx.kernels.winograd import tiles_pay

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import model_fingerprint
-from commfuse_fx.frontends.measured_plans import MeasuredPlans
-from commfuse_fx.ir.meta import info
-from commfuse_fx.planning import alternatives, kept_plans
-from commfuse_fx.planning.alternatives import Candidate, candidates, worth_a_trial
-from commfuse_fx.planning.kept_plans import KeptPlans
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.trials import alternatives, kept_plans
+from commfuse_fx.trials.alternatives import Candidate, candidates, worth_a_trial
+from commfuse_fx.trials.kept_plans import KeptPlans
+from commfuse_fx.trials.measured_plans import MeasuredPlans
 
 DEVICES = 4
 CPU = torch.device("cpu")

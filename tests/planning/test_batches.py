@@ -10,7 +10,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.planning.batches import on_one_part, on_whole_batch
 from commfuse_fx.planning.request import Call, CompileRequest, PassRequest, Sharding
 from commfuse_fx.sharding.marking.marks import Marks

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.program import Program
-from commfuse_fx.planning.correction import corrected, slower, step_seconds
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.trials.correction import corrected, slower, step_seconds
 
 NETWORK = cf.resolve_cluster("gloo-1gbit")
 BESIDE = 0.01

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import commfuse_fx as cf
-from commfuse_fx.capture.differences import cause as difference
+from commfuse_fx.capture.guards.differences import cause as difference
 from commfuse_fx.planning.plan_cache import MAX_GRAPHS
 from commfuse_fx.planning.retrace_log import MANY
 

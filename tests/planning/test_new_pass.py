@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/writing-a-pass.md").read_text()
-FILE, TABLE = "passes/schedule/wait_at_once.py", "commfuse_fx/planning/pass_table.py"
+FILE, TABLE = "passes/schedule/wait_at_once.py", "commfuse_fx/planning/pipeline/pass_table.py"
 
 LIST = """
 from commfuse_fx.cli import main

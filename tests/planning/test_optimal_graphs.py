@@ -21,18 +21,18 @@ from torch import fx
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.ir.collectives import WAIT, c10d, collective_of
-from commfuse_fx.ir.dependence import Dependence
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, info, set_info
-from commfuse_fx.ir.order import reorder, stable_sort
-from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
+from commfuse_fx.ir.core.collectives import WAIT, c10d, collective_of
+from commfuse_fx.ir.core.dependence import Dependence
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, info, set_info
+from commfuse_fx.ir.core.order import reorder, stable_sort
+from commfuse_fx.ir.core.program import OptimizerGroup, OptimizerInfo, Parameter, Program, Source
 from commfuse_fx.passes.declaration import Situation, Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.recipe import build_pipeline
+from commfuse_fx.planning.pipeline.recipe import build_pipeline
 from commfuse_fx.simulate.rounds import play
-from commfuse_fx.solvers import cyclic_buckets
+from commfuse_fx.solvers.buckets import cyclic_buckets
 from tests.cost.graphs import f32
 from tests.planning.chains import chain
 

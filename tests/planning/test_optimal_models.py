@@ -16,8 +16,8 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.model import cost_model
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_fx.planning.pace import FEWEST, MOST, Pace, slow_ranks
+from commfuse_fx.trials.pace import FEWEST, MOST, Pace, slow_ranks
 
 
 @pytest.mark.parametrize(("step", "window"), [(1e-4, MOST), (0.01, 100), (0.05, 20), (1.0, FEWEST)])

@@ -13,21 +13,21 @@ from torch import nn
 import commfuse_fx as cf
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.collectives import c10d, wait_of
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import Stretch, info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.collectives import c10d, wait_of
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import Stretch, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.passes.declaration import Scalar, Situation, Variant, Variants
 from commfuse_fx.passes.rewrite import resend_rows
 from commfuse_fx.passes.schedule import postpone_gradients
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.planning import compile_call
 from commfuse_fx.planning.compile_call import plan_step
-from commfuse_fx.planning.pipeline import PassPipeline, PassRecord
-from commfuse_fx.planning.recipe import build_pipeline, skipped_passes
-from commfuse_fx.planning.registry import PASSES
-from commfuse_fx.planning.variants import affordable, offered
+from commfuse_fx.planning.pipeline.pipeline import PassPipeline, PassRecord
+from commfuse_fx.planning.pipeline.recipe import build_pipeline, skipped_passes
+from commfuse_fx.planning.pipeline.registry import PASSES
+from commfuse_fx.planning.variants.variants import affordable, offered
 from commfuse_fx.solvers.effort import Effort
 from commfuse_fx.testing import parse_program
 

@@ -11,9 +11,9 @@ from benchmarks.plan_quality import ACROSS, DDP, OPTIMAL, PLANS, TORCH, WORLDS, 
 from benchmarks.plan_workloads import PLAN_WORKLOADS, EqualLayers, PlanWorkload, ResNet
 from benchmarks.torch_plans import TorchGraph, TorchPlan, fuse_ddp, is_partition
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.collectives import is_start
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.collectives import is_start
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.verify import verify
 
 FIXED = ("none", "one bucket", DDP, "64 MiB")
 

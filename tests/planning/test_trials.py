@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from commfuse_fx.planning.trials import FEWEST, MOST, Trials
+from commfuse_fx.trials.trial_order import FEWEST, MOST, Trials
 
 
 def run(seconds: Callable[[int, int], float], plans: int = 3) -> Trials:

@@ -12,7 +12,7 @@ import commfuse_fx as cf
 from commfuse_fx.capture import joint
 from commfuse_fx.capture.build import write_back
 from commfuse_fx.errors import VerificationError
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.planning import compile_call
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from tests.recorders import recorded
 
 RATE = 2.0**-6  # float32 holds it, so a tensor of it is the same number

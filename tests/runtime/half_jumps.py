@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves, tree_map
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TOGETHER = 20

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.ir.ops.regions import regions_of
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
-from commfuse_fx.runtime.execute import inductor
-from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.runtime.execute.inductor import inductor
+from commfuse_fx.runtime.execute.inductor.inductor import compiled_regions
 from commfuse_fx.testing import parse_program
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commfuse_fx.runtime.execute.bindings import BINDINGS
+from commfuse_fx.runtime.execute.code.bindings import BINDINGS
 
 aten = torch.ops.aten
 M, N = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)

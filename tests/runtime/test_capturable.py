@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from commfuse_fx.ir.meta import info, tensor_spec
-from commfuse_fx.ir.parse_text import parse_program
-from commfuse_fx.ir.program import Program
-from commfuse_fx.runtime.execute.capturable import obstacle
+from commfuse_fx.ir.core.meta import info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.parse_text import parse_program
+from commfuse_fx.runtime.execute.cuda_graphs.capturable import obstacle
 
 PLAIN = """
     in  %w: f32[4,4] = parameter

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from commfuse_fx.checkpoints import folders
+from commfuse_fx.checkpoints.checkpoint_index import NAME
+from commfuse_fx.checkpoints.folders import CheckpointFolder
 from commfuse_fx.errors import CheckpointError, ConfigTypeError
-from commfuse_fx.runtime.checkpoint import folders
-from commfuse_fx.runtime.checkpoint.checkpoint_index import NAME
-from commfuse_fx.runtime.checkpoint.folders import CheckpointFolder
 
 
 def save(path: Any, text: str) -> None:

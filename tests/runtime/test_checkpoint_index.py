@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from commfuse_fx.checkpoints.checkpoint_index import CheckpointIndex, StoredBox, StoredTensor
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.runtime.checkpoint.checkpoint_index import CheckpointIndex, StoredBox, StoredTensor
 
 INDEX = CheckpointIndex(
     torch="2.13.0",

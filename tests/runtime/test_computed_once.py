@@ -15,9 +15,9 @@ import commfuse_fx as cf
 from commfuse_fx.cost import cost_model
 from commfuse_fx.cost.memory import peak_memory
 from commfuse_fx.ir import canonical_text, from_json, info
-from commfuse_fx.ir.fixed_values import held_values
-from commfuse_fx.ir.halves import crossing
+from commfuse_fx.ir.core.halves import crossing
 from commfuse_fx.ir.json.write import to_json
+from commfuse_fx.ir.ops.fixed_values import held_values
 from commfuse_fx.testing import parse_program
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.runtime.execute.cuda_graph import CudaRecorder
+from commfuse_fx.runtime.execute.cuda_graphs.cuda_graph import CudaRecorder
 
 CUDA = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.regions import regions_of
+from commfuse_fx.ir.ops.regions import regions_of
 from tests.runtime.half_jumps import DTYPES, all_cases, is_rounded, jumps
 
 OPS = [

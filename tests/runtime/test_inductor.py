@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import commfuse_fx as cf
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.regions import Region, regions_of
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.ops.regions import Region, regions_of
 from commfuse_fx.passes.kernels.inductor_regions import InductorRegions
-from commfuse_fx.runtime.execute.codegen import Generated, Sends, generate
-from commfuse_fx.runtime.execute.inductor import _graph_module, compiled_regions
-from commfuse_fx.runtime.execute.region_outputs import RecordedOutputs
+from commfuse_fx.runtime.execute.code.codegen import Generated, Sends, generate
+from commfuse_fx.runtime.execute.inductor.inductor import _graph_module, compiled_regions
+from commfuse_fx.runtime.execute.inductor.region_outputs import RecordedOutputs
 from commfuse_fx.testing import parse_program
 from tests.logs import logged
 

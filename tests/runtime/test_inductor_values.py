@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.runtime.execute.inductor.inductor import compiled_regions
 
 
 class Resampled(nn.Module):

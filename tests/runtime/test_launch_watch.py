@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.launch_watch import LaunchWatch
+from commfuse_fx.runtime.execute.cuda_graphs.launch_watch import LaunchWatch
 
 SOON, LATE = timedelta(milliseconds=5), timedelta(hours=1)
 

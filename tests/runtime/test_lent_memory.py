@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.meta import TensorSpec
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.lent_memory import LentMemory
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import P, S
-from commfuse_fx.runtime.checkpoint.places import Place, overlap
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import P, S
 from commfuse_fx.runtime.memory.layout import dividing, part_of
+from commfuse_fx.runtime.memory.places import Place, overlap
 from tests.sharding.test_shards import LAYOUTS
 
 

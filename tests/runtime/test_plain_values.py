@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from commfuse_fx.checkpoints.plain_values import decoded, encoded, is_plain, replaced
 from commfuse_fx.errors import CheckpointError
-from commfuse_fx.runtime.checkpoint.plain_values import decoded, encoded, is_plain, replaced
 from tests.distributed.models_of_ranks import assert_same
 
 VALUES: list[Any] = [

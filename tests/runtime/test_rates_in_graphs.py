@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from tests.recorders import recorded
 from tests.runtime.captured_pairs import RATE, Make, Pair, adamw, batch, sgd
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from tests.recorders import recorded
 
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import Spec, info, same_layout
+from commfuse_fx.ir.core.meta import Spec, info, same_layout
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests import captures
 

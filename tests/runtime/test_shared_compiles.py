@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from commfuse_fx.runtime.execute import shared_compiles
-from commfuse_fx.runtime.execute.half_written import remove_half_written
-from commfuse_fx.runtime.execute.shared_compiles import compile_each
+from commfuse_fx.runtime.execute.inductor import shared_compiles
+from commfuse_fx.runtime.execute.inductor.half_written import remove_half_written
+from commfuse_fx.runtime.execute.inductor.shared_compiles import compile_each
 
 
 def tasks(done: list[str], *texts: str) -> dict[str, Callable[[], str]]:

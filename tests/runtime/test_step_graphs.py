@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import commfuse_fx as cf
-from commfuse_fx.runtime.execute import step_graphs
-from commfuse_fx.runtime.execute.step_graphs import FIRST
+from commfuse_fx.runtime.execute.cuda_graphs import step_graphs
+from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 from tests.recorders import recorded
 from tests.runtime.captured_pairs import RATE, Make, Net, Pair, adamw, batch, sgd
 

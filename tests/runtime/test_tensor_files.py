@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from commfuse_fx.checkpoints.checkpoint_index import CheckpointIndex
+from commfuse_fx.checkpoints.held import Held
+from commfuse_fx.checkpoints.shares import Report, Shares, Write, share
+from commfuse_fx.checkpoints.tensor_reader import read_parts
+from commfuse_fx.checkpoints.tensor_writer import write_metadata, write_share
 from commfuse_fx.errors import CheckpointError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import R, S
-from commfuse_fx.runtime.checkpoint.checkpoint_index import CheckpointIndex
-from commfuse_fx.runtime.checkpoint.held import Held
-from commfuse_fx.runtime.checkpoint.places import Place
-from commfuse_fx.runtime.checkpoint.shares import Report, Shares, Write, share
-from commfuse_fx.runtime.checkpoint.tensor_reader import read_parts
-from commfuse_fx.runtime.checkpoint.tensor_writer import write_metadata, write_share
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import R, S
+from commfuse_fx.runtime.memory.places import Place
 
 MESH = Mesh((2, 2), ("dp", "tp"))
 

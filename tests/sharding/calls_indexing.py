@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from commfuse_fx.sharding.rules.common import on_first
+from commfuse_fx.sharding.rules.writing.common import on_first
 from tests.sharding.calls import Case, aten, case, ints, mask, x
 
 

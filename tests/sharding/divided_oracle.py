@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.placement import Shard
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.placement import Shard
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests import captures
 from tests.models import Batch, Case

@@ -15,9 +15,9 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.inspect.on_compile import Publisher
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import R, S, local_shape
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.placement import R, S, local_shape
 from commfuse_fx.planning.compiled import Compiled
 from commfuse_fx.planning.plan_cache import Plan
 from commfuse_fx.planning.planner import Planner

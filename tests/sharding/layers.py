@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.ir.placement import local_shape
-from commfuse_fx.sharding.rules.call import OpCall, Strategy, call_of
+from commfuse_fx.ir.core.placement import local_shape
 from commfuse_fx.sharding.rules.prove import check_call, describe, run
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import OpCall, Strategy, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 
 EIGHT = Mesh((8,), ("dp",))
 TWO_FOUR = Mesh((2, 4), ("dp", "tp"))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from tests.models import GPT2, MLP, MLP_CASE, Case
 from tests.oracle import MakeOptimizer, Own, assert_same_tensors, by_class, clip, sgd, tensors_of
 from tests.sharding.divided_oracle import EXACT, SINGLE, Divided, Mark, divided, loss_of, no_marks

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.placement import P, Placement, R, S
+from commfuse_fx.ir.core.placement import P, Placement, R, S
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
@@ -20,7 +20,7 @@ from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis
 from commfuse_fx.sharding.search.axis_search import AxisSearch, Found
 from commfuse_fx.sharding.search.layout_moves import cheapest_ways
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.strategies.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, TIED, Case
 from tests.sharding.divided_oracle import compare
 from tests.sharding.random_steps import random_step

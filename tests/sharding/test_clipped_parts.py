@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from tests.models import GPT2, MLP_CASE, Case
 from tests.oracle import MakeOptimizer, Own, assert_same_tensors, by_class, clip, sgd, tensors_of
 from tests.sharding.divided_oracle import EXACT, SINGLE, Divided, Mark, divided, loss_of, no_marks

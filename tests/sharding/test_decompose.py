@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commfuse_fx.sharding.rules.decompose import decompose, decomposed
+from commfuse_fx.sharding.rules.writing.decompose import decompose, decomposed
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides, local_shape
+from commfuse_fx.ir.core.placement import P, Placement, R, S, Shard, divides, local_shape
 from commfuse_fx.machine.presets import preset
 from commfuse_fx.sharding.search.layout_moves import cheapest_ways
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import NodeInfo, TensorSpec, set_info
+from commfuse_fx.ir.core.meta import NodeInfo, TensorSpec, set_info
 from commfuse_fx.sharding.dividing import localize
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 

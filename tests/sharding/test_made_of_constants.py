@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.dependence import is_view
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.core.dependence import is_view
+from commfuse_fx.ir.core.meta import TensorSpec, info
 from commfuse_fx.virtual.rank_copies import copy_for_rank
 
 WAYS, ROWS, PLACES, WIDTH = 4, 8, 24, 12

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_fx as cf
-from commfuse_fx.ir.placement import Shard
+from commfuse_fx.ir.core.placement import Shard
 from tests.models import CONV, MLP, MLP_CASE, PARTLY, SHARED, STRUCTURED, TIED, Batch, Case
 from tests.oracle import ACROSS, OPTIMAL, SLOW, assert_same_tensors, sgd, tensors_of
 from tests.sharding.divided_oracle import EXACT, Mark, compare, divided, loss_of, no_marks

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import R, S
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import R, S
 from commfuse_fx.sharding.marking.marks import collect
 from commfuse_fx.sharding.marking.strategy import Placements
 from tests.sharding.tracing import activation_layouts, parameter_layouts, resolved

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import Shard
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.placement import Shard
 from commfuse_fx.kernels import position_bits
 from commfuse_fx.kernels.position_random import (
     bernoulli_at,
@@ -26,10 +26,10 @@ from commfuse_fx.kernels.position_random import (
     uniform_at,
 )
 from commfuse_fx.kernels.random_replacements import counter_based
-from commfuse_fx.sharding.rules import random  # noqa: F401  (registers the rules)
-from commfuse_fx.sharding.rules.call import INDEX, Ref, Result, Step, call_of
+from commfuse_fx.sharding.rules.ops import random  # noqa: F401  (registers the rules)
 from commfuse_fx.sharding.rules.prove import check_call, describe
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import INDEX, Ref, Result, Step, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 
 aten = torch.ops.aten
 F32 = torch.float32

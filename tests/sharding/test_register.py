@@ -12,7 +12,7 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.sharding import OpCall, P, R, S, Strategy
-from commfuse_fx.sharding.rules import rule_registry
+from commfuse_fx.sharding.rules.writing import rule_registry
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 _library = torch.library.Library("commfuse_test_rules", "DEF")

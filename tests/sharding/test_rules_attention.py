@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import Partial, Replicate, local_shape
-from commfuse_fx.sharding.rules.call import OpCall, call_of
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.placement import Partial, Replicate, local_shape
 from commfuse_fx.sharding.rules.prove import describe
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import OpCall, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, fake_locals, made, proved
 
 

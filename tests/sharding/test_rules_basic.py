@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.ir.placement import P, R, S, take
-from commfuse_fx.sharding.rules.call import OpCall, Step, Strategy, call_of
-from commfuse_fx.sharding.rules.pointwise import pointwise_rule
+from commfuse_fx.ir.core.placement import P, R, S, take
+from commfuse_fx.sharding.rules.ops.pointwise import pointwise_rule
+from commfuse_fx.sharding.rules.ops.views import reshapings
 from commfuse_fx.sharding.rules.prove import check_call, check_strategy, describe
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies, find_rule
-from commfuse_fx.sharding.rules.views import reshapings
+from commfuse_fx.sharding.rules.writing.call import OpCall, Step, Strategy, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies, find_rule
 from tests.sharding.calls import Case, Tensor, aten, x
 from tests.sharding.calls_elementwise import pointwise_cases
 from tests.sharding.calls_indexing import factory_cases, indexing_cases

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commfuse_fx.sharding.rules import embedding, losses, softmax
-from commfuse_fx.sharding.rules.call import AllReduce, Result, call_of
+from commfuse_fx.sharding.rules.ops import embedding, losses, softmax
 from commfuse_fx.sharding.rules.prove import check_call, describe, run
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import AllReduce, Result, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, fake_locals, found, made, proved, targets
 
 

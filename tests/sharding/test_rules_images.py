@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.ir.placement import Shard
-from commfuse_fx.sharding.rules.call import call_of
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.ir.core.placement import Shard
+from commfuse_fx.sharding.rules.writing.call import call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, made, proved
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.sharding.rules.call import AllReduce, call_of
 from commfuse_fx.sharding.rules.prove import check_call
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import AllReduce, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, found, made, proved, targets
 
 

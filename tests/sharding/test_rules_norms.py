@@ -9,10 +9,10 @@ import torch
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commfuse_fx.ir.placement import Partial, Placement, Shard
-from commfuse_fx.sharding.rules.call import OpCall, call_of
+from commfuse_fx.ir.core.placement import Partial, Placement, Shard
 from commfuse_fx.sharding.rules.prove import run
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import OpCall, call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.sharding.layers import WAYS, aten, found, made, proved, scattered
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_label
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.naming import op_label
 from commfuse_fx.kernels.recurrent import lstm_layer_backward
-from commfuse_fx.sharding.rules.call import call_of
 from commfuse_fx.sharding.rules.prove import check_call, describe
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.sharding.rules.writing.call import call_of
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 from tests.models import Batch, Case
 from tests.sharding.divided_oracle import compare, no_marks
 from tests.sharding.layers import WAYS, aten, made

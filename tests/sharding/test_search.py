@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.placement import P, R, S
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.core.placement import P, R, S
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.divided_value import Value
-from commfuse_fx.sharding.rules.call import Strategy
+from commfuse_fx.sharding.rules.writing.call import Strategy
 from commfuse_fx.sharding.search import searched
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.exposure import GRADIENT
@@ -34,8 +34,8 @@ from commfuse_fx.sharding.search.grids import grids
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
-from commfuse_fx.solvers import cost_tables
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.strategies import cost_tables
+from commfuse_fx.solvers.strategies.cheapest_choice import cheapest_choice
 from tests.models import CONV, MLP_CASE, SHARED, TIED, Case
 from tests.sharding.divided_oracle import compare
 from tests.solvers.integer_program import by_integer_program

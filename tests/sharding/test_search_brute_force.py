@@ -12,8 +12,8 @@ from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.sharding.search import axis_search
 from commfuse_fx.sharding.search.axis_search import AxisSearch
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
-from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
-from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
 from tests.sharding.random_steps import none_is_cheaper, random_step
 
 SEEDS = range(8)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call

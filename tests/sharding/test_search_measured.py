@@ -14,8 +14,8 @@ import commfuse_fx as cf
 from commfuse_fx.cost.model import CostModel, cost_model, profile_key
 from commfuse_fx.cost.priced import model_fingerprint
 from commfuse_fx.cost.roofline import roofline_seconds
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.measure.profiling import roofline_by_key
 from commfuse_fx.sharding.search.axis_search import AxisSearch

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.cost.memory import peak_memory
-from commfuse_fx.ir.update_sharing import SHARED as SHARED_UPDATES
+from commfuse_fx.ir.updates.update_sharing import SHARED as SHARED_UPDATES
 from commfuse_fx.passes.declaration import Variant, Variants
 from commfuse_fx.planning import compile_call
 from commfuse_fx.sharding.search.kept_bytes import copies

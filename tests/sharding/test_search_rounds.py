@@ -14,13 +14,13 @@ from torch.nn import functional as F
 import commfuse_fx as cf
 from commfuse_fx.cost.model import cost_model
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.placement import P, R, S
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.placement import P, R, S
 from commfuse_fx.machine.presets import resolve_cluster
 from commfuse_fx.passes.distribute.divide import Divide
-from commfuse_fx.planning.attempts import Attempt
-from commfuse_fx.planning.plan_names import plan_name
-from commfuse_fx.planning.strategy_rounds import COMPARED
+from commfuse_fx.planning.variants.attempts import Attempt
+from commfuse_fx.planning.variants.plan_names import plan_name
+from commfuse_fx.planning.variants.strategy_rounds import COMPARED
 from commfuse_fx.sharding.dividing.axis import Pin
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.strategies import Strategies

@@ -13,8 +13,8 @@ from torch import nn
 
 import commfuse_fx as cf
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import R, S
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import R, S
 from commfuse_fx.runtime.memory.layout import dividing, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.virtual.virtual_world import LockstepWorld

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.errors import ConfigKeyError, ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.placement import P, R
-from commfuse_fx.ir.text import canonical_text
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.placement import P, R
+from commfuse_fx.ir.text.write_text import canonical_text
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.strategies import Strategies

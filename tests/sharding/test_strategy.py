@@ -8,8 +8,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import P, R, S
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import P, R, S
 from commfuse_fx.sharding.dividing.fit_marks import MarkedCall, MarkedTensor, refine, resolve
 from commfuse_fx.sharding.marking.logical import kind_of_function, logical_dims
 from commfuse_fx.sharding.marking.strategy import Axes, Counts, Placements, decode, encode, parse_tensor, parse_tensors

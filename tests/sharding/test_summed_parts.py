@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.placement import P, R, S
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.placement import P, R, S
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from tests.models import Case

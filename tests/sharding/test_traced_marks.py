@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import commfuse_fx as cf
-from commfuse_fx.capture.trace import trace_step
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.capture.trace.trace import trace_step
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.marking.layout_op import LAYOUT, erase_marks, is_mark, mark_of, strip_marks
 from commfuse_fx.sharding.marking.marks import collect

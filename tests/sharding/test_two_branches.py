@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.order import nearest_above
-from commfuse_fx.ir.random_draws import call_draws
+from commfuse_fx.ir.core.order import nearest_above
+from commfuse_fx.ir.core.random_draws import call_draws
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import Batch, Case
 from tests.oracle import ACROSS, OPTIMAL, SLOW

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from commfuse_fx.machine.presets import resolve_cluster
 from tests.models import Case
 from tests.sharding.divided_oracle import Mark, compare, no_marks

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from tests.oracle import tensors_of
 from tests.sharding.writing_models import WRITES, Writes, average, clip, copies
 

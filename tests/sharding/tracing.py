@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from commfuse_fx.capture.trace import trace_step
+from commfuse_fx.capture.trace.trace import trace_step
 from commfuse_fx.config.compile_config import CompileConfig
-from commfuse_fx.ir.meta import NodeInfo, spec_of
-from commfuse_fx.ir.meta import set_info as put
-from commfuse_fx.ir.program import Program, Source
+from commfuse_fx.ir.core.meta import NodeInfo, spec_of
+from commfuse_fx.ir.core.meta import set_info as put
+from commfuse_fx.ir.core.program import Program, Source
 from commfuse_fx.sharding.dividing.resolve import resolve_marks
 from commfuse_fx.sharding.marking.layout_op import is_mark, mark_of
 from commfuse_fx.sharding.marking.marks import collect

@@ -11,7 +11,7 @@ from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.simulate.engine import Engine
 from tests.cost.graphs import CORE, Graph, f32
 

@@ -18,9 +18,9 @@ import commfuse_fx as cf
 from commfuse_fx.cost.model import OVERHEAD, CostModel
 from commfuse_fx.cost.transfer import Transfer
 from commfuse_fx.errors import ConfigValueError, VerificationError
-from commfuse_fx.ir.meta import Stretch, info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import collective_text
+from commfuse_fx.ir.core.meta import Stretch, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import collective_text
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.passes.schedule.stream_buckets import StreamBuckets
 from commfuse_fx.simulate.simulation import Simulation, simulate

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from commfuse_fx.solvers.eliminate import NoChoiceError
-from commfuse_fx.solvers.factor_graph import FactorGraph, Pair
+from commfuse_fx.solvers.strategies.eliminate import NoChoiceError
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph, Pair
 
 LARGEST = 1e3
 """The largest cost as HiGHS sees it, whose tolerances are absolute: a search has costs of microseconds, in seconds."""

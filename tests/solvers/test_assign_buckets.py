@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_fx.solvers.assign_buckets import Bucketing, Conflict, Member, Policy, assign_buckets
+from commfuse_fx.solvers.buckets.assign_buckets import Bucketing, Conflict, Member, Policy, assign_buckets
 
 OFF = Policy(enabled=False, threshold=None, cuts=None)
 UNLIMITED = Policy(enabled=True, threshold=1 << 60, cuts=None)

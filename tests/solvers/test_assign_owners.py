@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from commfuse_fx.solvers.assign_owners import assign_owners
+from commfuse_fx.solvers.buckets.assign_owners import assign_owners
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.solvers import cheapest_choice as solver
-from commfuse_fx.solvers.alike import alike
-from commfuse_fx.solvers.certificate import Certificate
-from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
-from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError
-from commfuse_fx.solvers.factor_graph import FactorGraph, Table
-from commfuse_fx.solvers.level_costs import Levelled
+from commfuse_fx.solvers.strategies import cheapest_choice as solver
+from commfuse_fx.solvers.strategies.alike import alike
+from commfuse_fx.solvers.strategies.certificate import Certificate
+from commfuse_fx.solvers.strategies.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.strategies.eliminate import Elimination, NoChoiceError
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph, Table
+from commfuse_fx.solvers.strategies.level_costs import Levelled
 from tests.solvers.test_factor_graph import brute_force, chain, complete, graphs
 
 NEVER = 0

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.solvers.compute_program import Item, simulate_plan
-from commfuse_fx.solvers.consumers import optimal_plan, starting_plans
+from commfuse_fx.solvers.buckets.compute_program import Item, simulate_plan
+from commfuse_fx.solvers.buckets.consumers import optimal_plan, starting_plans
 from tests.cost.plans import alphas, ordered_partitions, small
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.solvers.cuts import Forced, optimal_cuts
+from commfuse_fx.solvers.buckets.cuts import Forced, optimal_cuts
 from tests.cost.plans import alphas, close, contiguous, ordered_partitions, small
 
 

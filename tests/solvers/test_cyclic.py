@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from commfuse_fx.cost.numbers import EQUAL
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.solvers.cyclic import CyclicMember, CyclicPlan, cyclic_plans
-from commfuse_fx.solvers.piece_choices import PieceChoice, piece_choices
+from commfuse_fx.solvers.buckets.cyclic import CyclicMember, CyclicPlan, cyclic_plans
+from commfuse_fx.solvers.buckets.piece_choices import PieceChoice, piece_choices
 from tests.cost.plans import alphas, close, small
 
 

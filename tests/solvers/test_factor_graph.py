@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.solvers import cost_tables, eliminate
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
-from commfuse_fx.solvers.eliminate import Elimination, NoChoiceError, TooWideError
-from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies import cost_tables, eliminate
+from commfuse_fx.solvers.strategies.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.strategies.eliminate import Elimination, NoChoiceError, TooWideError
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
 from tests.solvers.integer_program import by_integer_program
 
 

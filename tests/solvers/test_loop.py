@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from commfuse_fx.cost.transfer import Transfer
-from commfuse_fx.solvers import loop
-from commfuse_fx.solvers.cyclic import CyclicMember, cyclic_plans
-from commfuse_fx.solvers.loop import Loop
-from commfuse_fx.solvers.piece_choices import PieceChoice, merged_member, piece_choices
+from commfuse_fx.solvers.buckets import loop
+from commfuse_fx.solvers.buckets.cyclic import CyclicMember, cyclic_plans
+from commfuse_fx.solvers.buckets.loop import Loop
+from commfuse_fx.solvers.buckets.piece_choices import PieceChoice, merged_member, piece_choices
 
 MEMBERS = [CyclicMember(100, 0, 1), CyclicMember(100, 1, 0)]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
-from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.within_budget import within_budget
+from commfuse_fx.solvers.strategies.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies.within_budget import within_budget
 
 NUMBERS = st.integers(0, 9).map(float)
 

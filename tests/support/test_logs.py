@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import commfuse_fx as cf
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.schedule.overlap import Overlap
 from commfuse_fx.support import logs
 from commfuse_fx.support.logs import WORDS, configure_logs, parse_words

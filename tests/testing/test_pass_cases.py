@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import NO_PRICES, PassContext, PricedPass
 from commfuse_fx.testing import assert_pass, parse_program
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from tests.models import BF16, CONV, GPT2, MLP_CASE, PARTLY, SHARED, TIED, Batch, Case, shards
 from tests.oracle import (
     ACROSS_STEPS,

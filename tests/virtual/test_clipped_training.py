@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.updates import unclipped
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.updates.updates import unclipped
 from tests.models import BF16, CONV, GPT2, MLP_CASE, PARTLY, SHARED, TIED, Case, shards
 from tests.oracle import (
     ACROSS_STEPS,

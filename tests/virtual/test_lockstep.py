@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from tests.oracle import ACROSS_STEPS
 from tests.sharding.elementwise import ONE_AXIS, Elementwise, assert_close, batch, eager_step, make_step, values
 

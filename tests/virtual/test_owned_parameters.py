@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.collectives import group_of, is_start, kind_of, root_of
+from commfuse_fx.ir.core.collectives import group_of, is_start, kind_of, root_of
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.virtual.test_parallel_optimizer import (
     APART,

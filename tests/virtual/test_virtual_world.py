@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import commfuse_fx as cf
-from commfuse_fx.ir.collectives import is_wait
-from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.order import reorder
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import is_wait
+from commfuse_fx.ir.core.dependence import written_nodes
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.order import reorder
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 from tests.models import MLP_CASE, TIED, WIDE, Case, shards
 from tests.oracle import (

@@ -12,8 +12,7 @@ from commfuse_fx.inspect.diff.records import (
     parse_arguments,
     split_members,
 )
-from commfuse_fx.ir.text import SCHEMA
-from commfuse_fx.ir.text_lines import (
+from commfuse_fx.ir.text.text_lines import (
     RETURN,
     TextLine,
     UnknownReference,
@@ -22,6 +21,7 @@ from commfuse_fx.ir.text_lines import (
     split_header,
     split_lines,
 )
+from commfuse_fx.ir.text.write_text import SCHEMA
 from commfuse_fx.support.strict_json import check_schema
 
 

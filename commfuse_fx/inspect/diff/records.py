@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from commfuse_fx.ir.text_lines import argument_tokens
+from commfuse_fx.ir.text.text_lines import argument_tokens
 
 _ORDINAL = re.compile(r"\.\d+$")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "all_to_all")

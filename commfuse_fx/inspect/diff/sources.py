@@ -12,7 +12,7 @@ from commfuse_fx.inspect.dumps.files import file_of_dump, folder_of_rank, is_fol
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.lowered_graphs import refuse_several
 from commfuse_fx.ir.json.read import from_json
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.support.read_file import read_file
 
 _GIVE = "give a file of Lowered.text() or to_json(), or a folder that Lowered.dump wrote"

@@ -11,7 +11,7 @@ from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
 from commfuse_fx.inspect.diff.render import fenced, plain
-from commfuse_fx.inspect.parameter_groups import name_patterns
+from commfuse_fx.inspect.explain.parameter_groups import name_patterns
 from commfuse_fx.sharding.dividing.strategies import Strategies
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.long_lists import shortened

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.inspect.compiled_graph import CompiledGraph
-from commfuse_fx.inspect.dot import to_dot
 from commfuse_fx.inspect.dumps.files import INDEX, INDEX_SCHEMA
+from commfuse_fx.inspect.explain.compiled_graph import CompiledGraph
+from commfuse_fx.inspect.explain.dot import to_dot
 from commfuse_fx.inspect.report.page import report
-from commfuse_fx.planning.pipeline_json import captured_json
+from commfuse_fx.planning.pipeline.pipeline_json import captured_json
 from commfuse_fx.support.json_fields import DUMP
 from commfuse_fx.support.strict_json import parse_json
 from commfuse_fx.support.writing import write_whole

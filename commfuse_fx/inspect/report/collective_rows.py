@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from commfuse_fx.inspect.explanation import CollectiveReport, Explanation
+from commfuse_fx.inspect.explain.explanation import CollectiveReport, Explanation
+from commfuse_fx.inspect.explain.writers import writers
 from commfuse_fx.inspect.report.lanes import seconds
-from commfuse_fx.inspect.writers import writers
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.meta import dtype_name, info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.meta import dtype_name, info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.planning.compiled import Collective
 from commfuse_fx.simulate.events import SimulatedCollective
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.inspect.compiled_graph import CompiledGraph
-from commfuse_fx.inspect.explanation import Explanation
+from commfuse_fx.inspect.explain.compiled_graph import CompiledGraph
+from commfuse_fx.inspect.explain.explanation import Explanation
 from commfuse_fx.inspect.report.collective_rows import CollectiveRow, Total, collective_rows, totals
 from commfuse_fx.inspect.report.fusion import Fusion, fusion
 from commfuse_fx.inspect.report.lanes import Lane, measured_lanes, predicted_lanes, seconds
 from commfuse_fx.inspect.report.layouts import LayoutPicture, layout_picture
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.naming import op_name
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.text import header, spec_text
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.naming import op_name
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.text.write_text import header, spec_text
 from commfuse_fx.machine.timeline import Timeline
 from commfuse_fx.planning.compiled import Snapshot
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from commfuse_fx.ir.meta import CollectiveInfo, info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import CollectiveInfo, info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.planning.compiled import Snapshot
 
 FUSE = "fuse_collectives"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import R
-from commfuse_fx.ir.program import ModuleResult, Parameter, Program
-from commfuse_fx.ir.text import spec_text
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import R
+from commfuse_fx.ir.core.program import ModuleResult, Parameter, Program
+from commfuse_fx.ir.text.write_text import spec_text
 
 PARAMETER, RESULT = "parameter", "result"
 

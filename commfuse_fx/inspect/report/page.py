@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from commfuse_fx.inspect.compiled_graph import CompiledGraph
+from commfuse_fx.inspect.explain.compiled_graph import CompiledGraph
 from commfuse_fx.inspect.report.data import report_data
 from commfuse_fx.machine.timeline import Timeline
 

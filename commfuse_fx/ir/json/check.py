@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from commfuse_fx.errors import ConfigValueError, VerificationError
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.ir.json.write import to_dict
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.verify import verify
 
 
 def check_saved(program: Program, data: Mapping[str, Any], where: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from commfuse_fx.ir.json.values import ValueReader
-from commfuse_fx.ir.placement import Placement
-from commfuse_fx.ir.program import OptimizerGroup, OptimizerInfo, Parameter, Segment, Update
+from commfuse_fx.ir.core.placement import Placement
+from commfuse_fx.ir.core.program import OptimizerGroup, OptimizerInfo, Parameter, Segment, Update
+from commfuse_fx.ir.ops.values import ValueReader
 
 
 class FactReader(ValueReader):

@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from commfuse_fx.config.plain_data import config_from_dict
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import PHASES, CollectiveInfo, NodeInfo, Part, Stretch, info, set_info
+from commfuse_fx.ir.core.naming import Names
+from commfuse_fx.ir.core.program import ModuleResult, Note, Program, Redistribution, Source, Update
 from commfuse_fx.ir.json.check import check_saved
 from commfuse_fx.ir.json.facts import FactReader
-from commfuse_fx.ir.json.known_ops import check_call, find_any, find_target
-from commfuse_fx.ir.json.values import ArgumentReader
 from commfuse_fx.ir.json.write import SCHEMA
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import PHASES, CollectiveInfo, NodeInfo, Part, Stretch, info, set_info
-from commfuse_fx.ir.naming import Names
-from commfuse_fx.ir.program import ModuleResult, Note, Program, Redistribution, Source, Update
+from commfuse_fx.ir.ops.known_ops import check_call, find_any, find_target
+from commfuse_fx.ir.ops.values import ArgumentReader
 from commfuse_fx.support.json_fields import DUMP, LARGEST
 from commfuse_fx.support.strict_json import parse_object
 

@@ -14,12 +14,12 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.config.plain_data import config_to_dict
-from commfuse_fx.ir.json.values import write_spec, write_value
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import CollectiveInfo, NodeInfo, Stretch, TensorSpec, dtype_name, info
-from commfuse_fx.ir.naming import op_name
-from commfuse_fx.ir.program import OptimizerInfo, Parameter, Program, Update
-from commfuse_fx.ir.text import header
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import CollectiveInfo, NodeInfo, Stretch, TensorSpec, dtype_name, info
+from commfuse_fx.ir.core.naming import op_name
+from commfuse_fx.ir.core.program import OptimizerInfo, Parameter, Program, Update
+from commfuse_fx.ir.ops.values import write_spec, write_value
+from commfuse_fx.ir.text.write_text import header
 from commfuse_fx.support.json_fields import dump_text
 
 SCHEMA = 1

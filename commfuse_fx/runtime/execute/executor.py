@@ -14,30 +14,30 @@ import torch
 from torch import fx, nn
 
 from commfuse_fx.errors import CollectiveError, CommFuseError, VerificationError
-from commfuse_fx.ir.fixed_values import FixedValues, held_values
-from commfuse_fx.ir.functions import optimizer_step
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.ir.random_draws import draws_random_numbers
-from commfuse_fx.ir.update_layout import check_blocks
-from commfuse_fx.runtime.execute.codegen import Generated, Hooks, Sends, generate
-from commfuse_fx.runtime.execute.generated_code import Code
-from commfuse_fx.runtime.execute.guard import Guard, finish_others
-from commfuse_fx.runtime.execute.inductor import compiled_regions
+from commfuse_fx.ir.core.functions import optimizer_step
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.program import Program, Source
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
+from commfuse_fx.ir.ops.fixed_values import FixedValues, held_values
+from commfuse_fx.ir.updates.update_layout import check_blocks
+from commfuse_fx.runtime.execute.code.codegen import Generated, Hooks, Sends, generate
+from commfuse_fx.runtime.execute.code.generated_code import Code
+from commfuse_fx.runtime.execute.code.learning_rates import LearningRates
+from commfuse_fx.runtime.execute.code.recorded import LayoutCheck, as_recorded, laid_out_otherwise
+from commfuse_fx.runtime.execute.code.views_of_memory import MemoryViews, TakenMemory, views_of_memory
+from commfuse_fx.runtime.execute.code.vote_hooks import vote_hooks
+from commfuse_fx.runtime.execute.code.whole_vectors import in_whole_vectors
+from commfuse_fx.runtime.execute.inductor.inductor import compiled_regions
+from commfuse_fx.runtime.execute.inductor.region_outputs import RegionCode
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
-from commfuse_fx.runtime.execute.learning_rates import LearningRates
-from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.execute.random_states import generators_of, stream_of_rank
-from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded, laid_out_otherwise
-from commfuse_fx.runtime.execute.region_outputs import RegionCode
-from commfuse_fx.runtime.execute.socket_threads import give_way, share_a_core
 from commfuse_fx.runtime.execute.tail import Tail
-from commfuse_fx.runtime.execute.views_of_memory import MemoryViews, TakenMemory, views_of_memory
-from commfuse_fx.runtime.execute.vote_hooks import vote_hooks
-from commfuse_fx.runtime.execute.whole_vectors import in_whole_vectors
-from commfuse_fx.runtime.execute.wire import Wire
+from commfuse_fx.runtime.execute.wire.socket_threads import give_way, share_a_core
+from commfuse_fx.runtime.execute.wire.wire import Wire
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
+from commfuse_fx.runtime.memory.guard import Guard, finish_others
 from commfuse_fx.runtime.memory.held_gradients import HeldGradients, specs_of_held
+from commfuse_fx.runtime.memory.modes import outside_modes
 from commfuse_fx.runtime.memory.shards import Shards
 from commfuse_fx.runtime.memory.storage import Storage
 from commfuse_fx.runtime.ranks.groups import Groups

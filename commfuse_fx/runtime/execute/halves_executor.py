@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.halves import USED, split
-from commfuse_fx.ir.meta import Spec, TensorSpec, info, tensor_spec
-from commfuse_fx.runtime.execute.codegen import Hooks, Sends
-from commfuse_fx.runtime.execute.codegen_of_halves import generate_half, saved_values
+from commfuse_fx.ir.core.halves import USED, split
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info, tensor_spec
+from commfuse_fx.runtime.execute.code.codegen import Hooks, Sends
+from commfuse_fx.runtime.execute.code.codegen_of_halves import generate_half, saved_values
+from commfuse_fx.runtime.execute.code.generated_code import Code
+from commfuse_fx.runtime.execute.code.half import Half
+from commfuse_fx.runtime.execute.code.recorded import LayoutCheck, as_recorded
+from commfuse_fx.runtime.execute.code.vote_hooks import communicates
 from commfuse_fx.runtime.execute.executor import Executor
-from commfuse_fx.runtime.execute.generated_code import Code
-from commfuse_fx.runtime.execute.half import Half
-from commfuse_fx.runtime.execute.recorded import LayoutCheck, as_recorded
-from commfuse_fx.runtime.execute.vote_hooks import communicates
 from commfuse_fx.runtime.memory.own_storage import separated, with_own_storage
 
 NamedGradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.meta import Spec, TensorSpec, info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import Spec, TensorSpec, info
+from commfuse_fx.ir.core.program import Program
 
 
 class RandomStates:

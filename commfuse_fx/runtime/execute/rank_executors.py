@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.program import Parameter, Program
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.halves_executor import HalvesExecutor
 from commfuse_fx.runtime.memory.divided_gradients import DividedGradients

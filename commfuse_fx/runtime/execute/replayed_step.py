@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.runtime.execute.executor import Executor
 from commfuse_fx.runtime.execute.random_states import RandomStates
 from commfuse_fx.runtime.memory.copied_memory import copied

@@ -13,10 +13,10 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.runtime.execute.codegen import TailPart
-from commfuse_fx.runtime.execute.guard import Guard
+from commfuse_fx.runtime.execute.code.codegen import TailPart
 from commfuse_fx.runtime.execute.interrupts import interrupts_deferred
 from commfuse_fx.runtime.execute.streams import Streams
+from commfuse_fx.runtime.memory.guard import Guard
 from commfuse_fx.runtime.ranks.forks import check_process, process
 
 

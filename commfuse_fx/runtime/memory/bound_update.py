@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.meta import TensorSpec, same_layout
-from commfuse_fx.ir.program import Program, Segment, Update
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.meta import TensorSpec, same_layout
+from commfuse_fx.ir.core.program import Program, Segment, Update
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import RULES, Rule
 from commfuse_fx.runtime.memory.flat_pool import FlatPool, part_of_flat
 from commfuse_fx.runtime.memory.own_storage import has_aliases

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from commfuse_fx.ir.shared_memory import extent_of
+from commfuse_fx.ir.ops.shared_memory import extent_of
 
 _ALIGNED = 64
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Owned, S
-from commfuse_fx.ir.program import Parameter
-from commfuse_fx.ir.shard_rows import padding_of, rows_per_rank, spec_of_rows
-from commfuse_fx.runtime.checkpoint.places import Place
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import Owned, S
+from commfuse_fx.ir.core.program import Parameter
+from commfuse_fx.ir.rows.shard_rows import padding_of, rows_per_rank, spec_of_rows
 from commfuse_fx.runtime.memory.layout import Layout, dividing, holders, joined_group, part_of, whole_of
 from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.memory.places import Place
 from commfuse_fx.runtime.ranks.exchange import Exchange
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.runtime.execute.guard import Guard, finish_others
-from commfuse_fx.runtime.execute.modes import outside_modes
 from commfuse_fx.runtime.memory.divided import DividedParameter, HeldPart, allocate, free, gather
+from commfuse_fx.runtime.memory.guard import Guard, finish_others
+from commfuse_fx.runtime.memory.modes import outside_modes
 from commfuse_fx.runtime.ranks.exchange import Exchange
 
 _OWN_REFERENCES = 4

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.program import Segment
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.program import Segment
 from commfuse_fx.runtime.memory.lent_memory import LentMemory
 from commfuse_fx.runtime.memory.own_storage import with_own_storage
 

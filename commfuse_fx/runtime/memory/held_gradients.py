@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.meta import TensorSpec, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shard_owners import holds_of_owner
+from commfuse_fx.ir.core.meta import TensorSpec, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.rows.shard_owners import holds_of_owner
 
 
 class HeldGradients:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Owned, Placement, Replicate, Shard, assemble, local_shape, take
-from commfuse_fx.ir.program import Parameter, Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import Owned, Placement, Replicate, Shard, assemble, local_shape, take
+from commfuse_fx.ir.core.program import Parameter, Program
 
 Layout = tuple[tuple[str, Placement | Owned], ...]
 """Pairs of a group of mesh axes and a placement. The first pair divides the whole tensor, the next one its parts. A

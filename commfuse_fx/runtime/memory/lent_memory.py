@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.meta import TensorSpec
 from commfuse_fx.runtime.memory.own_storage import OWN_USERS, with_own_storage
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.meta import TensorSpec
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

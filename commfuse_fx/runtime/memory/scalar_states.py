@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.program import Segment
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.program import Segment
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.kernels.update_rules import Rule
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.own_storage import with_own_storage

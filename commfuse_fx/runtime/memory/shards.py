@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from commfuse_fx.errors import CommFuseError
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.shared_memory import is_part_of_storage
-from commfuse_fx.runtime.checkpoint.places import Place
-from commfuse_fx.runtime.execute.guard import Guard, finish_others
-from commfuse_fx.runtime.execute.modes import outside_modes
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.shared_memory import is_part_of_storage
 from commfuse_fx.runtime.memory.divided import DividedParameter, allocate, free, gather
 from commfuse_fx.runtime.memory.divided_gradients import DividedGradients
+from commfuse_fx.runtime.memory.guard import Guard, finish_others
 from commfuse_fx.runtime.memory.layout import divided_parameters, joined_group
+from commfuse_fx.runtime.memory.modes import outside_modes
 from commfuse_fx.runtime.memory.own_storage import has_aliases
+from commfuse_fx.runtime.memory.places import Place
 from commfuse_fx.runtime.memory.value_checksum import value_checksum
 from commfuse_fx.runtime.memory.whole_states import gather_for_state_dict
 from commfuse_fx.runtime.ranks.exchange import Exchange

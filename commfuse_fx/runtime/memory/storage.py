@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from commfuse_fx.ir.program import Program, Source
-from commfuse_fx.ir.shared_memory import is_part_of_storage, overlaps
-from commfuse_fx.ir.update_layout import LayoutConflict
+from commfuse_fx.ir.core.program import Program, Source
+from commfuse_fx.ir.ops.shared_memory import is_part_of_storage, overlaps
+from commfuse_fx.ir.updates.update_layout import LayoutConflict
 from commfuse_fx.runtime.memory.bound_update import BoundUpdate
 from commfuse_fx.runtime.memory.flat_pool import FlatPool
 from commfuse_fx.runtime.memory.scalar_states import Optimizer

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-from commfuse_fx.runtime.execute.guard import finish_others
+from commfuse_fx.runtime.memory.guard import finish_others
 
 _IN_PARTS = ContextVar("in_parts", default=False)
 

@@ -29,9 +29,9 @@ from commfuse_fx.runtime.ranks.ballot_box import ballot_box
 from commfuse_fx.runtime.ranks.ballots import Ballot, Vote, explain_failures, explain_mismatch
 from commfuse_fx.runtime.ranks.callers import OutOfTurn
 from commfuse_fx.runtime.ranks.distress import keep_forever
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 from commfuse_fx.runtime.ranks.lost_votes import NOTHING_DONE, explain_lost_votes
 from commfuse_fx.runtime.ranks.seeds import release_waiting_ranks
-from commfuse_fx.runtime.ranks.world import world_timeout
 from commfuse_fx.support.objects import exchange_objects
 
 log = logging.getLogger("commfuse_fx.runtime")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from commfuse_fx.runtime.ranks.callers import Callers
 from commfuse_fx.runtime.ranks.distress import Distress
-from commfuse_fx.runtime.ranks.starts import name_of_start
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.ranks.joining.starts import name_of_start
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 
 
 class BallotBox:

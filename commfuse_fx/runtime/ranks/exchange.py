@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.runtime.ranks.broadcast import buckets
 from commfuse_fx.runtime.ranks.distress import Distress
 from commfuse_fx.runtime.ranks.forks import check_process, process
-from commfuse_fx.runtime.ranks.polling import value_of
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.ranks.joining.polling import value_of
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 
 LONGEST_WAIT = timedelta(seconds=60)
 _TOGETHER = "together"

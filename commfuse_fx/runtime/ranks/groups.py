@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
+from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.runtime.ranks.forks import check_world
-from commfuse_fx.runtime.ranks.starts import name_of_start
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.ranks.joining.starts import name_of_start
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 from commfuse_fx.support.ranks import is_distributed
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError, PeerFailedError
 from commfuse_fx.runtime.ranks.agreement import Agreement
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 from commfuse_fx.support.objects import exchange_objects
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from commfuse_fx.errors import CollectiveError
-from commfuse_fx.runtime.ranks.polling import value_of
-from commfuse_fx.runtime.ranks.world import world_timeout
+from commfuse_fx.runtime.ranks.joining.polling import value_of
+from commfuse_fx.runtime.ranks.joining.world import world_timeout
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commfuse_fx.ir.placement import Placement, Shard, divides, divides_in_turn, local_shape
+from commfuse_fx.ir.core.placement import Placement, Shard, divides, divides_in_turn, local_shape
 from commfuse_fx.sharding.dividing.decisions import State
 
 PROPAGATED = "propagated"

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.dependence import written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.placement import P, Placement, R, S, Shard
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.dependence import written_nodes
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.placement import P, Placement, R, S, Shard
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.own_parts import own_values
@@ -26,8 +26,8 @@ from commfuse_fx.sharding.marking.part_ops import (
     call_of_part,
     has_parts,
 )
-from commfuse_fx.sharding.rules.call import AllReduce, Strategy
-from commfuse_fx.sharding.rules.rule_registry import strategies_of
+from commfuse_fx.sharding.rules.writing.call import AllReduce, Strategy
+from commfuse_fx.sharding.rules.writing.rule_registry import strategies_of
 
 NOTED = "own part of the batch"
 """Topic of the notes on these calls."""

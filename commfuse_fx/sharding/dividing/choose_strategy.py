@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.placement import P, Partial, Placement, R, Shard
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.core.placement import P, Partial, Placement, R, Shard
 from commfuse_fx.sharding.dividing.decisions import State
 from commfuse_fx.sharding.dividing.divided_value import FREE, Cost, Value
-from commfuse_fx.sharding.rules.call import Number, OpCall, Ref, Strategy
-from commfuse_fx.sharding.rules.rule_registry import strategies_of
+from commfuse_fx.sharding.rules.writing.call import Number, OpCall, Ref, Strategy
+from commfuse_fx.sharding.rules.writing.rule_registry import strategies_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from commfuse_fx.ir.placement import Placement
+from commfuse_fx.ir.core.placement import Placement
 
 
 @dataclass(frozen=True)

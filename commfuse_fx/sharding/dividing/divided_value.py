@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from commfuse_fx.ir.meta import Spec, TensorSpec
-from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard, divides
+from commfuse_fx.ir.core.meta import Spec, TensorSpec
+from commfuse_fx.ir.core.placement import Partial, Placement, R, Replicate, Shard, divides
 
 Cost = tuple[int, int]
 """(bytes on the wire, bytes that are cut out of a whole tensor), compared in this order."""

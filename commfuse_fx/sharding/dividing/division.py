@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from commfuse_fx.errors import CommFuseError, ConfigValueError
-from commfuse_fx.ir.dependence import is_view, written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info, set_info, tensor_spec
-from commfuse_fx.ir.placement import Placement, R, Shard, local_shape
-from commfuse_fx.ir.program import LAYOUT, Program, Source
-from commfuse_fx.ir.redistribution import sum_partial
+from commfuse_fx.ir.core.dependence import is_view, written_nodes
+from commfuse_fx.ir.core.meta import TensorSpec, info, set_info, tensor_spec
+from commfuse_fx.ir.core.placement import Placement, R, Shard, local_shape
+from commfuse_fx.ir.core.program import LAYOUT, Program, Source
+from commfuse_fx.ir.ops.redistribution import sum_partial
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, Axis, mark_has_room, parameter_has_room
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser, Described
 from commfuse_fx.sharding.dividing.decisions import State
@@ -37,8 +37,8 @@ from commfuse_fx.sharding.dividing.undivided import OpsWithoutRule, cannot_divid
 from commfuse_fx.sharding.dividing.variation import agrees, varies, varies_as_inputs
 from commfuse_fx.sharding.dividing.written_inputs import WrittenInputs, writes_input
 from commfuse_fx.sharding.marking.layout_op import is_mark
-from commfuse_fx.sharding.rules.call import AllReduce, Number, Rank, Ref, Result, Step, Strategy
-from commfuse_fx.sharding.rules.rule_registry import find_rule
+from commfuse_fx.sharding.rules.writing.call import AllReduce, Number, Rank, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.writing.rule_registry import find_rule
 
 aten = torch.ops.aten
 

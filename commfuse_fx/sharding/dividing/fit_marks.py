@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import gcd, prod
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Placement, R, Shard
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import Placement, R, Shard
 from commfuse_fx.sharding.marking.check_shape import check_divides, check_shape
 from commfuse_fx.sharding.marking.strategy import Axes, Counts, Layout, Placements, TensorStrategy
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import TensorSpec, dtype_name, info, set_info, tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import TensorSpec, dtype_name, info, set_info, tensor_spec
+from commfuse_fx.ir.core.program import Program
 
 aten = torch.ops.aten
 

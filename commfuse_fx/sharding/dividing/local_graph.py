@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.functions import axis_index
-from commfuse_fx.ir.meta import NodeInfo, Spec, TensorSpec, info, set_info, tensor_spec
-from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard, local_shape
-from commfuse_fx.ir.program import Program, Redistribution
-from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, own_part, sum_and_divide, sum_partial
+from commfuse_fx.ir.core.functions import axis_index
+from commfuse_fx.ir.core.meta import NodeInfo, Spec, TensorSpec, info, set_info, tensor_spec
+from commfuse_fx.ir.core.placement import Partial, Placement, R, Replicate, Shard, local_shape
+from commfuse_fx.ir.core.program import Program, Redistribution
+from commfuse_fx.ir.ops.redistribution import exchange_parts, gather_parts, own_part, sum_and_divide, sum_partial
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.divided_value import Value, can_exchange
 from commfuse_fx.sharding.dividing.gradient_precision import summed_in_float32
 from commfuse_fx.sharding.dividing.localize import LocalSpecs
 from commfuse_fx.sharding.dividing.variation import agrees, varies
-from commfuse_fx.sharding.rules.common import on_first
+from commfuse_fx.sharding.rules.writing.common import on_first
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commfuse_fx.ir.known_shapes import known_shapes
-from commfuse_fx.ir.meta import Spec, empty_of, info, spec_of, tensor_spec
-from commfuse_fx.ir.redistribution import COLLECTIVES, meta_shape, sum_partial
+from commfuse_fx.ir.core.meta import Spec, empty_of, info, spec_of, tensor_spec
+from commfuse_fx.ir.ops.known_shapes import known_shapes
+from commfuse_fx.ir.ops.redistribution import COLLECTIVES, meta_shape, sum_partial
 
 aten = torch.ops.aten
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from commfuse_fx.ir.dependence import Roots, written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.random_draws import draws_random_numbers
+from commfuse_fx.ir.core.dependence import Roots, written_nodes
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.core.random_draws import draws_random_numbers
 
 
 class MadeOfConstants:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.placement import R
-from commfuse_fx.ir.program import ModuleResult, Program
-from commfuse_fx.ir.text import spec_text
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.core.placement import R
+from commfuse_fx.ir.core.program import ModuleResult, Program
+from commfuse_fx.ir.text.write_text import spec_text
 from commfuse_fx.sharding.dividing.division import Division
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from commfuse_fx.ir.placement import P, R, S
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.placement import P, R, S
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.part_ops import (
     ENTERING,
@@ -23,10 +23,10 @@ from commfuse_fx.sharding.marking.part_ops import (
     has_parts,
     part_number,
 )
-from commfuse_fx.sharding.rules.call import OpCall, Ref, Result, Step, Strategy
-from commfuse_fx.sharding.rules.common import aten
-from commfuse_fx.sharding.rules.named import subdivided
-from commfuse_fx.sharding.rules.rule_registry import replicated
+from commfuse_fx.sharding.rules.writing.call import OpCall, Ref, Result, Step, Strategy
+from commfuse_fx.sharding.rules.writing.common import aten
+from commfuse_fx.sharding.rules.writing.named import subdivided
+from commfuse_fx.sharding.rules.writing.rule_registry import replicated
 
 
 def own_values(program: Program) -> dict[fx.Node, None]:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from commfuse_fx.ir.edit import replace_all
-from commfuse_fx.ir.meta import info, set_info, tensor_spec
-from commfuse_fx.ir.program import Program
-from commfuse_fx.ir.redistribution import own_part, sum_and_divide, sum_partial
+from commfuse_fx.ir.core.edit import replace_all
+from commfuse_fx.ir.core.meta import info, set_info, tensor_spec
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.redistribution import own_part, sum_and_divide, sum_partial
 from commfuse_fx.sharding.dividing.variation import varies
 
 aten = torch.ops.aten

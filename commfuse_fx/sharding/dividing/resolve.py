@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.placement import Placement, Shard
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.placement import Placement, Shard
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.fit_marks import MarkedCall, MarkedTensor, resolve
 from commfuse_fx.sharding.marking.layout_op import NodeMark, is_mark, mark_of
 from commfuse_fx.sharding.marking.logical import logical_dims

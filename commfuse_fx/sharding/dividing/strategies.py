@@ -10,10 +10,10 @@ from typing import Any
 
 from commfuse_fx.config.parallel_optimizer import LEVELS
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.placement import P, Placement, divides
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.placement import P, Placement, divides
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.dividing.decisions import Decisions, State
 from commfuse_fx.sharding.marking.strategy import parse_placement

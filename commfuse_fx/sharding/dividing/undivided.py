@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.errors import CaptureError
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 
 log = logging.getLogger("commfuse_fx.sharding")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.redistribution import gather_parts, sum_partial
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.ops.redistribution import gather_parts, sum_partial
 
 
 def varies(node: fx.Node, group: str) -> None:

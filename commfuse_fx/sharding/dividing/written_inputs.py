@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from commfuse_fx.ir.placement import Placement, R, Shard
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.placement import Placement, R, Shard
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.divided_value import Value
 from commfuse_fx.sharding.dividing.local_graph import LocalGraph

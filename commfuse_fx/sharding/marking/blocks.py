@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.meta import TensorSpec, info
+from commfuse_fx.ir.core.meta import TensorSpec, info
 
 aten = torch.ops.aten
 

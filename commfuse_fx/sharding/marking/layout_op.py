@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.marking.strategy import TensorStrategy, decode, encode
 
 _library = torch.library.Library("commfuse", "FRAGMENT")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from commfuse_fx.ir.functions import pure
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.functions import pure
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.marking.layout_op import erase_nodes
 
 _library = torch.library.Library("commfuse", "FRAGMENT")

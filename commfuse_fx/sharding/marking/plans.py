@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.placement import Placement, R, S
+from commfuse_fx.ir.core.placement import Placement, R, S
 from commfuse_fx.sharding.marking.logical import kind_of_module
 from commfuse_fx.sharding.marking.strategy import Placements
 from commfuse_fx.support.checks import check_bool, show

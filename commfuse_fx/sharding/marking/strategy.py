@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.ir.mesh import Mesh
-from commfuse_fx.ir.placement import Partial, Placement, R, Replicate, Shard
+from commfuse_fx.ir.core.mesh import Mesh
+from commfuse_fx.ir.core.placement import Partial, Placement, R, Replicate, Shard
 from commfuse_fx.support.checks import is_int, show
 
 _NOTATIONS = (

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from commfuse_fx.errors import ConfigTypeError
-from commfuse_fx.ir.placement import Placement, R, Replicate, S, Shard
+from commfuse_fx.ir.core.placement import Placement, R, Replicate, S, Shard
 from commfuse_fx.sharding.marking.logical import kind_of_module
 from commfuse_fx.sharding.marking.plans import Layouts
 from commfuse_fx.sharding.marking.strategy import Placements, is_placement, parse_placement

@@ -5,7 +5,7 @@ Importing this package registers all rules in `rule_registry`. A new file of rul
 
 from __future__ import annotations
 
-from commfuse_fx.sharding.rules import (
+from commfuse_fx.sharding.rules.ops import (
     attention,
     convolution,
     embedding,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from commfuse_fx.ir.placement import Partial, Placement, Replicate, assemble, take
-from commfuse_fx.sharding.rules.call import INDEX, AllReduce, OpCall, Ref, Result, Strategy
-from commfuse_fx.sharding.rules.rule_registry import compute_strategies
+from commfuse_fx.ir.core.placement import Partial, Placement, Replicate, assemble, take
+from commfuse_fx.sharding.rules.writing.call import INDEX, AllReduce, OpCall, Ref, Result, Strategy
+from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
 
 Tensors = list[torch.Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
-from commfuse_fx.sharding.rules import rule_registry
-from commfuse_fx.sharding.rules.call import OpCall, Rule, Strategy, call_of
 from commfuse_fx.sharding.rules.prove import check_call
+from commfuse_fx.sharding.rules.writing import rule_registry
+from commfuse_fx.sharding.rules.writing.call import OpCall, Rule, Strategy, call_of
 from commfuse_fx.support.checks import show
 from commfuse_fx.support.tracebacks import user_frames_only
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import cycle
 from math import prod
 
-from commfuse_fx.ir.placement import Placement
+from commfuse_fx.ir.core.placement import Placement
 from commfuse_fx.sharding.dividing.axis import Axis, Pin
 from commfuse_fx.sharding.search.axis_search import AxisSearch, Budget, Found
 

@@ -14,16 +14,16 @@ import numpy as np
 from torch import fx
 
 from commfuse_fx.cost.roofline import flops_and_bytes, is_free, seconds_of_work
-from commfuse_fx.ir.meta import TensorSpec, info
-from commfuse_fx.ir.placement import R, Shard, divides_in_turn
-from commfuse_fx.ir.redistribution import exchange_parts, gather_parts, sum_and_divide, sum_partial
+from commfuse_fx.ir.core.meta import TensorSpec, info
+from commfuse_fx.ir.core.placement import R, Shard, divides_in_turn
+from commfuse_fx.ir.ops.redistribution import exchange_parts, gather_parts, sum_and_divide, sum_partial
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.dividing.decisions import State
-from commfuse_fx.sharding.rules.call import AllReduce, OpCall, Strategy
+from commfuse_fx.sharding.rules.writing.call import AllReduce, OpCall, Strategy
 from commfuse_fx.sharding.search.layout_moves import Placements, cheapest_ways
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
-from commfuse_fx.solvers.factor_graph import Table
+from commfuse_fx.solvers.strategies.factor_graph import Table
 
 
 @dataclass(frozen=True)

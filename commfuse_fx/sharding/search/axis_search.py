@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from commfuse_fx.cost.collective_cost import collective_cost
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.dividing.axis import SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.decisions import Decisions
 from commfuse_fx.sharding.search.axis_grid import TIME, Objective
@@ -16,9 +16,9 @@ from commfuse_fx.sharding.search.layout_problem import LayoutProblem
 from commfuse_fx.sharding.search.measured_ops import times_roofline
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
-from commfuse_fx.solvers.cheapest_choice import Choice, cheapest_choice
-from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.within_budget import within_budget
+from commfuse_fx.solvers.strategies.cheapest_choice import Choice, cheapest_choice
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies.within_budget import within_budget
 
 Budget = Callable[[float, float], float]
 """The bytes that may be taken, from the least that is possible and those of the fastest choice."""

@@ -8,13 +8,13 @@ import numpy as np
 from torch import fx
 
 from commfuse_fx.cost.memory import Memory
-from commfuse_fx.ir.dependence import Roots
-from commfuse_fx.ir.meta import tensor_spec
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.dependence import Roots
+from commfuse_fx.ir.core.meta import tensor_spec
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.kept_bytes import copies
 from commfuse_fx.sharding.search.priced_reads import LayoutRead
-from commfuse_fx.solvers.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
 
 
 class ByteCount:

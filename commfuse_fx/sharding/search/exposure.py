@@ -8,9 +8,9 @@ from itertools import chain
 from torch import fx
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.collectives import collective_of
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.collectives import collective_of
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.simulate.rounds import Played
 
 GRADIENT, PARAMETER = "gradients", "parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commfuse_fx.config.parallel_optimizer import GRADIENTS, PARAMETERS, STATES
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.update_rules import RULES
 
 

@@ -13,9 +13,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from commfuse_fx.ir.placement import P, Placement, R, Shard
+from commfuse_fx.ir.core.placement import P, Placement, R, Shard
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
-from commfuse_fx.solvers.factor_graph import Table
+from commfuse_fx.solvers.strategies.factor_graph import Table
 
 Placements = tuple[Placement, ...]
 """How a tensor lies: a placement for each axis, in their order, of which the first divides a dimension first."""

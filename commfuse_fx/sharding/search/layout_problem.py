@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from commfuse_fx.ir.dependence import is_view, written_nodes
-from commfuse_fx.ir.meta import TensorSpec, info, tensor_spec
-from commfuse_fx.ir.parameter_values import parameter_of
-from commfuse_fx.ir.placement import P, Placement, R, S, Shard, divides, divides_in_turn
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.dependence import is_view, written_nodes
+from commfuse_fx.ir.core.meta import TensorSpec, info, tensor_spec
+from commfuse_fx.ir.core.placement import P, Placement, R, S, Shard, divides, divides_in_turn
+from commfuse_fx.ir.core.program import Program
+from commfuse_fx.ir.ops.parameter_values import parameter_of
 from commfuse_fx.machine.cluster_parts import Device
 from commfuse_fx.sharding.dividing.axis import PROPAGATED, SEARCHED, Axis, Pin
 from commfuse_fx.sharding.dividing.choose_strategy import Chooser
@@ -34,15 +34,15 @@ from commfuse_fx.sharding.dividing.own_parts import OwnParts
 from commfuse_fx.sharding.dividing.written_inputs import writes_input
 from commfuse_fx.sharding.marking.blocks import sections
 from commfuse_fx.sharding.marking.layout_op import is_mark
-from commfuse_fx.sharding.rules.call import OpCall, Strategy
-from commfuse_fx.sharding.rules.rule_registry import strategies_of
+from commfuse_fx.sharding.rules.writing.call import OpCall, Strategy
+from commfuse_fx.sharding.rules.writing.rule_registry import strategies_of
 from commfuse_fx.sharding.search.axis_grid import TIME, AxisGrid, LaidOut, Objective, PriceOf, distinct, joined, on_axis
 from commfuse_fx.sharding.search.byte_count import ByteCount
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.placement_costs import PlacementCosts
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts, LayoutRead, LayoutReader, price_read
 from commfuse_fx.sharding.search.update_costs import update_layouts, update_seconds
-from commfuse_fx.solvers.factor_graph import FactorGraph, Table
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph, Table
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.meta import info
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.meta import info
+from commfuse_fx.ir.core.program import Program
 
 
 def times_roofline(program: Program, costs: CostModel) -> dict[fx.Node, float]:

@@ -8,7 +8,7 @@ from math import inf
 from types import MappingProxyType
 
 from commfuse_fx.cost.collective_cost import CollectiveCost, collective_cost
-from commfuse_fx.ir.placement import Partial, Placement, Replicate, Shard
+from commfuse_fx.ir.core.placement import Partial, Placement, Replicate, Shard
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.divided_value import can_exchange
 from commfuse_fx.sharding.search.exposure import GRADIENT

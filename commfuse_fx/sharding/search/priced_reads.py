@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from commfuse_fx.ir.meta import TensorSpec
-from commfuse_fx.ir.placement import P
+from commfuse_fx.ir.core.meta import TensorSpec
+from commfuse_fx.ir.core.placement import P
 from commfuse_fx.sharding.search.axis_grid import AxisGrid, LaidOut
 from commfuse_fx.sharding.search.exposure import PARAMETER
 from commfuse_fx.sharding.search.layout_moves import Placements
-from commfuse_fx.solvers.cheapest_choice import Choice
-from commfuse_fx.solvers.factor_graph import Table
+from commfuse_fx.solvers.strategies.cheapest_choice import Choice
+from commfuse_fx.solvers.strategies.factor_graph import Table
 
 Needs = tuple[tuple[Placements, ...], ...]
 """The placements in which each state of a variable needs a value."""

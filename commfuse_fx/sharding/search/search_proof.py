@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.search.axis_search import AxisSearch, Found
 from commfuse_fx.sharding.search.layout_problem import LayoutProblem
-from commfuse_fx.solvers.certificate import Certificate
-from commfuse_fx.solvers.cheapest_choice import cheapest_choice
-from commfuse_fx.solvers.factor_graph import FactorGraph
-from commfuse_fx.solvers.level_costs import Levelled
+from commfuse_fx.solvers.strategies.certificate import Certificate
+from commfuse_fx.solvers.strategies.cheapest_choice import cheapest_choice
+from commfuse_fx.solvers.strategies.factor_graph import FactorGraph
+from commfuse_fx.solvers.strategies.level_costs import Levelled
 
 WALKS = 12
 """Walks there and back for a bound, over variables that lie alike together and then over all."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from commfuse_fx.cost.model import CostModel
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.machine.cluster import ClusterSpec
 from commfuse_fx.sharding.dividing.axis import Axis
 from commfuse_fx.sharding.search.axis_by_axis import axis_by_axis, together

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from commfuse_fx.config.parallel_optimizer import PARAMETERS
-from commfuse_fx.ir.placement import R, S
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.placement import R, S
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.kernels.update_rules import RULES
 from commfuse_fx.sharding.search.axis_grid import AxisGrid
 from commfuse_fx.sharding.search.exposure import PARAMETER
 from commfuse_fx.sharding.search.kept_bytes import level_of, states_of
 from commfuse_fx.sharding.search.layout_moves import Placements
 from commfuse_fx.sharding.search.priced_reads import KnownLayouts
-from commfuse_fx.solvers.factor_graph import Table
+from commfuse_fx.solvers.strategies.factor_graph import Table
 
 
 def update_layouts(program: Program, name: str, layouts: Sequence[Placements], grid: AxisGrid) -> list[Placements]:

@@ -1,6 +1,6 @@
 """What `add_held_gradients` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
+from commfuse_fx.passes.distribute.micro_batches.add_held_gradients import AddHeldGradients
 from commfuse_fx.testing import assert_pass
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import commfuse_fx as cf
-from commfuse_fx.passes.distribute.average_micro_batches import AverageMicroBatches
+from commfuse_fx.passes.distribute.micro_batches.average_micro_batches import AverageMicroBatches
 from tests.passes.cases import check, read
 
 STEP = """

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from commfuse_fx.ir.placement import S
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.placement import S
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.distribute.clip_gradients import ClipGradients
 from tests.passes.cases import Applied, check
 

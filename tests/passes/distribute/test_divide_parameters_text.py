@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from commfuse_fx.errors import NotAvailableError
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.distribute.divide_parameters import DivideParameters
 from tests.passes.cases import check, read
 

@@ -1,6 +1,6 @@
 """What `drop_gradients` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.passes.distribute.drop_gradients import DropGradients
+from commfuse_fx.passes.distribute.micro_batches.drop_gradients import DropGradients
 from tests.passes.cases import check
 from tests.passes.distribute.test_hold_rows_text import DOT, INPUTS, REDUCE, SCATTER
 

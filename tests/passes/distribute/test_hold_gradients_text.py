@@ -1,9 +1,9 @@
 """What `hold_gradients` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass
-from commfuse_fx.passes.distribute.add_held_gradients import AddHeldGradients
-from commfuse_fx.passes.distribute.hold_gradients import HoldGradients
+from commfuse_fx.passes.distribute.micro_batches.add_held_gradients import AddHeldGradients
+from commfuse_fx.passes.distribute.micro_batches.hold_gradients import HoldGradients
 from tests.passes.cases import Applied, check
 
 INPUTS = """

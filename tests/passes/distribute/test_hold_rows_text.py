@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.declaration import Pass
-from commfuse_fx.passes.distribute.hold_rows import HoldRows
+from commfuse_fx.passes.distribute.micro_batches.hold_rows import HoldRows
 from tests.passes.cases import Applied, check
 
 INPUTS = """

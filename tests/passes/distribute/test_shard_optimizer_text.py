@@ -3,7 +3,7 @@
 import pytest
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.update_sharing import WHOLE
+from commfuse_fx.ir.updates.update_sharing import WHOLE
 from commfuse_fx.passes.distribute.shard_optimizer import ShardOptimizer
 from tests.passes.cases import check, read
 

@@ -3,7 +3,7 @@
 import pytest
 
 from commfuse_fx.errors import ConfigValueError
-from commfuse_fx.ir.text import canonical_text
+from commfuse_fx.ir.text.write_text import canonical_text
 from commfuse_fx.passes.distribute.share_update import ShareUpdate
 from commfuse_fx.passes.rewrite.update_parameters import UpdateParameters
 from tests.passes.cases import check, read

@@ -1,6 +1,6 @@
 """What `slice_full_batch` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.distribute.slice_full_batch import SliceFullBatch
 from tests.passes.cases import Applied, check
 

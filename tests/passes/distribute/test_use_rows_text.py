@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from commfuse_fx.ir.placement import S
-from commfuse_fx.ir.program import Program
+from commfuse_fx.ir.core.placement import S
+from commfuse_fx.ir.core.program import Program
 from commfuse_fx.passes.distribute.use_rows import UseRows
 from commfuse_fx.testing import assert_pass
 from tests.passes.cases import read

@@ -1,6 +1,6 @@
 """What `scatter_storage` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.ir.verify import verify
+from commfuse_fx.ir.core.verify import verify
 from commfuse_fx.passes.fuse.flatten_storage import FlattenStorage
 from commfuse_fx.passes.fuse.scatter_storage import ScatterStorage
 from tests.passes.cases import assert_same, check, outcome, read

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import commfuse_fx as cf
 from commfuse_fx.ir import from_json
-from commfuse_fx.planning.pass_table import KERNELS, TABLE
+from commfuse_fx.planning.pipeline.pass_table import KERNELS, TABLE
 from commfuse_fx.virtual.virtual_world import LockstepWorld
 
 NAMES = [each.name for each in TABLE[KERNELS]]

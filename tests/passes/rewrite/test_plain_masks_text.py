@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.ir.meta import TensorSpec
+from commfuse_fx.ir.core.meta import TensorSpec
 from commfuse_fx.passes.rewrite.plain_masks import PlainMasks
 from commfuse_fx.testing import assert_pass, parse_program
 from tests.passes.cases import check

@@ -1,6 +1,6 @@
 """What `give_way` makes of a few lines of text, and what it leaves."""
 
-from commfuse_fx.ir.meta import info
+from commfuse_fx.ir.core.meta import info
 from commfuse_fx.passes.schedule.give_way import GiveWay
 from tests.passes.cases import check
 

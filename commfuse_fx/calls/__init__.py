@@ -1,0 +1,1 @@
+"""One call of a compiled step, module or update on this rank."""

@@ -1,0 +1,1 @@
+"""Gradients that no graph of a backward has reduced, and those of backwards that were over."""

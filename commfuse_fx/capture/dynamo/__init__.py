@@ -1,0 +1,1 @@
+"""A graph that Dynamo has made, as a model of its own."""

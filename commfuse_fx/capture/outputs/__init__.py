@@ -1,0 +1,1 @@
+"""Which gradients a caller asks for, of which outputs."""

@@ -1,0 +1,1 @@
+"""Calls of a model that Dynamo has cut into several graphs."""

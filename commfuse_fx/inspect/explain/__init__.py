@@ -1,0 +1,1 @@
+"""What a compiled graph says of itself, in words, tables and pictures."""

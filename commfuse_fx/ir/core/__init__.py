@@ -1,0 +1,1 @@
+"""A program: its graph, its nodes with typed metadata, their order, edits and checks."""

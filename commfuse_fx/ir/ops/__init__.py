@@ -1,0 +1,1 @@
+"""What is known of ops and of the values that they make."""

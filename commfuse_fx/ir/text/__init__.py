@@ -1,0 +1,1 @@
+"""Canonical text: how a program is written, and how it is read."""

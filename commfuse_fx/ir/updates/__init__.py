@@ -1,0 +1,1 @@
+"""The nodes of parameter updates, and what they take."""

@@ -1,0 +1,1 @@
+"""Passes by name and in order, and running them."""

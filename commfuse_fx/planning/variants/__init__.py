@@ -1,0 +1,1 @@
+"""Several whole plans of one step, of which one is kept."""

@@ -1,0 +1,1 @@
+"""The code of a program, and the records that it runs with."""

@@ -1,0 +1,1 @@
+"""Regions of a program that Inductor compiles."""

@@ -1,0 +1,1 @@
+"""What is on the wire of a step."""

@@ -1,0 +1,1 @@
+"""Sharding rules, one file per family of ops."""

@@ -1,0 +1,1 @@
+"""What sharding rules are written with."""

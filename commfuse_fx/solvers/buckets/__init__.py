@@ -1,0 +1,1 @@
+"""Which collectives are merged, cut and sent when."""

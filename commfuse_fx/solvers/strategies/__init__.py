@@ -1,0 +1,1 @@
+"""The cheapest choice of a state for each of many variables."""

@@ -1,0 +1,1 @@
+"""What the ranks of one step tell each other before they send, and what runs the plans that they agree on."""

@@ -1,0 +1,1 @@
+"""Passes for steps of several calls: gradients are held, added and averaged."""
