@@ -138,6 +138,23 @@ def check_graph(output: str, ranks: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.xdist_group("dist")
+def test_the_system_in_300_lines(ranks: Ranks, tmp_path: Path) -> None:
+    name = "commfuse_in_300_lines.py"
+    assert len((ROOT / "examples" / name).read_text().splitlines()) <= 300
+    lines = start_example(ranks, tmp_path, 2, name).splitlines()
+    assert lines[-1] == "5 steps on 2 ranks: losses and parameters are DDP's, bit by bit"
+    buckets = [line for line in lines if line.startswith("# bucket")]
+    assert [line.partition("members ")[2] for line in buckets] == [
+        "4.bias, 4.weight, 2.bias", "2.weight, 0.bias", "0.weight",
+    ]  # fmt: skip
+    ops = [line.partition(" = ")[2].partition("(")[0] for line in lines]
+    starts = [place for place, op in enumerate(ops) if op == "all_reduce_start"]
+    last_product = max(place for place, op in enumerate(ops) if op.startswith("mm"))
+    assert starts[0] < last_product < starts[-1] < ops.index("all_reduce_wait")
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("dist")
 def test_train_char_gpt_and_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     small = ("--layers", "1", "--batch-size", "4", "--context", "32", "--sample-length", "10")
     saved = tmp_path / "folder" / "gpt.pt"
