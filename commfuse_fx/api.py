@@ -21,6 +21,7 @@ from commfuse_fx.frontends.compile_arguments import (
 from commfuse_fx.frontends.dynamo_module import DynamoModule
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.frontends.step import CompiledStep
+from commfuse_fx.planning.pipeline.recipe import check_skipped
 from commfuse_fx.support.tracebacks import user_frames_only
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         inductor_regions: Any
         cuda_graph: Any
         cpu_kernels: Any
+        skip_passes: Any
         cluster: Any
         exchange_factors: Any
         gradient_compression: Any
@@ -160,6 +162,7 @@ def compile(
     inductor_regions: Any = Default("stretches"),
     cuda_graph: Any = Default("auto"),
     cpu_kernels: Any = Default(True),
+    skip_passes: Any = Default(()),
     cluster: Any = Default(None),
     exchange_factors: Any = Default("never"),
     gradient_compression: Any = Default(None),
@@ -250,6 +253,9 @@ def compile(
     cpu_kernels: whether passes may rewrite the graph of a CPU step so that its kernels run faster. They lay
         convolutions out channels last, compute the gradients of their weights in ops of their own, and draw
         dropout masks from fewer random bits. Gradients then differ in their last digits.
+    skip_passes: the names of passes that are not to run, to find out which one a problem comes from; by default those
+        in COMMFUSE_SKIP, as in "overlap,merge_equal". Passes that say what is computed, and passes that others need,
+        cannot be left out. The header of the text names what was skipped.
     cluster: what plans are priced with: a ClusterSpec, a StepProfile, the name of a preset or the path of a
         file. "measured", and None where plans need prices: a step of several ranks measures network and nodes while it
         trains with the default plan; then what was asked for is planned with these figures, and stays if it is faster.
@@ -268,6 +274,7 @@ def compile(
     chosen = chosen_form(form, loss_fn, optimizer)
     config = settled(CompileConfig.resolve(given, chosen), given, chosen, optimizer is not None)
     check_cuda_graph(config, model, chosen)
+    check_skipped(config.skip_passes)
     compiled: CompiledStep | CompiledModule
     if chosen == "step":
         check_form_of_step(config)

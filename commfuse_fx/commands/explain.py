@@ -39,13 +39,14 @@ def register(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="TARGET|SAVED", help="what to compile, or what was saved")
     command.add_argument("--json", action="store_true", help="print it as JSON")
     command.add_argument("--memory", action="store_true", help="print what each rank holds instead, in bytes")
+    command.add_argument("--timings", action="store_true", help="also list the passes that changed the graph")
     add_compile(command)
     add_common(command)
     command.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    explanation = compiled_or_saved(options).explain(prices(options))
+    explanation = compiled_or_saved(options).explain(prices(options), options.timings)
     found: Explanation | RankMemory = explanation.memory if options.memory else explanation
     if options.json:
         print(json.dumps(asdict(found), indent=1))

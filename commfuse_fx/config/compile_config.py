@@ -103,6 +103,8 @@ class CompileConfig:
     """Whether a step runs in CUDA graphs: "auto", True or False."""
     cpu_kernels: bool
     """Whether passes run that only make kernels of the CPU faster."""
+    skip_passes: tuple[str, ...]
+    """The passes that do not run, sorted."""
     cluster: Any
     """What plans are priced with: a ClusterSpec, a StepProfile, "measured", "default", or None."""
     exchange_factors: str
@@ -135,7 +137,7 @@ class CompileConfig:
             own = {}  # which has no module form yet
         if own and explicit.get("broadcast_buffers", ...) is None:
             del given_for_all["broadcast_buffers"]
-        settings = {**DEFAULTS, **own, **given_for_all}
+        settings = {**DEFAULTS, "skip_passes": _skipped_in_environment(), **own, **given_for_all}
         if "device_num" in explicit and explicit["device_num"] is None and "global_rank" not in explicit:
             settings["global_rank"] = None  # the context's rank is one of the world just turned off
         fusion = FusionConfig.parse(settings.pop("comm_fusion"))
@@ -264,8 +266,14 @@ class CompileConfig:
             *((("backend", self.backend),) if self.backend != "eager" else ()),
             *((("inductor_regions", self.inductor_regions),) if self.inductor_regions != "stretches" else ()),
             ("cpu_kernels", str(self.cpu_kernels)),
+            *((("skip_passes", ",".join(self.skip_passes)),) if self.skip_passes else ()),
             *((("cluster", costs_label(self.cluster)),) if self.plans_by_cost and self.cluster is not None else ()),
         ]
+
+
+def _skipped_in_environment() -> tuple[str, ...]:
+    """COMMFUSE_SKIP, as in "overlap,merge_equal"."""
+    return tuple(name.strip() for name in os.environ.get("COMMFUSE_SKIP", "").split(",") if name.strip())
 
 
 def _resolve_rank(device_num: int | None, global_rank: int | None) -> int | None:

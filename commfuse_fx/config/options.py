@@ -65,6 +65,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "inductor_regions": "stretches",
         "cuda_graph": "auto",
         "cpu_kernels": True,
+        "skip_passes": (),
         "cluster": None,
         "exchange_factors": "never",
         "gradient_compression": None,
@@ -261,6 +262,16 @@ def _check_clip_grad_norm(value: object, where: str) -> float | None:
     return float(value)
 
 
+def _check_skip_passes(value: object, where: str) -> tuple[str, ...]:
+    """The names, each once and sorted."""
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise ConfigTypeError(f'{where} is {show(value)}; give a tuple of names of passes, such as ("overlap",)')
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigTypeError(f'{where} holds {show(name)}; give names of passes, such as "overlap"')
+    return tuple(sorted(dict.fromkeys(value)))
+
+
 def _accept(value: object, where: str) -> object:
     return value
 
@@ -296,6 +307,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
         "inductor_regions": partial(check_choice, choices=REGIONS),
         "cuda_graph": _check_cuda_graph,
         "cpu_kernels": check_bool,
+        "skip_passes": _check_skip_passes,
         "cluster": _check_cluster,
         "exchange_factors": partial(check_choice, choices=EXCHANGE_FACTORS),
         "gradient_compression": _accept,

@@ -36,6 +36,7 @@ _OBJECTS = ("comm_fusion", "schedule", "cluster")
 def config_to_dict(config: CompileConfig) -> dict[str, Any]:
     """Every saved option by its name; a cluster or a profile as the document it is kept in."""
     plain = {name: getattr(config, name) for name in _SAVED if name not in _OBJECTS}
+    plain["skip_passes"] = list(config.skip_passes)
     schedule = config.schedule
     return {
         "comm_fusion": fusion_to_dict(config.comm_fusion),

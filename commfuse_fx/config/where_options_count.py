@@ -304,6 +304,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         ),
         "cuda_graph": Row(_is_true),  # a module, a CPU and a divided step refuse it
         "cpu_kernels": Row(_is_false),
+        "skip_passes": Row(bool),
         "cluster": Row(
             _is_given,
             (

@@ -177,6 +177,8 @@ def plan_step(
     )
     if asked.by_rules and config.plans_by_cost:
         program.note("by rules", "buckets", "ranks may come to this graph at other times, so no prices are asked for")
+    for name in config.skip_passes:
+        program.note(SKIPPED, name, "skip_passes or COMMFUSE_SKIP names it")
     for each in skipped_passes(situation):
         program.note(SKIPPED, each.name, f"it works on what is computed, and {program.by_autograd}")
     context = PassContext.of(config)

@@ -91,6 +91,7 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "backend": ({}, {"backend": "inductor"}),
     "inductor_regions": ({"backend": "inductor"}, {"inductor_regions": "layers"}),
     "cpu_kernels": ({}, {"cpu_kernels": False}),
+    "skip_passes": ({}, {"skip_passes": ("merge_equal",)}),
     "cluster": ({}, {"cluster": "gloo-1gbit"}),
 }
 OTHERS = {"parallel_mode", "capture", "pipeline_stages", "cuda_graph", "exchange_factors", "gradient_compression"}
@@ -100,7 +101,7 @@ OF_THE_RUN = {"return_loss", "global_rank", "strategy_ckpt_save_file", "replan",
 """These change what runs, or who, and not the graph."""
 
 MAY_CHANGE_NOTHING = {"comm_fusion.allreduce", "comm_fusion.allgather", "comm_fusion.reducescatter", "cluster"}
-MAY_CHANGE_NOTHING |= {"comm_fusion.optimal", "inductor_regions", "cpu_kernels"}
+MAY_CHANGE_NOTHING |= {"comm_fusion.optimal", "inductor_regions", "cpu_kernels", "skip_passes"}
 """These change the graphs of models that are larger than this one: of more buckets, layers, or convolutions."""
 
 WOULD_DO_OTHER_THINGS = {"accumulate_steps", "full_batch", "strategy_ckpt_load_file", "enable_parallel_optimizer"}

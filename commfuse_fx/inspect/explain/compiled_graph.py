@@ -27,6 +27,7 @@ from commfuse_fx.machine.source import Costs, costs_label, resolve_costs
 from commfuse_fx.planning.compiled import Collective, Snapshot
 from commfuse_fx.planning.pipeline.pipeline import PassPipeline, PassRecord
 from commfuse_fx.simulate.simulation import Simulation, simulate
+from commfuse_fx.support.checks import check_bool
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -111,16 +112,20 @@ class CompiledGraph:
         return to_networkx(self._program)
 
     @user_frames_only
-    def explain(self, cluster: Any = None) -> Explanation:
+    def explain(self, cluster: Any = None, timings: bool = False) -> Explanation:
         """Say why the graph is as it is, and why communication is not hidden.
 
         The explanation lists buckets, merges that were illegal and parameters that are not reduced. For each
         collective it says how much of it is hidden on a cluster, and why the rest is not.
 
         cluster: as for `simulate`.
+        timings: whether it also lists the passes that have changed the graph, with the seconds that each took. A step
+            that was loaded has none.
         """
         costs = self._costs(cluster)
-        return explain(self._program, cost_model(costs), costs_label(costs))
+        found = explain(self._program, cost_model(costs), costs_label(costs))
+        changed = tuple(each for each in self.pass_records if each.modified)
+        return replace(found, passes=changed) if check_bool(timings, "timings") else found
 
     @user_frames_only
     def search_proof(self) -> Any:

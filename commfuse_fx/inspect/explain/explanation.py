@@ -16,6 +16,7 @@ from commfuse_fx.ir.core.meta import info
 from commfuse_fx.ir.core.placement import R
 from commfuse_fx.ir.core.program import LAYOUT, Note, Program, Redistribution
 from commfuse_fx.ir.text.write_text import collective_text
+from commfuse_fx.planning.pipeline.pipeline import PassRecord
 from commfuse_fx.sharding.dividing.axis import SEARCHED
 from commfuse_fx.simulate.simulation import Simulation, simulate
 
@@ -81,6 +82,7 @@ class Explanation:
     cluster: what the times are predicted for.
     layouts: how the parameters of a divided step lie on the mesh.
     redistributions: changes of layout in a divided step, with the bytes of the tensor and who needs it so.
+    passes: the passes that have changed the graph, with their times, where they were asked for.
     memory: the bytes of parameters, gradients and optimizer state that a rank holds, and what they would be if nothing
         were divided. `text` shows them where something is.
     """
@@ -93,6 +95,7 @@ class Explanation:
     memory: RankMemory
     layouts: tuple[ParameterLayout, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
 
     def text(self) -> str:
         """A report in plain lines."""
@@ -131,6 +134,12 @@ class Explanation:
         for topic in topics:
             lines.append(topic)
             lines.extend(f"  {note.subject}: {note.reason}" for note in self.notes if note.topic == topic)
+        if self.passes:
+            lines.append("passes that changed the graph")
+            lines.extend(
+                f"  {each.name}: {in_ms(each.seconds)}, {each.nodes_before} -> {each.nodes_after} nodes"
+                for each in self.passes
+            )
         return "\n".join(lines) + "\n"
 
 
