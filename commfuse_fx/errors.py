@@ -28,7 +28,7 @@ class NotAvailableError(CommFuseError, NotImplementedError):
 
 
 class NotThereError(CommFuseError, AttributeError):
-    """A compiled module is asked for an attribute of DistributedDataParallel, or of a step, that it does not have."""
+    """What is compiled has no such attribute: DistributedDataParallel, a module or a step has it."""
 
 
 class CaptureError(CommFuseError, RuntimeError):

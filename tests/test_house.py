@@ -53,7 +53,7 @@ LARGER = {
     "Session": 31,
     "Replan": 29,
     "DividedParameter": 27,
-    "CompiledModule": 25,
+    "CompiledModule": 27,
     "Shards": 24,
     "Engine": 21,
     "Division": 21,

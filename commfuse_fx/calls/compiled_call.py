@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -17,10 +18,12 @@ from commfuse_fx.capture.loss import LossFn
 from commfuse_fx.capture.trace.meta_tensors import device_of
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.cost.priced import priced_for
-from commfuse_fx.errors import CommFuseError
+from commfuse_fx.errors import CommFuseError, ConfigValueError, NotThereError
 from commfuse_fx.gradients.parameter_hooks import remove_hooks_of_graphs
+from commfuse_fx.inspect.explain.explanation import Explanation
 from commfuse_fx.inspect.lowered import Lowered, LoweredCall
 from commfuse_fx.inspect.on_compile import Publisher, check_files
+from commfuse_fx.ir.core.collectives import collective_of
 from commfuse_fx.ir.core.mesh import Mesh
 from commfuse_fx.ir.rows.shard_rows import sharing_ranks
 from commfuse_fx.machine.source import Costs
@@ -166,6 +169,42 @@ class CompiledCall:
     def _figures(self) -> Costs | None:
         """What plans are compared by: what was measured while training, else what was given; None: what is assumed."""
         return self.profile_used() or self._given
+
+    @user_frames_only
+    def explain(self, cluster: Any = None, timings: bool = False) -> Explanation:
+        """Say why the graph that runs is as it is: that of the last call, or of a module's last backward.
+
+        The arguments are those of `Lowered.explain`. Raises ConfigValueError where none has run yet.
+        """
+        ran = self.session.ran
+        if ran is None:
+            raise ConfigValueError(
+                f"explain() is of the graph that runs, and no {self.form} has run yet: call it first, or use "
+                "lower(...).explain()"
+            )
+        return self._lowered(ran.compiled, (), {}).explain(cluster, timings)
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._summary()}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(nn.Module, name):
+            raise NotThereError(
+                f"a compiled {self.form} has no {name}: ask the model, which stays as it is: {self.form}.model.{name}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _summary(self) -> str:
+        """What was compiled, in one line: form, model, ranks, and what the graph that runs sends."""
+        ranks = " x ".join(f"{axis}={size}" for axis, size in zip(self.mesh.names, self.mesh.shape, strict=True))
+        ran, planned = self.session.ran, "nothing has run"
+        if ran is not None:
+            program = ran.compiled.program
+            sent = [collective_of(node) for node in program.collectives()]
+            kinds = Counter(each.kind for each in sent)
+            counts = ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "no collectives"
+            planned = f"{len(program.graph.nodes)} nodes, {counts}, {sum(each.nbytes for each in sent)} bytes"
+        return f"{self.form} of {type(self.model).__name__}, {self.config.parallel_mode} on {ranks}: {planned}"
 
     @user_frames_only
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

@@ -306,6 +306,7 @@ class ModuleSession(Session):
         absent = tuple(i for i, grad in enumerate(gradients) if grad is None and differentiable[i])
         plan, executor, places = self._taking(forward, mode, absent)
         self._about_to_run(plan, executor, mode)
+        self.ran = plan
         taken = [values[place] for place in places]
         if not keep:
             forward.values = None

@@ -51,6 +51,8 @@ class Session:
         """What measures the communication of the steps that run now."""
         self.running: Executor | None = None
         """That of the last step, which may have left something on the wire."""
+        self.ran: Plan | None = None
+        """The plan of the last call."""
         self.agreement: Agreement | None = None
         self.graphs: StepGraphs | None = None
         """The captured steps; None if none is ever captured."""
@@ -303,7 +305,7 @@ class Session:
             executor.seed = self._seeds.of_step(self._calls - self._undone_calls)
         if self._may_plan_again:
             self._random = RandomStates(executor.generators)
-        runner = self.runners.of(plan)
+        runner, self.ran = self.runners.of(plan), plan
         assert runner is not None, "the plan's executor"
         launch = partial(self._launch, plan, runner, dict(call.leaves))
         outputs = self.verified.run(plan, call, runner, self.steps + 1, launch)
@@ -389,7 +391,7 @@ class Session:
         if self.graphs is not None:
             with suppress(RuntimeError):  # a device that has failed
                 self.graphs.close()
-        self.running = self.replan = None
+        self.running = self.replan = self.ran = None
         self.runners.release()
         self.together.release()
         self.verified.release()

@@ -18,12 +18,13 @@ from commfuse_fx.config.fusion_marks import is_of_each_rank
 from commfuse_fx.dynamo.call_undone import call_undone
 from commfuse_fx.dynamo.dynamo_graphs import DynamoGraphs, run_graph
 from commfuse_fx.dynamo.lowering import Lowering, reached_by_autograd
-from commfuse_fx.errors import CaptureError
+from commfuse_fx.errors import CaptureError, ConfigValueError
 from commfuse_fx.frontends.module import CompiledModule
 from commfuse_fx.inspect.explain_graphs import GraphsExplanation
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.inspect.lowered_graphs import LoweredGraphs
 from commfuse_fx.ops import nothing_sent
+from commfuse_fx.support.checks import show
 from commfuse_fx.support.tracebacks import user_frames_only
 
 
@@ -112,8 +113,16 @@ class DynamoModule(CompiledModule):
         found = self._graphs.explain()
         return [*found.compiled, *found.late]
 
-    def explain(self) -> GraphsExplanation:
-        """Which graphs are compiled, which run as they are and why, and what is reduced at the end of a backward."""
+    def explain(self, cluster: Any = None, timings: bool = False) -> GraphsExplanation:
+        """Which graphs are compiled, which run as they are and why, and what is reduced at the end of a backward.
+
+        Raises ConfigValueError for a cluster or timings, which are asked of one graph: `graphs[0].explain(...)`.
+        """
+        if cluster is not None or timings:
+            raise ConfigValueError(
+                f"explain(cluster={show(cluster)}, timings={timings}) of a model that Dynamo cuts into graphs: ask one "
+                "of them, as in graphs[0].explain(timings=True)"
+            )
         return self._graphs.explain()
 
     @user_frames_only

@@ -236,6 +236,20 @@ class CompiledModule(StandIn, Joinable):
         with torch.enable_grad():
             return self._compiled.lower(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        """The model behind the name of this class, and what was compiled."""
+        name, _, parts = super().__repr__().partition("(")
+        return f"{name}(  # {self._compiled._summary()}{parts}"
+
+    @user_frames_only
+    def explain(self, cluster: Any = None, timings: bool = False) -> Any:
+        """Say why the graph that runs is as it is: that of the last backward.
+
+        The arguments are those of `Lowered.explain`, and the result is an Explanation. Raises ConfigValueError where
+        none has run yet.
+        """
+        return self._compiled.explain(cluster, timings)
+
     def profile_used(self) -> StepProfile | None:
         """As `CompiledStep.profile_used`; nodes are those of the backward."""
         return self._compiled.profile_used()
