@@ -20,6 +20,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if "```python" in page.read_text()]
 WITH_EXCERPT = [page for page in PAGES if "```text" in page.read_text()]
 WITH_OUTPUT = [page for page in PAGES if "```output" in page.read_text()]
+WITH_SOURCES = ("commfuse_fx", "passes", "tests", "docs")
+QUOTED = r'docs/decisions\.md, "([^"\n]+)"'
+"""How a docstring names a decision."""
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +129,36 @@ def test_the_table_of_passes_is_that_of_the_code() -> None:
 def test_files_that_pages_name_exist(page: Path) -> None:
     named = re.findall(r"(?<![\w/.-])((?:commfuse_fx|examples|benchmarks|docs)/[\w./-]+\w)", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def decisions() -> dict[str, str]:
+    """The paragraph of each decision, by its heading."""
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    return {heading: " ".join(body.split()) for heading, body in re.findall(r"(?m)^### (.*)\n((?:(?!#).*\n?)+)", text)}
+
+
+def place(name: str) -> Path | None:
+    """The file of this name, which begins inside of the package or at the root of the repository."""
+    return next((path for path in (ROOT / "commfuse_fx" / name, ROOT / name) if path.is_file()), None)
+
+
+def bound(paragraph: str) -> list[str]:
+    """The files that a decision binds: its last sentence lists them."""
+    listed = re.search(r"It binds (`[^`]+`(?:, `[^`]+`)*)\.$", paragraph)
+    return re.findall(r"`([^`]+)`", listed.group(1)) if listed else []
+
+
+def test_each_decision_names_files_that_it_binds() -> None:
+    found = decisions()
+    assert len(found) == (ROOT / "docs" / "decisions.md").read_text().count("\n### ") > 0
+    assert [heading for heading, paragraph in found.items() if not bound(paragraph)] == []
+    named = [name for paragraph in found.values() for name in re.findall(r"`([\w./]+\.\w+)`", paragraph)]
+    files = [name for name in named if "/" in name or name.endswith(".py")]
+    assert [name for name in files if place(name) is None] == []
+
+
+def test_decisions_that_code_quotes_exist() -> None:
+    found = decisions()
+    sources = [path for folder in WITH_SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
+    quoted = [(path.name, heading) for path in sources for heading in re.findall(QUOTED, path.read_text())]
+    assert [(name, heading) for name, heading in quoted if heading not in found] == []
