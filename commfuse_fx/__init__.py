@@ -2,6 +2,8 @@
 
 The names in `__all__` are public. A name is imported when it is first asked for: tracing needs parts of PyTorch
 that take a second to import, and many programs only read a file or set an option.
+
+Why: docs/decisions.md, "Public names are imported when they are asked for".
 """
 
 from importlib import import_module

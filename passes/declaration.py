@@ -1,4 +1,8 @@
-"""What a pass declares: its name and options, the facts it builds on, and when a compile runs it."""
+"""What a pass declares: its name and options, the facts it builds on, and when a compile runs it.
+
+Why: docs/decisions.md, "One table of passes, and a pass says itself when it runs".
+Why: docs/decisions.md, "Options of passes are scalars".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One plan for all compilations of equal programs with equal options: on ranks planning is most of what tests take."""
+"""One plan for all compilations of equal programs with equal options: on ranks planning is most of what tests take.
+
+Why: docs/decisions.md, "Ranks of the tests are forks of two servers, and plan equal programs once".
+"""
 
 from __future__ import annotations
 

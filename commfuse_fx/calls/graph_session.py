@@ -1,4 +1,7 @@
-"""What runs one graph of a model that Dynamo has cut into several: one vote and one set of groups serve all of them."""
+"""What runs one graph of a model that Dynamo has cut into several: one vote and one set of groups serve all of them.
+
+Why: docs/decisions.md, "A graph of Dynamo is a model of its own".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The backward of a compiled module, as autograd runs it: which calls of one backward send, and where gradients go."""
+"""The backward of a compiled module, as autograd runs it: which calls of one backward send, and where gradients go.
+
+Why: docs/decisions.md, "The compiled backward writes `.grad`, not autograd".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How the update of a compiled module's parameters is compiled and run, given gradients that the ranks have reduced."""
+"""How the update of a compiled module's parameters is compiled and run, given gradients that the ranks have reduced.
+
+Why: docs/decisions.md, "The update of a module is a graph of its own".
+"""
 
 from __future__ import annotations
 

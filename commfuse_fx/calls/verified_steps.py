@@ -1,4 +1,7 @@
-"""Steps that are replayed from the graph before fusion, and compared with their replays."""
+"""Steps that are replayed from the graph before fusion, and compared with their replays.
+
+Why: docs/decisions.md, "A step is verified by its replay on the same ranks, not on one device".
+"""
 
 from __future__ import annotations
 

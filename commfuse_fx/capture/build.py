@@ -1,4 +1,7 @@
-"""Build the `Program` of one training step: trace the step, and describe its inputs and outputs."""
+"""Build the `Program` of one training step: trace the step, and describe its inputs and outputs.
+
+Why: docs/decisions.md, "One call is the whole step".
+"""
 
 from __future__ import annotations
 

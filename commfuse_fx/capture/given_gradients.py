@@ -1,4 +1,7 @@
-"""Build the `Program` of an update whose gradients the caller has: no model is run, and nothing is differentiated."""
+"""Build the `Program` of an update whose gradients the caller has: no model is run, and nothing is differentiated.
+
+Why: docs/decisions.md, "The update of a module is a graph of its own".
+"""
 
 from __future__ import annotations
 

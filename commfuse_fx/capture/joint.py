@@ -1,5 +1,8 @@
 """Build the `Program` of a model whose backward the caller starts: forward and backward in one graph, with the place
-between them at which the outputs are handed over and their gradients come in."""
+between them at which the outputs are handed over and their gradients come in.
+
+Why: docs/decisions.md, "Where the caller starts the backward, both halves are one graph".
+"""
 
 from __future__ import annotations
 

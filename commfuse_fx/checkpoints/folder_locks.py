@@ -1,4 +1,7 @@
-"""Locks of folders, which end with their process, however that ends."""
+"""Locks of folders, which end with their process, however that ends.
+
+Why: docs/decisions.md, "A checkpoint takes the place of a folder, and is written beside it".
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A new checkpoint is written to a folder beside it, whose name begins with a dot. When it is complete, the two folders
 change places in one operation of the file system. Where that is not available they are renamed one after the other;
 who comes between finds the old one under its other name.
+
+Why: docs/decisions.md, "A checkpoint takes the place of a folder, and is written beside it".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which rank writes what: everything once, and each rank about as many bytes as the others."""
+"""Which rank writes what: everything once, and each rank about as many bytes as the others.
+
+Why: docs/decisions.md, "What ranks hold alike is written once, unless they began differently".
+"""
 
 from __future__ import annotations
 

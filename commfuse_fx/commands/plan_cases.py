@@ -1,4 +1,7 @@
-"""Plans a target for several cases, and traces it as seldom as that allows."""
+"""Plans a target for several cases, and traces it as seldom as that allows.
+
+Why: docs/decisions.md, "What-ifs with other numbers of devices keep the global batch".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a step is planned for besides what was asked: other bandwidths, less memory, other numbers of devices."""
+"""What a step is planned for besides what was asked: other bandwidths, less memory, other numbers of devices.
+
+Why: docs/decisions.md, "What-ifs with other numbers of devices keep the global batch".
+"""
 
 from __future__ import annotations
 

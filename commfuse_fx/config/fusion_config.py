@@ -1,4 +1,8 @@
-"""The option `comm_fusion`: which collectives of each kind are fused, and how large a fused one may grow."""
+"""The option `comm_fusion`: which collectives of each kind are fused, and how large a fused one may grow.
+
+Why: docs/decisions.md, "No fusion id and fusion id 0 differ, and None counts as not given".
+Why: docs/decisions.md, "`size` counts MiB of what travels, `index` counts parameters".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Marks on a model's parameters that say how their collectives are treated."""
+"""Marks on a model's parameters that say how their collectives are treated.
+
+Why: docs/decisions.md, "No fusion id and fusion id 0 differ, and None counts as not given".
+"""
 
 from __future__ import annotations
 

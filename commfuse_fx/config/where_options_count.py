@@ -1,4 +1,7 @@
-"""Where each option of `compile` counts: a table, in which every option and every field of one has a row."""
+"""Where each option of `compile` counts: a table, in which every option and every field of one has a row.
+
+Why: docs/decisions.md, "An option without effect is an error where memory or numbers are not what was asked".
+"""
 
 from __future__ import annotations
 

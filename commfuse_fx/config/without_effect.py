@@ -1,4 +1,7 @@
-"""What becomes of options without effect: an error, a warning, or a line of `explain()`."""
+"""What becomes of options without effect: an error, a warning, or a line of `explain()`.
+
+Why: docs/decisions.md, "An option without effect is an error where memory or numbers are not what was asked".
+"""
 
 from __future__ import annotations
 

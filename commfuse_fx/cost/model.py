@@ -1,4 +1,7 @@
-"""What each node of a graph costs on a cluster: measured where a profile knows it, modelled where it does not."""
+"""What each node of a graph costs on a cluster: measured where a profile knows it, modelled where it does not.
+
+Why: docs/decisions.md, "A profile is keyed by the names of nodes".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a step is priced with: the cluster or profile that was given, checked against the step, or a default."""
+"""What a step is priced with: the cluster or profile that was given, checked against the step, or a default.
+
+Why: docs/decisions.md, "There is a default cluster, and several ranks measure their own".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One message on the wire, as the simulation takes it."""
+"""One message on the wire, as the simulation takes it.
+
+Why: docs/decisions.md, "Bursts and busy latencies are figures of a level".
+"""
 
 from __future__ import annotations
 

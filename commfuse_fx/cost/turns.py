@@ -1,4 +1,7 @@
-"""How often a step offers its core to the backend's threads, which move data on it."""
+"""How often a step offers its core to the backend's threads, which move data on it.
+
+Why: docs/decisions.md, "A rank with one core shares it with Gloo's threads".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Runs a graph by autograd, op by op, and sends gradients in planned buckets as autograd computes them.
 
 So a graph serves for any size: nothing that is planned depends on sizes other than those of parameters.
+
+Why: docs/decisions.md, "Autograd runs a graph for any size, and a compiled backward sends its gradients".
 """
 
 from __future__ import annotations

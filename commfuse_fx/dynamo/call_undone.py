@@ -1,4 +1,7 @@
-"""What it takes to run a model's own code and have changed none of its tensors."""
+"""What it takes to run a model's own code and have changed none of its tensors.
+
+Why: docs/decisions.md, "`lower()` with Dynamo in front runs the model's code".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The graphs that Dynamo makes of a user's model: each is compiled as a model of its own when it is first run."""
+"""The graphs that Dynamo makes of a user's model: each is compiled as a model of its own when it is first run.
+
+Why: docs/decisions.md, "With Dynamo in front, several ranks plan by rules".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compiles the graphs of one call of a model with Dynamo in front, to be read: none of them is run."""
+"""Compiles the graphs of one call of a model with Dynamo in front, to be read: none of them is run.
+
+Why: docs/decisions.md, "`lower()` with Dynamo in front runs the model's code".
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Then no code of this project runs in their forward and backward, so that it is noticed where an optimizer uses the
 gradients: when a model is disabled for Dynamo, begins with a module that Dynamo leaves to Python, or is one of more
 modules of a class than Dynamo compiles.
+
+Why: docs/decisions.md, "A model without a graph is noticed by the optimizers that train it".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The backwards of one model that run now: activation checkpointing may run another one inside of one."""
+"""The backwards of one model that run now: activation checkpointing may run another one inside of one.
+
+Why: docs/decisions.md, "What no graph has reduced is reduced at the end of the backward".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks that have different numbers of batches: in a `Join` context those without take part in what the others send."""
+"""Ranks that have different numbers of batches: in a `Join` context those without take part in what the others send.
+
+Why: docs/decisions.md, "A rank without batches attends the votes of the others".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hooks of outputs that other outputs are computed from: they would see a part of the gradient only."""
+"""Hooks of outputs that other outputs are computed from: they would see a part of the gradient only.
+
+Why: docs/decisions.md, "Hooks of outputs see the whole gradient, or are refused".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which ops compute nearly the same from nearly the same numbers, and which may have a jump between them."""
+"""Which ops compute nearly the same from nearly the same numbers, and which may have a jump between them.
+
+Why: docs/decisions.md, "Half precision is rounded where a jump follows".
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Without AVX-512, oneDNN's own kernel needs more of the caches than matrix products do: beside others who use them it
 takes up to twice as long. So there the op takes one product for each pixel of the kernel or, where channels are many
 enough to pay for the transforms, Winograd's tiles.
+
+Why: docs/decisions.md, "Kernels are chosen on the rank, not in the graph".
 """
 
 from __future__ import annotations

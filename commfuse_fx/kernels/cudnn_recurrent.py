@@ -2,6 +2,8 @@
 
 aten::_cudnn_rnn makes the buffer of all weights that its backward needs, where it is given none; a description of the
 op without data (torch 2.13) makes none. The backward op returns a list within a tuple, which becomes one list here.
+
+Why: docs/decisions.md, "Dropout between layers of a recurrent module on CUDA is PyTorch's, one cuDNN call per layer".
 """
 
 from __future__ import annotations

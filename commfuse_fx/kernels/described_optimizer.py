@@ -1,6 +1,8 @@
 """What the user's torch.optim object says of the graph: its class picks the rule, its param groups give the flags.
 
 An optimizer with no rule is called as it is, as one opaque node at the end of the step.
+
+Why: docs/decisions.md, "The elementwise optimizers of torch.optim have rules; other optimizers are opaque".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which ops the regions that Inductor compiles leave out, and why."""
+"""Which ops the regions that Inductor compiles leave out, and why.
+
+Why: docs/decisions.md, "Inductor compiles what lies between collectives, and the plan stays the authority".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 torch's own kernel takes 64 bits per number from its generator, one number after the other, except on processors for
 which it has a vectorised one. Dropout is 5 to 10% of a small transformer's step with it.
+
+Why: docs/decisions.md, "Dropout has a stream per rank".
+Why: docs/decisions.md, "Kernels are chosen on the rank, not in the graph".
+Why: docs/decisions.md, "Regions draw masks by an op of this package".
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ taken as a matrix, so that it has few of both. The numbers of row and column pas
 Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com) with the keys, and their sum passes it once more. So
 most of the work is one round of the mixer per element. Without the first round another call would have the same numbers
 in another order.
+
+Why: docs/decisions.md, "Random numbers of a divided step come from a counter, not from torch's generator".
 """
 
 from __future__ import annotations

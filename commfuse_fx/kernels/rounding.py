@@ -1,4 +1,7 @@
-"""How PyTorch rounds numbers of half precision, where Inductor does not by itself or rounds otherwise (torch 2.13)."""
+"""How PyTorch rounds numbers of half precision, where Inductor does not by itself or rounds otherwise (torch 2.13).
+
+Why: docs/decisions.md, "Half precision is rounded where a jump follows".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The optimizers whose update the compiler writes into the graph, and how they map onto kernels.
 
 Flags of param groups are part of the graph. Hyper-parameters are read at every step.
+
+Why: docs/decisions.md, "The elementwise optimizers of torch.optim have rules; other optimizers are opaque".
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ In one dimension, for inputs d and gradients y:
 Errors are small relative to the largest element of a gradient, not to each: what a pixel of the kernel does not meet
 enters its sums as well, and cancels only up to rounding. For the same reason an overflow or an infinity in a tile makes
 all 9 pixels of a kernel non-finite.
+
+Why: docs/decisions.md, "Gradients of 3x3 weights come from Winograd's tiles where that pays".
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What one step's compute really takes: a cluster plus the seconds of every compute node of one model.
 
 A profile is taken wherever a cluster is; `CompiledStep.profile` measures it.
+
+Why: docs/decisions.md, "A profile is keyed by the names of nodes".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Clocks that time ops: of the host, and of a GPU, whose ops go on after their calls have returned."""
+"""Clocks that time ops: of the host, and of a GPU, whose ops go on after their calls have returned.
+
+Why: docs/decisions.md, "A step on CUDA does not let the host wait".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What collectives and compute take from each other on the core of a rank, measured on the running ranks."""
+"""What collectives and compute take from each other on the core of a rank, measured on the running ranks.
+
+Why: docs/decisions.md, "Bursts and busy latencies are figures of a level".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The timeline of a model on CUDA, where a wait blocks a stream and not the host."""
+"""The timeline of a model on CUDA, where a wait blocks a stream and not the host.
+
+Why: docs/decisions.md, "A step on CUDA does not let the host wait".
+"""
 
 from __future__ import annotations
 

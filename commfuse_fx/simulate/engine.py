@@ -3,6 +3,8 @@
 One thread computes. Each stream carries one transfer at a time, or two that share it evenly, in the order of issue, as
 backends do with the collectives of one group. Time is fluid: between two events every rate is constant, and at an event
 (a transfer begins, ends its latency or ends) the rates are worked out anew.
+
+Why: docs/decisions.md, "Bursts and busy latencies are figures of a level".
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A saved graph calls functions of rooms above the one that reads it. The package's root names a module that imports these
 rooms, and the reader asks for it here, so that importing the package stays cheap and imports run downwards.
+
+Why: docs/decisions.md, "Public names are imported when they are asked for".
 """
 
 from __future__ import annotations

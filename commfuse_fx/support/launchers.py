@@ -1,4 +1,7 @@
-"""What the program that started this process says of how many it has started, and which of them this is."""
+"""What the program that started this process says of how many it has started, and which of them this is.
+
+Why: docs/decisions.md, "Ranks are taken up where they are used".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Profiles with plans that stayed in earlier runs, in a folder of files. One rank reads and writes them.
 
 COMMFUSE_CACHE names the folder, and "0" turns it off. A file's name is a digest of all that a plan depends on.
+
+Why: docs/decisions.md, "What stays is the name of a plan and the figures that it follows from".
 """
 
 from __future__ import annotations

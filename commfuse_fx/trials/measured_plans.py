@@ -1,4 +1,7 @@
-"""Plans of a step that follow from what was measured on all ranks, the same on each of them."""
+"""Plans of a step that follow from what was measured on all ranks, the same on each of them.
+
+Why: docs/decisions.md, "What is tried costs little: no CUDA graph, no compile, three plans the second time".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training steps whose nodes are measured while they train."""
+"""Training steps whose nodes are measured while they train.
+
+Why: docs/decisions.md, "Steps are measured while they train, and plans tried in turns".
+"""
 
 from __future__ import annotations
 

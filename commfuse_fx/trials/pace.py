@@ -1,4 +1,7 @@
-"""Whether steps keep the pace that they had when their plan was chosen, and which ranks are slower than the others."""
+"""Whether steps keep the pace that they had when their plan was chosen, and which ranks are slower than the others.
+
+Why: docs/decisions.md, "What is tried costs little: no CUDA graph, no compile, three plans the second time".
+"""
 
 from __future__ import annotations
 

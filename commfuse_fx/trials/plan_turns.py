@@ -1,4 +1,7 @@
-"""Plans take turns while they train, until one of them stays."""
+"""Plans take turns while they train, until one of them stays.
+
+Why: docs/decisions.md, "What is tried costs little: no CUDA graph, no compile, three plans the second time".
+"""
 
 from __future__ import annotations
 

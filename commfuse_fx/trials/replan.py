@@ -2,6 +2,9 @@
 
 All ranks do the same at the same step: what follows from measurements follows from those of all ranks, which they
 exchange between two steps, after a vote. Nothing has changed on any rank if that vote fails.
+
+Why: docs/decisions.md, "There is a default cluster, and several ranks measure their own".
+Why: docs/decisions.md, "Steps are measured while they train, and plans tried in turns".
 """
 
 from __future__ import annotations

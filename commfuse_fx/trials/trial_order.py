@@ -3,6 +3,8 @@
 Plans take turns, there and back again, so that a machine that gets slower or faster does not decide. The first plan is
 the one that runs by default: another one stays only where it was clearly faster, in pairs of neighbouring turns. What
 is slower by far has no further turn, the default neither: then the others are compared with the fastest one so far.
+
+Why: docs/decisions.md, "Steps are measured while they train, and plans tried in turns".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Run a step from a CUDA graph, if all ranks can."""
+"""Run a step from a CUDA graph, if all ranks can.
+
+Why: docs/decisions.md, "Ranks vote before they launch a captured step, and again after they capture one".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The numbers of an optimizer that replicas of the parameters need alike: learning rates, weight decays, betas."""
+"""The numbers of an optimizer that replicas of the parameters need alike: learning rates, weight decays, betas.
+
+Why: docs/decisions.md, "A vote carries hashes of what ranks should have alike".
+"""
 
 from __future__ import annotations
 

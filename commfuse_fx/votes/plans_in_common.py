@@ -1,4 +1,7 @@
-"""What ranks do that have come to other plans for batches of other sizes."""
+"""What ranks do that have come to other plans for batches of other sizes.
+
+Why: docs/decisions.md, "Plans by cost follow rank 0's prices where batches differ".
+"""
 
 from __future__ import annotations
 

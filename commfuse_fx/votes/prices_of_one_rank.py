@@ -1,4 +1,7 @@
-"""Plans by cost follow from what nodes take on one rank, so that ranks with batches of other sizes plan alike."""
+"""Plans by cost follow from what nodes take on one rank, so that ranks with batches of other sizes plan alike.
+
+Why: docs/decisions.md, "Plans by cost follow rank 0's prices where batches differ".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What runs the plans of one step on this rank."""
+"""What runs the plans of one step on this rank.
+
+Why: docs/decisions.md, "Batches may be uneven in data_parallel".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The votes of one step's ranks: on each plan, and on values and numbers that they should have alike."""
+"""The votes of one step's ranks: on each plan, and on values and numbers that they should have alike.
+
+Why: docs/decisions.md, "A vote carries hashes of what ranks should have alike".
+"""
 
 from __future__ import annotations
 

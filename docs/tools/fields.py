@@ -2,6 +2,8 @@
 
 Docstrings here name one at the begin of a line: `seconds: how long measuring may take.` Lines that follow it, indented
 or not, belong to it up to an empty line or the next name.
+
+Why: docs/decisions.md, "The reference is made from docstrings without sections".
 """
 
 from __future__ import annotations

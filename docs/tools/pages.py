@@ -1,4 +1,7 @@
-"""A hook of MkDocs: README.md, CHANGELOG.md and the examples become pages, and links to them lead there."""
+"""A hook of MkDocs: README.md, CHANGELOG.md and the examples become pages, and links to them lead there.
+
+Why: docs/decisions.md, "The reference is made from docstrings without sections".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Let every training step begin with rank 0's buffers, as DistributedDataParallel does with broadcast_buffers=True.
 
 Where the caller starts the backward, they are sent in the backward, for the next forward.
+
+Why: docs/decisions.md, "Rank 0's buffers are sent in the backward of a module".
+Why: docs/decisions.md, "BatchNorm statistics stay on their rank, unless you ask".
 """
 
 from __future__ import annotations

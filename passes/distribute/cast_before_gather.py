@@ -1,4 +1,7 @@
-"""Cast the rows of a parameter before they are gathered, where all that is used of it is a cast."""
+"""Cast the rows of a parameter before they are gathered, where all that is used of it is a cast.
+
+Why: docs/decisions.md, "Sums of rows are added behind the reduction, and casts stand in front of the gather".
+"""
 
 from __future__ import annotations
 

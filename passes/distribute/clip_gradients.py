@@ -1,4 +1,7 @@
-"""Scale all gradients by one number, so that their common norm is at most what clip_grad_norm allows."""
+"""Scale all gradients by one number, so that their common norm is at most what clip_grad_norm allows.
+
+Why: docs/decisions.md, "The norm of gradients is that of norms of single parameters".
+"""
 
 from __future__ import annotations
 

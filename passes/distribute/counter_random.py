@@ -2,6 +2,8 @@
 
 Number and place of a draw in the whole tensor decide its value, together with a seed that all ranks share: the masks
 of dropout are those of one device, whatever part a rank holds.
+
+Why: docs/decisions.md, "Random numbers of a divided step come from a counter, not from torch's generator".
 """
 
 from __future__ import annotations

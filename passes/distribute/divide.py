@@ -1,4 +1,7 @@
-"""Divide the step among the ranks of the mesh: from one device's graph to the one that every rank runs."""
+"""Divide the step among the ranks of the mesh: from one device's graph to the one that every rank runs.
+
+Why: docs/decisions.md, "One mesh axis after the other".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Divide gradients of a module among the ranks, and parameters: each rank keeps rows, and gathers what it uses."""
+"""Divide gradients of a module among the ranks, and parameters: each rank keeps rows, and gathers what it uses.
+
+Why: docs/decisions.md, "A divided module hands out whole tensors without memory".
+"""
 
 from __future__ import annotations
 

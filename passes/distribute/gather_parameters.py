@@ -1,4 +1,7 @@
-"""Gather or broadcast what ranks have updated of a parameter, so that every rank has all of it."""
+"""Gather or broadcast what ranks have updated of a parameter, so that every rank has all of it.
+
+Why: docs/decisions.md, "Parameters stay whole between steps, up to level 2".
+"""
 
 from __future__ import annotations
 

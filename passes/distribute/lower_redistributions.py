@@ -1,4 +1,7 @@
-"""Turn changes of layout into collectives: a start, a wait, and what brings the data into the order they need."""
+"""Turn changes of layout into collectives: a start, a wait, and what brings the data into the order they need.
+
+Why: docs/decisions.md, "The order of sums over several axes is mended after all axes are divided".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Insert the reduction of every gradient over the data-parallel group."""
+"""Insert the reduction of every gradient over the data-parallel group.
+
+Why: docs/decisions.md, "Where the caller starts the backward, both halves are one graph".
+Why: docs/decisions.md, "Each gradient that is used is reduced once".
+"""
 
 from __future__ import annotations
 

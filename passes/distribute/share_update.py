@@ -1,4 +1,7 @@
-"""Divide updates among the ranks whose gradients are inputs: each rank updates its rows, or the parameters it owns."""
+"""Divide updates among the ranks whose gradients are inputs: each rank updates its rows, or the parameters it owns.
+
+Why: docs/decisions.md, "The update of a module is a graph of its own".
+"""
 
 from __future__ import annotations
 

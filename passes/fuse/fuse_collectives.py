@@ -2,6 +2,8 @@
 
 The buckets are decided in `commfuse_fx.solvers.buckets.assign_buckets`; here they are applied: flatten, concat, one
 collective, one wait, split, restore shapes.
+
+Why: docs/decisions.md, "A merge that would close a cycle is split, not refused".
 """
 
 from __future__ import annotations

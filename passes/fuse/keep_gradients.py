@@ -3,6 +3,8 @@
 Memory that is given back to the system has to be fetched, page by page, in the next backward. Eager training pays
 that for every gradient. A gradient whose memory is kept is there in the forward as well, where activations
 pile up; so those that are computed first are kept first, and only while the peak stays where it is.
+
+Why: docs/decisions.md, "Gradient memory is kept between steps".
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ oneDNN, which computes float32 convolutions on CPUs, does so channels last. Hand
 them in every convolution and again in its backward. Other ops follow the strides of what they are given: one copy in
 front of the first convolution spares a reordering in each. The gradient of a mean over a map is one number per map: it
 is broadcast, which suits every layout, not copied.
+
+Why: docs/decisions.md, "Convolutions in float32 on a CPU get their activations channels last".
 """
 
 from __future__ import annotations

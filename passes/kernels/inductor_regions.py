@@ -1,4 +1,8 @@
-"""Cut the compute between collectives into regions, each of which torch's Inductor compiles into one function."""
+"""Cut the compute between collectives into regions, each of which torch's Inductor compiles into one function.
+
+Why: docs/decisions.md, "Inductor compiles what lies between collectives, and the plan stays the authority".
+Why: docs/decisions.md, "Half precision is rounded where a jump follows".
+"""
 
 from __future__ import annotations
 

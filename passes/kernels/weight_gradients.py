@@ -1,6 +1,8 @@
 """Compute the gradient of a convolution's weight in an op of its own, which knows a way that shares caches better.
 
 Runs behind `channels_last`: the way is one for maps whose channels lie last.
+
+Why: docs/decisions.md, "Kernels are chosen on the rank, not in the graph".
 """
 
 from __future__ import annotations

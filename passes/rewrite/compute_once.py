@@ -1,4 +1,7 @@
-"""Compute once what depends on nothing but shapes and constants: position ids, masks, scalar tensors."""
+"""Compute once what depends on nothing but shapes and constants: position ids, masks, scalar tensors.
+
+Why: docs/decisions.md, "What no step changes is computed once, up to 64 MiB".
+"""
 
 from __future__ import annotations
 

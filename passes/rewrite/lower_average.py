@@ -1,4 +1,7 @@
-"""Write averages as sum and division: not every backend averages, and the division can often be had for nothing."""
+"""Write averages as sum and division: not every backend averages, and the division can often be had for nothing.
+
+Why: docs/decisions.md, "Means are sums, divided later".
+"""
 
 from __future__ import annotations
 

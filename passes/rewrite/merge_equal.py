@@ -1,4 +1,7 @@
-"""Compute equal values once: models build the same mask, its conversion and its index in every layer."""
+"""Compute equal values once: models build the same mask, its conversion and its index in every layer.
+
+Why: docs/decisions.md, "Equal nodes merge, but not those of the forward with those of the backward".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hand attention masks that are causal over as `is_causal=True`, and those without effect not at all."""
+"""Hand attention masks that are causal over as `is_causal=True`, and those without effect not at all.
+
+Why: docs/decisions.md, "A mask that is found to be causal is handed over as a flag".
+"""
 
 from __future__ import annotations
 

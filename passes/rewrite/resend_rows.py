@@ -5,6 +5,8 @@ that of the lookups, with which it ends. The second one is zero but for the rows
 first one is reduced as it is, early, and behind the backward only the rows that any rank has looked up are reduced
 once more, now with both parts. They take the places of what was sent before. A few more bytes go over the wire, but
 little is left to send at the end, where nothing is left to compute, of what the next step's forward needs first.
+
+Why: docs/decisions.md, "A tied embedding's gradient is sent in two parts".
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ go onto the wire in the order in which the next step needs them, in pieces small
 pass, and each bucket is waited for, and its parameters updated, just before their first use in the next
 step. What is sent when is decided at compile time, the same on every rank. (Priority and partitioning:
 Jayarajan et al., "Priority-based Parameter Propagation", 2019; Peng et al., "ByteScheduler", 2019.)
+
+Why: docs/decisions.md, "Across steps is an order of all_reduces, decided at compile time".
 """
 
 from __future__ import annotations

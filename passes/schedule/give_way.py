@@ -6,6 +6,9 @@ of at most 1 MiB, two at a time, and each needs such a thread on both ranks. Bes
 fast network. So while a collective is on its way, the step offers its core about twice a millisecond, between two
 nodes; on a slow network less often, since every turn costs both sides what they had in the caches, and few bytes have
 come since the last one.
+
+Why: docs/decisions.md, "What is left of a step at 1 Gbit/s".
+Why: docs/decisions.md, "A rank with one core shares it with Gloo's threads".
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Compute keeps its order. Starts keep one order, the same on every rank, because it follows from the
 graph alone. Everything that changes what the user owns comes after the last wait, so that a step that
 fails has changed nothing.
+
+Why: docs/decisions.md, "All updates stand behind the last wait, unless you ask for across_steps".
 """
 
 from __future__ import annotations

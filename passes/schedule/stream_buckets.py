@@ -8,6 +8,9 @@ a stretch is complete follows from the graph alone, so all ranks cut alike.
 Gloo hands what an all_gather or an all_to_all sends to a neighbour to the network at once, and a large message leaves
 the wire idle for a part of its time: at 1 Gbit/s 64 MiB take 1.5 to 2 times as long as in pieces. So on CPUs these are
 sent in pieces even where all of it is ready. A backend of GPUs cuts messages itself.
+
+Why: docs/decisions.md, "A large bucket leaves in pieces".
+Why: docs/decisions.md, "Rows leave in pieces, on CPUs".
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A request is one connection: ("fork", file) is answered by the new rank, with its process number, and stays its pipe;
 ("program", program) is answered so too, by a process that calls `program` as a script calls its main function;
 ("wait", number) is answered with the exit code of that process.
+
+Why: docs/decisions.md, "Ranks of the tests are forks of two servers, and plan equal programs once".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a pass makes of a program, both as text, and that all ranks then compute what they computed before."""
+"""What a pass makes of a program, both as text, and that all ranks then compute what they computed before.
+
+Why: docs/decisions.md, "A pass is tested on ten lines of text, and all ranks run them".
+"""
 
 from __future__ import annotations
 

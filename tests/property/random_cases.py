@@ -1,4 +1,7 @@
-"""A case: a model, an optimizer, the options of the step, and what the user does over some steps, all from a seed."""
+"""A case: a model, an optimizer, the options of the step, and what the user does over some steps, all from a seed.
+
+Why: docs/decisions.md, "Random models and users are drawn by a generator of our own".
+"""
 
 from __future__ import annotations
 

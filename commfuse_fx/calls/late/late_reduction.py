@@ -3,6 +3,8 @@
 Dynamo leaves some of a model to Python: a disabled submodule, a frame that it has compiled too often, graphs for any
 size. What autograd computes there is seen by a hook of each parameter. With find_unused_parameters=True ranks may run
 different graphs, so that all parameters are reduced here.
+
+Why: docs/decisions.md, "What no graph has reduced is reduced at the end of the backward".
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Such are those of a penalty on parameters, of a parameter that only the loss reads, or of a call of the model itself.
 Autograd adds them to `.grad` after the compiled backward has written it. DistributedDataParallel reduces the sum.
+
+Why: docs/decisions.md, "What no graph has reduced is reduced at the end of the backward".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""In which order the gradients of a graph of Dynamo become ready when autograd computes them."""
+"""In which order the gradients of a graph of Dynamo become ready when autograd computes them.
+
+Why: docs/decisions.md, "Autograd runs a graph for any size, and a compiled backward sends its gradients".
+"""
 
 from __future__ import annotations
 

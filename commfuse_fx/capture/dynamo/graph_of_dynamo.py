@@ -1,6 +1,8 @@
 """A graph that Dynamo has made, as a model of its own, with its parameters under the names that they have in the model.
 
 Dynamo hands over parameters and buffers among the arguments of a graph, and says of each node where it comes from.
+
+Why: docs/decisions.md, "A graph of Dynamo is a model of its own".
 """
 
 from __future__ import annotations

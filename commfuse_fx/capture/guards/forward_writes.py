@@ -1,4 +1,7 @@
-"""Attributes that a forward sets: a trace takes changes back, and every call makes them, since graphs run no Python."""
+"""Attributes that a forward sets: a trace takes changes back, and every call makes them, since graphs run no Python.
+
+Why: docs/decisions.md, "A trace takes back the attributes that a forward sets, and each call makes them".
+"""
 
 from __future__ import annotations
 

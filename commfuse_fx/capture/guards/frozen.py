@@ -1,4 +1,7 @@
-"""Freeze values of Python attributes, so that they can be compared with the values at a later time."""
+"""Freeze values of Python attributes, so that they can be compared with the values at a later time.
+
+Why: docs/decisions.md, "What a trace has read is looked at, not what there is".
+"""
 
 from __future__ import annotations
 

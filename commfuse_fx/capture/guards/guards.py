@@ -1,4 +1,7 @@
-"""Guards check whether a graph is still valid: the Python values that its trace has read must not have changed."""
+"""Guards check whether a graph is still valid: the Python values that its trace has read must not have changed.
+
+Why: docs/decisions.md, "What a trace has read is looked at, not what there is".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 While the model is traced, the classes of these objects get a `__getattribute__` and a `__setattr__` that take notes.
 An attribute that the forward writes before it reads it does not count, since nothing depends on its old value.
+
+Why: docs/decisions.md, "What a trace has read is looked at, not what there is".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The signature of a call: calls with different signatures need different graphs."""
+"""The signature of a call: calls with different signatures need different graphs.
+
+Why: docs/decisions.md, "What chooses kernels makes a new graph".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients as a model of their own: what is planned, voted on and sent for a model serves to reduce them."""
+"""Gradients as a model of their own: what is planned, voted on and sent for a model serves to reduce them.
+
+Why: docs/decisions.md, "What no graph has reduced is reduced at the end of the backward".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Refuse a forward that switches the model itself between training and evaluation mode."""
+"""Refuse a forward that switches the model itself between training and evaluation mode.
+
+Why: docs/decisions.md, "A trace takes back the attributes that a forward sets, and each call makes them".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The tracer sees them below autograd, with the name of a process group. Only the group of all ranks is supported, which
 is the group of all mesh axes.
+
+Why: docs/decisions.md, "Groups are names of mesh axes".
 """
 
 from __future__ import annotations

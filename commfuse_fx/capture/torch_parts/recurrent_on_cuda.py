@@ -2,6 +2,8 @@
 
 torch passes cuDNN a buffer that holds all weights, and finds it by their storages, which traced tensors do not have.
 Here the op that runs makes such a buffer.
+
+Why: docs/decisions.md, "Dropout between layers of a recurrent module on CUDA is PyTorch's, one cuDNN call per layer".
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A compiled step only writes to the tensors that the model has. So an assigned buffer, or `param.data = ...`, becomes
 such a write. Other replacements are refused, because the step would silently go on with the old tensor.
+
+Why: docs/decisions.md, "`param.data = new` in a forward is a write; a parameter that is replaced is refused".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The order in which autograd's engine would run the backward of a forward that was put in another order."""
+"""The order in which autograd's engine would run the backward of a forward that was put in another order.
+
+Why: docs/decisions.md, "The order of a set decides nothing".
+"""
 
 from __future__ import annotations
 

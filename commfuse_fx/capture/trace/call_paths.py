@@ -1,4 +1,7 @@
-"""Call paths say where in the Python program each traced op was called, and in which loops."""
+"""Call paths say where in the Python program each traced op was called, and in which loops.
+
+Why: docs/decisions.md, "The order of a set decides nothing".
+"""
 
 from __future__ import annotations
 

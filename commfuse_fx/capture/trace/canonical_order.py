@@ -5,6 +5,8 @@ sorted: first by their place in the loop's body, then by what they compute, with
 ("layer.2" before "layer.10"). In most programs this is the order in which they ran. An iteration that depends on
 another one (the next layer, a sum, the next random number) stays behind it. The backward is then put in the order in
 which autograd would have run it after that forward.
+
+Why: docs/decisions.md, "The order of a set decides nothing".
 """
 
 from __future__ import annotations

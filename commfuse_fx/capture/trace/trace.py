@@ -3,6 +3,8 @@
 Tracing has two stages. The first records what eager execution does: the forward and `.backward()`, so that autograd's
 own rules apply. The second makes the result functional: in-place ops become plain ones, and changes of inputs such as
 BatchNorm statistics become values that are copied back at the end of the step.
+
+Why: docs/decisions.md, "The backward is traced without autocast".
 """
 
 from __future__ import annotations

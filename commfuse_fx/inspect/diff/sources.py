@@ -1,4 +1,7 @@
-"""Finds the graph in what a caller gave: a Lowered, a text, a file or a dump directory. Nothing is executed."""
+"""Finds the graph in what a caller gave: a Lowered, a text, a file or a dump directory. Nothing is executed.
+
+Why: docs/decisions.md, "Text, not objects, is what is compared".
+"""
 
 from __future__ import annotations
 

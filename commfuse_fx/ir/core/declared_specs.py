@@ -3,6 +3,8 @@
 A pass writes down the spec of every node that it adds (`NodeInfo.declared`), and others rely on it: a kernel that is
 told of contiguous memory reads it in its order. Here each such op is run on tensors without data that lie as the graph
 says of its operands.
+
+Why: docs/decisions.md, "What a graph says of strides is made true when it runs".
 """
 
 from __future__ import annotations

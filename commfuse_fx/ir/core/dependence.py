@@ -4,6 +4,8 @@ Graphs mix pure ops with in-place ones (a gradient written into its bucket, an a
 fused parameter update). Views share the memory of their base, so each node gets a *root*: the node
 whose memory it reads or writes. Order between nodes follows from reads and writes of roots, as in any
 compiler: a write waits for earlier reads and writes, a read for earlier writes.
+
+Why: docs/decisions.md, "A merge that would close a cycle is split, not refused".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Programs of two halves: the caller gets the outputs of the forward, and starts the backward later, or never."""
+"""Programs of two halves: the caller gets the outputs of the forward, and starts the backward later, or never.
+
+Why: docs/decisions.md, "Where the caller starts the backward, both halves are one graph".
+"""
 
 from __future__ import annotations
 

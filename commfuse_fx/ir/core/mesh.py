@@ -2,6 +2,8 @@
 
 Graphs name axes ("dp"); only code generation turns a name into ranks or a process group. That keeps
 one graph for every rank and the cost of compiling independent of the size of the world.
+
+Why: docs/decisions.md, "Groups are names of mesh axes".
 """
 
 from __future__ import annotations

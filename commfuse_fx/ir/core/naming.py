@@ -1,4 +1,7 @@
-"""Stable names: module path, phase, op and ordinal, so that inserting one node does not rename the others."""
+"""Stable names: module path, phase, op and ordinal, so that inserting one node does not rename the others.
+
+Why: docs/decisions.md, "Text, not objects, is what is compared".
+"""
 
 from __future__ import annotations
 

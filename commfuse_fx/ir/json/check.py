@@ -1,4 +1,7 @@
-"""Whether a program that was read from a file is one that a compile could have saved."""
+"""Whether a program that was read from a file is one that a compile could have saved.
+
+Why: docs/decisions.md, "A graph in a file is data, and verifies".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The program is whole: passes, simulation and explanation give what they gave before it was saved. Values are not in a
 file, so constants are meta tensors, and the program cannot be run.
+
+Why: docs/decisions.md, "A graph in a file is data, and verifies".
 """
 
 from __future__ import annotations

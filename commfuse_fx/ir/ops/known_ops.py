@@ -2,6 +2,8 @@
 
 A file names an op; nothing of a file is imported, looked up as an attribute or run. A name is one of an op of
 these namespaces that torch's dispatcher knows, or one of a function that was made known here by the code that has it.
+
+Why: docs/decisions.md, "A graph in a file is data, and verifies".
 """
 
 from __future__ import annotations

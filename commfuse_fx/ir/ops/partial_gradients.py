@@ -1,4 +1,7 @@
-"""Gradients as they are ahead of the sums over ranks with which a divided graph ends."""
+"""Gradients as they are ahead of the sums over ranks with which a divided graph ends.
+
+Why: docs/decisions.md, "Sums of micro-batches are written at the end of a call, and lie beside the parameters".
+"""
 
 from __future__ import annotations
 

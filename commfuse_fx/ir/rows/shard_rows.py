@@ -1,4 +1,7 @@
-"""Parameters of which each rank updates some rows, or one rank all: how many, and the node that gives them."""
+"""Parameters of which each rank updates some rows, or one rank all: how many, and the node that gives them.
+
+Why: docs/decisions.md, "A rank updates rows of each parameter, not a range of a bucket".
+"""
 
 from __future__ import annotations
 

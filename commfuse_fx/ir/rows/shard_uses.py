@@ -1,5 +1,8 @@
 """Gathers of rows: after an update, or where a step begins to use a parameter of which ranks keep rows alone; and
-broadcasts of parameters after the update by their owners."""
+broadcasts of parameters after the update by their owners.
+
+Why: docs/decisions.md, "Parameters stay whole between steps, up to level 2".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A text is data: ops are looked up by name among those that graphs may call. What a text does not say is filled in: see
 `text_facts`.
+
+Why: docs/decisions.md, "Text, not objects, is what is compared".
 """
 
 from __future__ import annotations

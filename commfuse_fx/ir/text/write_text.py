@@ -1,6 +1,8 @@
 """Canonical text of a program: byte-identical over runs, ranks and hash seeds. One line per node.
 
 Where ranks have parameters or buffers of their own, of any shape, the header names these, and each rank has its text.
+
+Why: docs/decisions.md, "Text, not objects, is what is compared".
 """
 
 from __future__ import annotations

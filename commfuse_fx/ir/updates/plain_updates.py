@@ -2,6 +2,8 @@
 
 The fused and list kernels of PyTorch take their operands for blocks of memory in one order. These ops make the same
 updates by torch.optim's own code for one parameter after another, which is right for any strides.
+
+Why: docs/decisions.md, "Fused and list ops run on blocks of memory only".
 """
 
 from __future__ import annotations

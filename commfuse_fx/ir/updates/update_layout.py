@@ -1,4 +1,7 @@
-"""Fused and list ops take parameters, gradients and states for blocks of memory in one order: they have to be."""
+"""Fused and list ops take parameters, gradients and states for blocks of memory in one order: they have to be.
+
+Why: docs/decisions.md, "Fused and list ops run on blocks of memory only".
+"""
 
 from __future__ import annotations
 

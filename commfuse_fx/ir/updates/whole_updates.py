@@ -4,6 +4,8 @@ On the CPU that is the code for one tensor after another, on CUDA the one for li
 its order. Numbers are in double precision on both, and any strides are right. A list of numbers, such as step counts,
 has one tensor per tensor of parameters, with a number for each parameter in it. Parameters in one tensor have equal
 numbers.
+
+Why: docs/decisions.md, "An update without a fused kernel can be one op that runs torch.optim's own code".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""All passes, by stage, in the order in which a compile runs them. A new pass is its file and one entry here."""
+"""All passes, by stage, in the order in which a compile runs them. A new pass is its file and one entry here.
+
+Why: docs/decisions.md, "One table of passes, and a pass says itself when it runs".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of passes as plain data, for files and for the command line. All of them are scalars."""
+"""Options of passes as plain data, for files and for the command line. All of them are scalars.
+
+Why: docs/decisions.md, "Options of passes are scalars".
+"""
 
 from __future__ import annotations
 

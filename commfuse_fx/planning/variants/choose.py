@@ -1,4 +1,7 @@
-"""Make several whole plans of one step, and keep the one that simulates fastest."""
+"""Make several whole plans of one step, and keep the one that simulates fastest.
+
+Why: docs/decisions.md, "Plans are compared to the end, and the fastest by simulation is taken".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prices that are the same on ranks whose batches differ in size, so that they come to the same plan."""
+"""Prices that are the same on ranks whose batches differ in size, so that they come to the same plan.
+
+Why: docs/decisions.md, "Plans by cost follow rank 0's prices where batches differ".
+"""
 
 from __future__ import annotations
 

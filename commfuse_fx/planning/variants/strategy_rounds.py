@@ -3,6 +3,10 @@
 First comes a memory limit. A plan that does not fit says by how much, and that is what the next search has to save.
 Then come prices: a simulated plan says which part of its communication is exposed, and the next search counts no more
 than that, until a strategy comes again.
+
+Why: docs/decisions.md, "The search of `auto` is exact on one axis, and whole plans decide between searches".
+Why: docs/decisions.md, "Levels of the parallel optimizer are plans of their own in a search".
+Why: docs/decisions.md, "A search under a memory limit saves what a plan is too large by".
 """
 
 from __future__ import annotations

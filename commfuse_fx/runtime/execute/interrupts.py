@@ -1,4 +1,7 @@
-"""Postpone Ctrl-C while an update runs."""
+"""Postpone Ctrl-C while an update runs.
+
+Why: docs/decisions.md, "All updates stand behind the last wait, unless you ask for across_steps".
+"""
 
 from __future__ import annotations
 

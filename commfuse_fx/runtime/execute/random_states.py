@@ -1,4 +1,7 @@
-"""The random generators that a program draws from: their states, and the streams of single ranks."""
+"""The random generators that a program draws from: their states, and the streams of single ranks.
+
+Why: docs/decisions.md, "Dropout has a stream per rank".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step that is run once more on copies, by another program that has to compute the same."""
+"""A step that is run once more on copies, by another program that has to compute the same.
+
+Why: docs/decisions.md, "A step is verified by its replay on the same ranks, not on one device".
+"""
 
 from __future__ import annotations
 

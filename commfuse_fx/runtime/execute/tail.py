@@ -2,6 +2,8 @@
 
 The following step runs the parts of the tail one by one, each just before the first node that needs it. If any thread
 looks at a parameter earlier, or if the following step fails, the rest of the tail runs at once.
+
+Why: docs/decisions.md, "With across_steps the updates are not atomic; without it they are".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A divided parameter: the step works on this rank's parts, and the user sees whole tensors."""
+"""A divided parameter: the step works on this rank's parts, and the user sees whole tensors.
+
+Why: docs/decisions.md, "A divided module hands out whole tensors without memory".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 When code touches one of these `.grad`, all are gathered from all ranks, and are then ordinary gradients. The update, or
 the backward that adds to them, takes its rows from them again.
+
+Why: docs/decisions.md, "A divided module hands out whole tensors without memory".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The pool of flat tensors that hold the parameters and optimizer states of a step."""
+"""The pool of flat tensors that hold the parameters and optimizer states of a step.
+
+Why: docs/decisions.md, "Parameters of a bucket move into flat storage".
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 While an update is pending, the parameters and states that it will write get a subclass of their own class. Its
 `__torch_function__` first finishes the update and gives them their class back. Nothing is copied, and tensors that
 nobody touches between two steps cost nothing.
+
+Why: docs/decisions.md, "Pending parameters change their class for a while".
 """
 
 from __future__ import annotations

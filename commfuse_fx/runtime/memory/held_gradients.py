@@ -1,4 +1,7 @@
-"""What micro-batches leave of gradients for the one that updates."""
+"""What micro-batches leave of gradients for the one that updates.
+
+Why: docs/decisions.md, "Sums of micro-batches are written at the end of a call, and lie beside the parameters".
+"""
 
 from __future__ import annotations
 

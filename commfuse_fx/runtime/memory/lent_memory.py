@@ -1,4 +1,7 @@
-"""The memory of a bucket whose parts the user gets as gradients, used again once nobody holds them."""
+"""The memory of a bucket whose parts the user gets as gradients, used again once nobody holds them.
+
+Why: docs/decisions.md, "Gradient memory is kept between steps".
+"""
 
 from __future__ import annotations
 

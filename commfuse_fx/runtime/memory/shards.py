@@ -3,6 +3,8 @@
 Between steps a rank keeps only its part of a divided parameter and of its optimizer states. The user's own tensors
 keep their shape but lose their memory. When code touches one of them, all of them are gathered from all ranks. The
 next step takes its parts from them again, with all values that the user has written meanwhile.
+
+Why: docs/decisions.md, "The user's parameters stay whole in shape".
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Parameters that are updated together become parts of one flat tensor, and so do 
 a storage of its own that covers only its bytes of the flat tensor, so a file or a copy of it holds nothing else.
 For the user nothing changes: `param`, `optimizer.state[param]` and both state_dicts look as before, and the next step
 uses the values that the user loads or assigns.
+
+Why: docs/decisions.md, "Parameters of a bucket move into flat storage".
 """
 
 from __future__ import annotations

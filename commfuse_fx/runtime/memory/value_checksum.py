@@ -1,4 +1,7 @@
-"""A checksum of the values of tensors, by which ranks see whether they hold the same."""
+"""A checksum of the values of tensors, by which ranks see whether they hold the same.
+
+Why: docs/decisions.md, "A vote carries hashes of what ranks should have alike".
+"""
 
 from __future__ import annotations
 

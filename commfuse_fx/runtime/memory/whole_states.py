@@ -1,4 +1,7 @@
-"""What `optimizer.state_dict()` returns where ranks hold parts of its states: whole tensors, gathered on all ranks."""
+"""What `optimizer.state_dict()` returns where ranks hold parts of its states: whole tensors, gathered on all ranks.
+
+Why: docs/decisions.md, "The user's parameters stay whole in shape".
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ The hash covers the number of the compiled step too, so ranks that call differen
 
 Votes travel by all_to_all, in which every rank sends to every other rank directly. A Gloo all_reduce would go around
 a ring twice, and each hop would wait for a core that is busy with compute.
+
+Why: docs/decisions.md, "Ranks vote before the first collective of every step".
 """
 
 from __future__ import annotations

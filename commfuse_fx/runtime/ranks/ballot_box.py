@@ -2,6 +2,8 @@
 
 One group needs only one set of threads. It also lets the votes meet when ranks call different steps, so every rank
 notices. With one group per step, those ranks would wait for each other until the time-out.
+
+Why: docs/decisions.md, "All compiled steps of a world vote over one group".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What ranks vote on, what a vote carries, and what differing votes come from."""
+"""What ranks vote on, what a vote carries, and what differing votes come from.
+
+Why: docs/decisions.md, "Batches may be uneven in data_parallel".
+"""
 
 from __future__ import annotations
 

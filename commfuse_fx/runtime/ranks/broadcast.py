@@ -1,4 +1,7 @@
-"""parameter_broadcast: start every rank from rank 0's parameters."""
+"""parameter_broadcast: start every rank from rank 0's parameters.
+
+Why: docs/decisions.md, "BatchNorm statistics stay on their rank, unless you ask".
+"""
 
 from __future__ import annotations
 

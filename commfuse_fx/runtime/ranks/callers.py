@@ -4,6 +4,8 @@ In every process, steps of one model take turns: a trace replaces the model's pa
 them. With several ranks, all compiled steps of the world take turns, because their votes and collectives share process
 groups. Every rank must then run the steps in the same order, which threads do not guarantee. So if votes show that the
 ranks have begun different steps, rank 0's step goes first, and other ranks wait for their thread that calls it.
+
+Why: docs/decisions.md, "Threads do not agree on an order, so rank 0's counts".
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A collective that one rank never joins fails on the other ranks after the time-out of the world. It fails at once only
 on ranks that hold a connection to a process that died. So a rank that leaves a step writes a message to the store of
 the world, and a rank that has waited for PATIENCE looks there.
+
+Why: docs/decisions.md, "A rank that leaves a step says so".
+Why: docs/decisions.md, "What is not guaranteed".
 """
 
 from __future__ import annotations

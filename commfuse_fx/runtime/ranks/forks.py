@@ -2,6 +2,8 @@
 
 The threads that communicate stay in the parent, and so do the connections. A step that was made before the fork
 therefore raises ForkError in the child.
+
+Why: docs/decisions.md, "A fork finishes what one rank can finish, and refuses the rest in the child".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The input of one division of a graph: a group of mesh axes, and the placements that are fixed on it."""
+"""The input of one division of a graph: a group of mesh axes, and the placements that are fixed on it.
+
+Why: docs/decisions.md, "One mesh axis after the other".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of calls that compute with a rank's own part of the batch (`cross_batch=True`), and notes on them."""
+"""Checks of calls that compute with a rank's own part of the batch (`cross_batch=True`), and notes on them.
+
+Why: docs/decisions.md, "A call with cross_batch has a border".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose the strategy of a node: the one that sends the fewest bytes, given the placements of its inputs."""
+"""Choose the strategy of a node: the one that sends the fewest bytes, given the placements of its inputs.
+
+Why: docs/decisions.md, "`semi_auto` decides op by op, in order".
+"""
 
 from __future__ import annotations
 

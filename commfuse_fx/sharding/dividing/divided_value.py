@@ -1,4 +1,7 @@
-"""A value of the graph that is being divided: the placements in which it exists, and the costs of others."""
+"""A value of the graph that is being divided: the placements in which it exists, and the costs of others.
+
+Why: docs/decisions.md, "`semi_auto` decides op by op, in order".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients in low precision are summed in float32 over all mesh axes, and cast back once, behind the last sum."""
+"""Gradients in low precision are summed in float32 over all mesh axes, and cast back once, behind the last sum.
+
+Why: docs/decisions.md, "The order of sums over several axes is mended after all axes are divided".
+"""
 
 from __future__ import annotations
 

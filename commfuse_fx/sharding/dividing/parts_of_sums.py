@@ -1,6 +1,8 @@
 """A rank that keeps a part of a sum over ranks takes this part of the summands: less is added up, and less is sent.
 
 A part is cut out, or comes from a sum over the ranks of other mesh axes, each of which keeps its part of that sum.
+
+Why: docs/decisions.md, "The order of sums over several axes is mended after all axes are divided".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Resolve the marks of a model and of its traced step to layouts on the mesh."""
+"""Resolve the marks of a model and of its traced step to layouts on the mesh.
+
+Why: docs/decisions.md, "The batch is divided over the axes that divide nothing else".
+"""
 
 from __future__ import annotations
 

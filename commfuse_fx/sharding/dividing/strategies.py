@@ -1,4 +1,7 @@
-"""The strategies of a whole step as a document: what a search has found, for people to review and for other runs."""
+"""The strategies of a whole step as a document: what a search has found, for people to review and for other runs.
+
+Why: docs/decisions.md, "Strategies in a file are placements, and are applied as far as they fit".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is said of ops that are not divided: those without a rule, and those that do not run on parts."""
+"""What is said of ops that are not divided: those without a rule, and those that do not run on parts.
+
+Why: docs/decisions.md, "Our own rules, not those of DTensor".
+"""
 
 from __future__ import annotations
 

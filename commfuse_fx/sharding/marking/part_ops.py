@@ -3,6 +3,8 @@
 They are nodes of the graph from capture until the graph is divided. `parts` is the number of ranks among which the
 batch is still to be divided: a division by an axis over which the batch lies lowers it, and at 1 an op does nothing.
 What lies between the ops has the shapes of a rank's part.
+
+Why: docs/decisions.md, "A call with cross_batch has a border".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prove strategies by execution: run each on the parts that ranks would have, and compare with the whole."""
+"""Prove strategies by execution: run each on the parts that ranks would have, and compare with the whole.
+
+Why: docs/decisions.md, "Our own rules, not those of DTensor".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Strategies on several mesh axes, of which one has a choice at a time."""
+"""Strategies on several mesh axes, of which one has a choice at a time.
+
+Why: docs/decisions.md, "Several axes, one at a time, begin from several strategies".
+"""
 
 from __future__ import annotations
 

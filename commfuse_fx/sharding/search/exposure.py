@@ -1,4 +1,7 @@
-"""Which part of the time of collectives a step waits for, as its simulation says: what a search has to pay for."""
+"""Which part of the time of collectives a step waits for, as its simulation says: what a search has to pay for.
+
+Why: docs/decisions.md, "The search of `auto` is exact on one axis, and whole plans decide between searches".
+"""
 
 from __future__ import annotations
 

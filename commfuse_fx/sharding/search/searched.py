@@ -1,4 +1,7 @@
-"""Search the strategies of a step on its mesh axes."""
+"""Search the strategies of a step on its mesh axes.
+
+Why: docs/decisions.md, "Sharding propagation counts communication, over the axes that marks name".
+"""
 
 from __future__ import annotations
 

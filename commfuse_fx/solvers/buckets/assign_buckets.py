@@ -1,4 +1,8 @@
-"""Which collectives are fused with which: a pure decision over names, sizes, keys and dependences."""
+"""Which collectives are fused with which: a pure decision over names, sizes, keys and dependences.
+
+Why: docs/decisions.md, "`size` counts MiB of what travels, `index` counts parameters".
+Why: docs/decisions.md, "A merge that would close a cycle is split, not refused".
+"""
 
 from __future__ import annotations
 

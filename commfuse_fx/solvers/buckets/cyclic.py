@@ -3,6 +3,8 @@
 Numbers only, as in `solvers.cuts`. Sources: priorities and partitioned transfers, P3 (Jayarajan et al., MLSys 2019) and
 ByteScheduler (Peng et al., SOSP 2019); earliest deadline first, Horn 1974 ("Some simple scheduling algorithms") and Liu
 & Layland 1973.
+
+Why: docs/decisions.md, "Across steps is an order of all_reduces, decided at compile time".
 """
 
 from __future__ import annotations

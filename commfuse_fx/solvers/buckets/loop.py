@@ -2,6 +2,8 @@
 
 `solvers.cyclic` makes the plans: orders by earliest need for several sizes of buckets and pieces. How fast they are
 depends on what it leaves out, above all on a core that the backend's threads and the step share.
+
+Why: docs/decisions.md, "Plans are compared to the end, and the fastest by simulation is taken".
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The sizes of pieces in which a bucket is sent while the rest of it is still computed."""
+"""The sizes of pieces in which a bucket is sent while the rest of it is still computed.
+
+Why: docs/decisions.md, "A large bucket leaves in pieces".
+Why: docs/decisions.md, "Rows leave in pieces, on CPUs".
+"""
 
 PIECE = 8 * 2**20
 """Bytes from which a complete stretch is worth a message of its own."""

@@ -3,6 +3,8 @@
 What is paid once is a cost of the payer with all who may need it. Where they are few that is one table. Else more
 variables follow the graph's own: for each who may need it, whether it or one before it does. So those that are far
 apart do not meet in a table.
+
+Why: docs/decisions.md, "What is too large for elimination gets a bound of its own, not an integer program".
 """
 
 from __future__ import annotations

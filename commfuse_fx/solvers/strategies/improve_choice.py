@@ -1,6 +1,8 @@
 """A good choice in a graph whose tables are too large for elimination: the best among many at a time, again and again.
 
 Each move leaves every variable some states, the present one among them, and takes the cheapest choice of these.
+
+Why: docs/decisions.md, "What is too large for elimination gets a bound of its own, not an integer program".
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ choice dear. Variables that lie alike are first levelled out together, so that r
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization" (IEEE Transactions on Pattern
 Analysis and Machine Intelligence 28, 2006); the shares of costs that are paid once are the dual ascent of Erlenkotter,
 "A dual-based procedure for uncapacitated facility location" (Operations Research 26, 1978).
+
+Why: docs/decisions.md, "What is too large for elimination gets a bound of its own, not an integer program".
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ none, and then the corner that fits is the cheapest one.
 
 Source: Everett, "Generalized Lagrange multiplier method for solving problems of optimum allocation of resources"
 (Operations Research 11, 1963).
+
+Why: docs/decisions.md, "A search under a memory limit saves what a plan is too large by".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Let the gradients of several micro-batches add up to their mean: each backward begins with its part of 1."""
+"""Let the gradients of several micro-batches add up to their mean: each backward begins with its part of 1.
+
+Why: docs/decisions.md, "Sums of micro-batches are written at the end of a call, and lie beside the parameters".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Add each gradient to the sum of earlier micro-batches, and leave it there for the one that updates."""
+"""Add each gradient to the sum of earlier micro-batches, and leave it there for the one that updates.
+
+Why: docs/decisions.md, "Sums of micro-batches are written at the end of a call, and lie beside the parameters".
+"""
 
 from __future__ import annotations
 

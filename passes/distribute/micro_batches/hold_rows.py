@@ -1,4 +1,7 @@
-"""Let micro-batches leave sums of the rows that a rank updates, in place of sums of whole gradients."""
+"""Let micro-batches leave sums of the rows that a rank updates, in place of sums of whole gradients.
+
+Why: docs/decisions.md, "Sums of rows are added behind the reduction, and casts stand in front of the gather".
+"""
 
 from __future__ import annotations
 

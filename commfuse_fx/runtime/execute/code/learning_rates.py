@@ -1,4 +1,7 @@
-"""Learning rates in memory of the device, where a captured step finds the present one."""
+"""Learning rates in memory of the device, where a captured step finds the present one.
+
+Why: docs/decisions.md, "A learning rate is a number in the graph until it varies".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Updates that take their learning rate from memory of the device, also those whose op takes it as a number only."""
+"""Updates that take their learning rate from memory of the device, also those whose op takes it as a number only.
+
+Why: docs/decisions.md, "A learning rate is a number in the graph until it varies".
+"""
 
 from __future__ import annotations
 

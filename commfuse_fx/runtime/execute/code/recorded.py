@@ -3,6 +3,8 @@
 A graph is recorded on tensors without data, whose strides follow from a description of each op. Some kernels return
 other strides. Autograd, passes and some kernels rely on the record: if it says that a value is contiguous, the graph
 does not copy it. Strides do not depend on the values of a tensor, so one run shows which nodes need a copy.
+
+Why: docs/decisions.md, "What a graph says of strides is made true when it runs".
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Where in a program its ranks vote."""
+"""Where in a program its ranks vote.
+
+Why: docs/decisions.md, "Ranks vote before the first collective of every step".
+Why: docs/decisions.md, "What changes something votes, also where nothing is sent".
+"""
 
 from __future__ import annotations
 

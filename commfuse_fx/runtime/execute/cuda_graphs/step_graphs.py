@@ -1,4 +1,7 @@
-"""When a step is captured in a CUDA graph, when it runs from one, and why it stops doing so."""
+"""When a step is captured in a CUDA graph, when it runs from one, and why it stops doing so.
+
+Why: docs/decisions.md, "Ranks vote before they launch a captured step, and again after they capture one".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compile the regions of a program with torch's Inductor."""
+"""Compile the regions of a program with torch's Inductor.
+
+Why: docs/decisions.md, "Regions draw masks by an op of this package".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a compiled region returns gets the memory and the strides that the graph has recorded."""
+"""What a compiled region returns gets the memory and the strides that the graph has recorded.
+
+Why: docs/decisions.md, "Inductor compiles what lies between collectives, and the plan stays the authority".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank without a batch joins the collectives of the other ranks with zeros."""
+"""A rank without a batch joins the collectives of the other ranks with zeros.
+
+Why: docs/decisions.md, "A rank without batches attends the votes of the others".
+"""
 
 from __future__ import annotations
 

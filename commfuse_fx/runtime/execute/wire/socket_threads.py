@@ -4,6 +4,8 @@ A Gloo device has one thread that reads sockets. If the lock of a connection is 
 long as data is there. On a rank's only core it can preempt the thread that holds the lock. It then spins until the
 kernel switches back: up to one tick (4 ms at 250 Hz), several times per collective. A thread of class SCHED_BATCH does
 not preempt others when it wakes up.
+
+Why: docs/decisions.md, "A rank with one core shares it with Gloo's threads".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The wire binds the collectives of a graph to torch.distributed, which starts them asynchronously."""
+"""The wire binds the collectives of a graph to torch.distributed, which starts them asynchronously.
+
+Why: docs/decisions.md, "A step on CUDA does not let the host wait".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which process group a step was made for, and whether that is the one that runs now."""
+"""Which process group a step was made for, and whether that is the one that runs now.
+
+Why: docs/decisions.md, "Ranks are taken up where they are used".
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The store still holds what dead ranks wrote: addresses where nobody listens, and messages of old errors. So all keys of
 a start carry its number, which rank 0 draws. TORCHELASTIC_RESTART_COUNT is not enough: each node counts for itself,
 and does not count restarts that other nodes ask for.
+
+Why: docs/decisions.md, "Starts are told apart by a number that rank 0 draws, not by retries".
 """
 
 from __future__ import annotations

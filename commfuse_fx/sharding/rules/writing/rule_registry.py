@@ -1,4 +1,7 @@
-"""The registry of all sharding rules."""
+"""The registry of all sharding rules.
+
+Why: docs/decisions.md, "Our own rules, not those of DTensor".
+"""
 
 from __future__ import annotations
 
