@@ -18,6 +18,7 @@ PREFIX = "cfbench"
 SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 CONGESTION_CONTROL = "cubic"
+"""BBR estimates the rate, and behind a token bucket it stays 5 to 35% below, otherwise on every connection."""
 
 Command = list[str]
 

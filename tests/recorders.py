@@ -17,6 +17,7 @@ from commfuse_fx.runtime.execute.cuda_graphs.step_graphs import FIRST
 class CpuRecorder:
     """Its recordings repeat ops on the very tensors of the recording, and no Python around them.
 
+    A recorder that calls the step's code again would hide what a graph gets wrong: numbers and seeds that have changed.
     Nothing is sent while it records. On several ranks, all of them make their recorders together.
 
     recordings: all that were made. error: what recording raises. is_busy, is_full: what `is_recording` and not

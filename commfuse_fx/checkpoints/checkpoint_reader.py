@@ -59,7 +59,8 @@ class CheckpointReader:
 
     @property
     def identity(self) -> int:
-        """The same on ranks that have found the same checkpoint."""
+        """The same on ranks that have found the same checkpoint: a folder may be another one on each host, or be
+        replaced between the reads of two ranks."""
         return hash62(json.dumps([self._index.files, self._index.values]))
 
     @property

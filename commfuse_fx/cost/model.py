@@ -138,7 +138,8 @@ class CostModel:
     def cost_of(self, start: fx.Node, nbytes: int | None = None, *, mesh: Mesh) -> CollectiveCost:
         """What the collective of a start node costs; `nbytes` for a piece of its payload.
 
-        Its groups can lie differently in the cluster: it is that of the most expensive one, on every rank.
+        Its groups can lie differently in the cluster: it is that of the most expensive one, on every rank. A step waits
+        for that one, and prices of each rank's own group would make plans that differ.
         """
         details = collective_of(start)
         size = details.nbytes if nbytes is None else nbytes

@@ -82,6 +82,9 @@ def with_overhead(
 ) -> StepProfile:
     """The profile with what real steps take longer than the simulation of the same program, if they do.
 
+    It is one sum for the whole step, spread over its nodes: at the begin of a step it would seem to hide what the step
+    before has left, and a factor for all nodes predicts worse.
+
     run: one step; rounds: how many are timed at least; finish: waits for what they leave on the wire. The slowest rank
     counts, by `typical` of the steps. Leaves parameters, gradients, buffers, optimizer state and random number
     generators as they were. All ranks together.

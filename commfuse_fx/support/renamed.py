@@ -1,4 +1,7 @@
-"""Functions of torch.distributed that have got another name since torch 2.11."""
+"""Functions of torch.distributed that have got another name since torch 2.11.
+
+Nothing asks for the version of torch: where a function has another name, both names are looked for.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Errors that leave a public function show the user's frames, not those of this project and of torch's tracing.
 
 With COMMFUSE_TRACEBACK=full all frames stay. The errors themselves, their causes and their notes are never changed.
+Frames go where an error leaves, as a hook of `sys.excepthook` would miss what torchrun, loggers and notebooks print.
 """
 
 from __future__ import annotations

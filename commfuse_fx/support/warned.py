@@ -1,4 +1,7 @@
-"""Warnings of this project: each is given once per compiled step, and says of which rank it is."""
+"""Warnings of this project: each is given once per compiled step, and says of which rank it is.
+
+Every rank gives them: a rank that runs another model than rank 0 may be what a warning is about.
+"""
 
 from __future__ import annotations
 

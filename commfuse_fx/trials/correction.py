@@ -22,7 +22,8 @@ def corrected(profile: StepProfile, tried: Sequence[tuple[Program, float]]) -> S
     """The profile with a slower or faster network, if that explains better what the trials measured.
 
     tried: programs and the measured seconds of their steps; the others are compared with the first one. What a step
-    takes besides its nodes and its communication is the same in all of them, and drops out.
+    takes besides its nodes and its communication is the same in all of them, and drops out. Nodes are measured by
+    themselves, and the network by two seconds of probes: so only the network is corrected.
     """
     measured = [seconds - tried[0][1] for _, seconds in tried[1:]]
 

@@ -21,7 +21,8 @@ def own_attributes(stand_ins: Mapping[torch.Tensor, torch.Tensor], reads: Reads 
     """Inside the `with` block, a stand-in has the attributes that the user has stored on its original.
 
     Otherwise `getattr(weight, "gain", 1.0)` would give 1.0, whatever the user has set. `reads` notes these reads,
-    and at the end of the block what the forward has set.
+    and at the end of the block what the forward has set. Copies would not tell what was read: tools that set an
+    attribute in every step would have it traced each time.
     """
     originals = {id(stand_in): original for original, stand_in in stand_ins.items()}
     of_torch = {id(stand_in): set(vars(stand_in)) for stand_in in stand_ins.values()}

@@ -21,6 +21,7 @@ def warn_of_rank_writes(program: Program, mutations: Sequence[tuple[fx.Node, fx.
     """Warn of written parameters that would differ between ranks, since only gradients are reduced.
 
     A value differs if it follows from the batch or from random numbers, unless a collective of the model made it equal.
+    It is no error, as replicas of DistributedDataParallel differ then, too.
     """
     config = program.config
     if program.mesh.world == 1 or config.parallel_mode not in ("data_parallel", "hybrid_parallel"):

@@ -20,8 +20,8 @@ def refuse_changes(graph: fx.Graph) -> None:
     """Raises CaptureError for a change of a traced graph that has no right functional form. It names the source line.
 
     Eager execution refuses to change a tensor in place into one of another shape, but fake tensors accept it. A change
-    through a view is put back into its base, which has no place for it if elements of the view share memory. Torch's
-    rule for `unfold` also clears what the view leaves out.
+    through a view is put back into its base, which has no place for it if elements of the view share memory: a right
+    form would need the order of the writes. Torch's rule for `unfold` also clears what the view leaves out.
     """
     for node in graph.nodes:
         for value in written_nodes(node):

@@ -2,7 +2,7 @@
 
 A loss may use only some of a module's outputs. Autograd then does not run a function that gets no gradient. If it gets
 some, it has zeros for the others, or None if `ctx.set_materialize_grads(False)` was called. Nothing is known of what
-the function makes of them.
+the function makes of them. Dynamo's graphs do not tell of that call: their functions get zeros, as under any backend.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class Streams:
         """Inside the `with` block they are the current ones again. What comes after it on other streams waits for them.
 
         The stream that owns the memory of a collective has to be the one that waits for it: PyTorch gives the memory to
-        other tensors of that stream as soon as the collective has been waited for, whatever another stream still reads.
+        other tensors of that stream as soon as the collective has been waited for, whatever another stream still reads
+        (pytorch issue 188655).
         """
         away = [stream for stream in self._streams if torch.cuda.current_stream(stream.device) != stream]
         with ExitStack() as entered:

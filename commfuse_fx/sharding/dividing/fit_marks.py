@@ -3,6 +3,7 @@
 Marks count slices before the mesh is known. The logical dimensions of one call are served in the order in which they
 first appear. Each takes the first unused axis of its size, else a run of unused axes with that product, else a part of
 an axis, outermost first. If marks need parts of an axis, it is split into sub-axes ("dp.0", "dp.1") for all marks.
+A rule that looked at more, such as other calls, would move a mark when something else changes.
 """
 
 from __future__ import annotations

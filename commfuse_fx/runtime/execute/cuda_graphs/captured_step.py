@@ -71,7 +71,10 @@ class CapturedStep:
 
 
 def copies(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The same values in memory of their own, in one kernel for many tensors of one dtype."""
+    """The same values in memory of their own, in one kernel for many tensors of one dtype.
+
+    A recording writes its results into the same memory each time, and nobody knows who still holds earlier ones.
+    """
     tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
     fresh = [torch.empty_like(each) for each in tensors]
     if len(fresh) == 1:
