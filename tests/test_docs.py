@@ -157,8 +157,14 @@ def test_each_decision_names_files_that_it_binds() -> None:
     assert [name for name in files if place(name) is None] == []
 
 
-def test_decisions_that_code_quotes_exist() -> None:
-    found = decisions()
-    sources = [path for folder in WITH_SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
-    quoted = [(path.name, heading) for path in sources for heading in re.findall(QUOTED, path.read_text())]
-    assert [(name, heading) for name, heading in quoted if heading not in found] == []
+def test_code_quotes_the_decisions_that_bind_it_and_no_others() -> None:
+    sources = {path.resolve() for folder in WITH_SOURCES for path in (ROOT / folder).rglob("*.py")}
+    quoted = {(path, heading) for path in sources for heading in re.findall(QUOTED, path.read_text())}
+    binding = {
+        (path.resolve(), heading)
+        for heading, paragraph in decisions().items()
+        for path in map(place, bound(paragraph))
+        if path is not None
+    }
+    assert {heading for _, heading in quoted} - decisions().keys() == set()
+    assert sorted(quoted ^ binding) == []
