@@ -1,4 +1,4 @@
-"""The search box of the site runs in a Worker, which pages that are opened as files have by docs/scripts/iframe-worker.js."""
+"""docs/scripts/iframe-worker.js gives pages that are opened as files the Worker in which the site's search box runs."""
 
 from __future__ import annotations
 
