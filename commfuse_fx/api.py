@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from commfuse_fx.capture.loss import LossFn
-from commfuse_fx.config.compile_config import CompileConfig, Default
+from commfuse_fx.config.compile_config import CompileConfig
+from commfuse_fx.config.option_types import AnyPath, Cluster, Fusion, Options, ParallelMode, SearchMode, ShardedUpdate
+from commfuse_fx.config.options import ScheduleConfig, TrialLimits, not_given
 from commfuse_fx.config.without_effect import settled, warn_of_options
 from commfuse_fx.frontends.arguments_of_ddp import refuse_unknown
 from commfuse_fx.frontends.compile_arguments import (
@@ -24,51 +29,11 @@ from commfuse_fx.frontends.step import CompiledStep
 from commfuse_fx.planning.pipeline.recipe import check_skipped
 from commfuse_fx.support.tracebacks import user_frames_only
 
-if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
-
-    class Options(TypedDict, total=False):
-        """The options of `compile` that do not decide what it returns."""
-
-        has_aux: Any
-        return_loss: Any
-        parallel_mode: Any
-        mesh: Any
-        device_num: Any
-        global_rank: Any
-        gradients_mean: Any
-        gradient_fp32_sync: Any
-        enable_parallel_optimizer: Any
-        parallel_optimizer_config: Any
-        search_mode: Any
-        strategy_ckpt_load_file: Any
-        strategy_ckpt_load_strict: Any
-        strategy_ckpt_save_file: Any
-        full_batch: Any
-        parameter_broadcast: Any
-        broadcast_buffers: Any
-        find_unused_parameters: Any
-        capture: Any
-        pipeline_stages: Any
-        accumulate_steps: Any
-        clip_grad_norm: Any
-        schedule: Any
-        replan: Any
-        memory_limit: Any
-        backend: Any
-        inductor_regions: Any
-        cuda_graph: Any
-        cpu_kernels: Any
-        skip_passes: Any
-        cluster: Any
-        exchange_factors: Any
-        gradient_compression: Any
-
 
 @overload
 def compile(
     model: nn.Module,
-    comm_fusion: Any = ...,
+    comm_fusion: Fusion = ...,
     *,
     loss_fn: LossFn,
     optimizer: torch.optim.Optimizer | None = ...,
@@ -80,7 +45,7 @@ def compile(
 @overload
 def compile(
     model: nn.Module,
-    comm_fusion: Any = ...,
+    comm_fusion: Fusion = ...,
     *,
     loss_fn: LossFn | None = ...,
     optimizer: torch.optim.Optimizer,
@@ -92,7 +57,7 @@ def compile(
 @overload
 def compile(
     model: nn.Module,
-    comm_fusion: Any = ...,
+    comm_fusion: Fusion = ...,
     *,
     loss_fn: LossFn | None = ...,
     optimizer: torch.optim.Optimizer | None = ...,
@@ -104,7 +69,7 @@ def compile(
 @overload
 def compile(
     model: nn.Module,
-    comm_fusion: Any = ...,
+    comm_fusion: Fusion = ...,
     *,
     loss_fn: None = ...,
     optimizer: None = ...,
@@ -116,7 +81,7 @@ def compile(
 @overload
 def compile(
     model: nn.Module,
-    comm_fusion: Any = ...,
+    comm_fusion: Fusion = ...,
     *,
     loss_fn: LossFn | None = ...,
     optimizer: torch.optim.Optimizer | None = ...,
@@ -128,45 +93,45 @@ def compile(
 @user_frames_only
 def compile(
     model: nn.Module,
-    comm_fusion: Any = Default(None),
+    comm_fusion: Fusion = not_given(None),
     *,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     form: str | None = None,
-    has_aux: Any = Default(False),
-    return_loss: Any = Default(True),
-    parallel_mode: Any = Default("data_parallel"),
-    mesh: Any = Default(None),
-    device_num: Any = Default(None),
-    global_rank: Any = Default(None),
-    gradients_mean: Any = Default(True),
-    gradient_fp32_sync: Any = Default(True),
-    enable_parallel_optimizer: Any = Default(False),
-    parallel_optimizer_config: Any = Default(None),
-    search_mode: Any = Default("dynamic_programming"),
-    strategy_ckpt_load_file: Any = Default(None),
-    strategy_ckpt_load_strict: Any = Default(False),
-    strategy_ckpt_save_file: Any = Default(None),
-    full_batch: Any = Default(False),
-    parameter_broadcast: Any = Default(False),
-    broadcast_buffers: Any = Default(False),
-    find_unused_parameters: Any = Default(False),
-    capture: Any = Default("trace"),
-    pipeline_stages: Any = Default(1),
-    accumulate_steps: Any = Default(1),
-    clip_grad_norm: Any = Default(None),
-    schedule: Any = Default("overlap"),
-    replan: Any = Default(True),
-    memory_limit: Any = Default(None),
-    backend: Any = Default("eager"),
-    inductor_regions: Any = Default("stretches"),
-    cuda_graph: Any = Default("auto"),
-    cpu_kernels: Any = Default(True),
-    skip_passes: Any = Default(()),
-    cluster: Any = Default(None),
-    exchange_factors: Any = Default("never"),
-    gradient_compression: Any = Default(None),
-    **unknown: Any,
+    has_aux: bool = not_given(False),
+    return_loss: bool = not_given(True),
+    parallel_mode: ParallelMode = not_given("data_parallel"),
+    mesh: DeviceMesh | Sequence[int] | None = not_given(None),
+    device_num: int | None = not_given(None),
+    global_rank: int | None = not_given(None),
+    gradients_mean: bool = not_given(True),
+    gradient_fp32_sync: bool = not_given(True),
+    enable_parallel_optimizer: bool = not_given(False),
+    parallel_optimizer_config: ShardedUpdate = not_given(None),
+    search_mode: SearchMode = not_given("dynamic_programming"),
+    strategy_ckpt_load_file: AnyPath | None = not_given(None),
+    strategy_ckpt_load_strict: bool = not_given(False),
+    strategy_ckpt_save_file: AnyPath | None = not_given(None),
+    full_batch: bool = not_given(False),
+    parameter_broadcast: bool = not_given(False),
+    broadcast_buffers: bool | None = not_given(False),
+    find_unused_parameters: bool = not_given(False),
+    capture: Literal["trace", "dynamo"] = not_given("trace"),
+    pipeline_stages: int = not_given(1),
+    accumulate_steps: int = not_given(1),
+    clip_grad_norm: float | None = not_given(None),
+    schedule: Literal["overlap", "none", "auto"] | ScheduleConfig = not_given("overlap"),
+    replan: bool | TrialLimits = not_given(True),
+    memory_limit: int | None = not_given(None),
+    backend: Literal["eager", "inductor"] = not_given("eager"),
+    inductor_regions: Literal["stretches", "layers"] = not_given("stretches"),
+    cuda_graph: bool | Literal["auto"] = not_given("auto"),
+    cpu_kernels: bool = not_given(True),
+    skip_passes: Sequence[str] = not_given(()),
+    cluster: Cluster | None = not_given(None),
+    exchange_factors: Literal["never", "auto", "always"] = not_given("never"),
+    gradient_compression: object = not_given(None),
+    **unknown: object,
 ) -> CompiledStep | CompiledModule:
     """Compile the training step of `model`, or the model for a training loop of your own.
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
+
+from typing_extensions import Unpack
 
 from commfuse_fx.config.fusion_config import FusionConfig, KindFusion, check_cuts
+from commfuse_fx.config.option_types import (
+    AnyPath,
+    ContextSettings,
+    FusionOptions,
+    Number,
+    ParallelOptimizerOptions,
+    Switch,
+)
 from commfuse_fx.config.options import DEFAULTS, validated
 from commfuse_fx.errors import ConfigKeyError, ConfigValueError
 from commfuse_fx.support.checks import alternatives, show
@@ -41,7 +51,7 @@ _settings: dict[str, Any] = {}
 
 
 @user_frames_only
-def set_auto_parallel_context(**settings: Any) -> None:
+def set_auto_parallel_context(**settings: Unpack[ContextSettings]) -> None:
     """Set defaults for the calls of `compile` that follow. A call that fails changes nothing.
 
     `comm_fusion` is merged into what is set: `openstate` and the kinds that it gives are replaced, and None
@@ -61,8 +71,28 @@ def set_auto_parallel_context(**settings: Any) -> None:
     _settings.update(changes)
 
 
+@overload
+def get_auto_parallel_context(name: Switch) -> bool: ...
+@overload
+def get_auto_parallel_context(name: Number) -> int: ...
+@overload
+def get_auto_parallel_context(name: Literal["parallel_mode", "search_mode"]) -> str: ...
+@overload
+def get_auto_parallel_context(name: Literal["all_reduce_fusion_config"]) -> list[int] | None: ...
+@overload
+def get_auto_parallel_context(name: Literal["comm_fusion"]) -> FusionOptions: ...
+@overload
+def get_auto_parallel_context(name: Literal["parallel_optimizer_config"]) -> ParallelOptimizerOptions | None: ...
+@overload
+def get_auto_parallel_context(
+    name: Literal["strategy_ckpt_load_file", "strategy_ckpt_save_file"],
+) -> AnyPath | None: ...
+@overload
+def get_auto_parallel_context(name: str) -> object: ...
+
+
 @user_frames_only
-def get_auto_parallel_context(name: str) -> Any:
+def get_auto_parallel_context(name: str) -> object:
     """The value of one default, as it was set or as it is by itself.
 
     "comm_fusion" gives the full merged dict, "all_reduce_fusion_config" the list of cuts or None, and

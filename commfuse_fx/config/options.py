@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from commfuse_fx.config.parallel_optimizer import ParallelOptimizer
 from commfuse_fx.errors import ConfigTypeError, ConfigValueError
 from commfuse_fx.machine.source import resolve_costs
 from commfuse_fx.support.checks import check_bool, check_choice, check_int, is_int, show
 from commfuse_fx.support.documents import is_path
+
+Value = TypeVar("Value")
 
 MAX_DEVICES = 4096
 """Largest `device_num`."""
@@ -88,6 +90,11 @@ class Default:
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+def not_given(value: Value) -> Value:
+    """A Default that type checkers take for the value that it stands for."""
+    return cast(Value, Default(value))
 
 
 @dataclass(frozen=True, kw_only=True)

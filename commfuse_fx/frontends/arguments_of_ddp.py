@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +90,7 @@ _OF_TORCH_COMPILE: Mapping[str, str] = {
 """Argument of torch.compile -> what to do with it."""
 
 
-def refuse_unknown(given: Mapping[str, Any]) -> None:
+def refuse_unknown(given: Mapping[str, object]) -> None:
     """Raise ConfigKeyError for keyword arguments that `compile` does not have."""
     for name in given:
         if name in INSTEAD:
