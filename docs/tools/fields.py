@@ -13,6 +13,7 @@ from typing import Any
 
 import griffe
 
+_MARKERS = ("Default", "not_given")
 _FIELD = re.compile(r"^`?((?:\w+, )*\w+)`?: (.*)$")
 
 
@@ -22,7 +23,7 @@ class Fields(griffe.Extension):
         if obj.docstring is not None and not obj.is_alias:
             obj.docstring.value = as_list(obj.docstring.value, names_of(obj))
         for each in obj.parameters if isinstance(obj, griffe.Function) else ():
-            if isinstance(each.default, griffe.ExprCall) and str(each.default.function) == "Default":
+            if isinstance(each.default, griffe.ExprCall) and str(each.default.function) in _MARKERS:
                 each.default = each.default.arguments[0]  # what counts where the argument is not given
 
 
