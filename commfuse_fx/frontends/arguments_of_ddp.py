@@ -104,7 +104,7 @@ def refuse_unknown(given: Mapping[str, object]) -> None:
 def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:
     """Raise where DistributedDataParallel or FSDP has been put around a compiled module, or into its model: gradients
     would be reduced twice."""
-    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+    if is_in_ddp():
         raise ConfigValueError(
             "a compiled module runs inside of DistributedDataParallel, which would reduce its gradients a second time: "
             "use what cf.compile() returned as it is. Accelerate, Trainer and Fabric wrap the model that they prepare: "
@@ -150,7 +150,7 @@ def _is_part_of_flat(tensor: torch.Tensor) -> bool:
 
 def refuse_running_ddp() -> None:
     """Raise ConfigValueError where a graph of the backend runs in the forward of DistributedDataParallel."""
-    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+    if is_in_ddp():
         raise ConfigValueError(
             'torch.compile(backend="commfuse") runs inside of DistributedDataParallel, which would reduce gradients a '
             "second time: compile the model itself, without DistributedDataParallel"
@@ -176,6 +176,16 @@ def refuse_fsdp(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
                     f'torch.compile(backend="commfuse") compiles a {type(module).__name__} of FSDP, which divides and '
                     "reduces gradients itself: use the model without FSDP, or another backend"
                 )
+
+
+def count_of_fsdp() -> int:
+    """How many modules `fully_shard` has a state of."""
+    return len(getattr(_composable_state, "_module_state_mapping", ()))
+
+
+def is_in_ddp() -> bool:
+    """Whether the forward of a DistributedDataParallel runs."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def _modules_of_fsdp() -> list[nn.Module]:

@@ -19,7 +19,12 @@ from commfuse_fx.capture.guards.tree import unflatten
 from commfuse_fx.config.compile_config import CompileConfig
 from commfuse_fx.errors import NotAvailableError, VirtualWorldError
 from commfuse_fx.frontends.accelerate_methods import teach_accelerate
-from commfuse_fx.frontends.arguments_of_ddp import refuse_parts_of_flat_parameters, refuse_wrappers
+from commfuse_fx.frontends.arguments_of_ddp import (
+    count_of_fsdp,
+    is_in_ddp,
+    refuse_parts_of_flat_parameters,
+    refuse_wrappers,
+)
 from commfuse_fx.frontends.clipping import clip_grad_norm
 from commfuse_fx.frontends.join_context import ModuleJoin, ModuleJoinHook
 from commfuse_fx.frontends.other_tracers import refuse_other_tracers
@@ -60,7 +65,7 @@ class CompiledModule(StandIn, Joinable):
     _compiled: ModuleCompiler
     _calls: Calls
     _past: PastGradients | None
-    _ran: bool
+    _checked: tuple[int, object]
     _has_met: bool
     _join_config: Any
 
@@ -77,7 +82,7 @@ class CompiledModule(StandIn, Joinable):
         compiled = ModuleCompiler(model, None, None, self._config)
         super()._bind(model)
         self.training = model.training
-        self._compiled, self._calls, self._ran = compiled, Calls(), False
+        self._compiled, self._calls, self._checked = compiled, Calls(), (-1, None)
         self._meet_ranks()
 
     @property
@@ -114,7 +119,7 @@ class CompiledModule(StandIn, Joinable):
         self._follow_world()
         model = self._compiled.model  # asking for `self.module` costs more
         if not torch.is_grad_enabled() or not learns(model, args, kwargs):
-            if not self._ran:
+            if self._checked[0] < 0:
                 refuse_parts_of_flat_parameters(model)
             if self._session.gathers_for_evaluation(args, kwargs):
                 with outside_inference_mode():
@@ -122,9 +127,10 @@ class CompiledModule(StandIn, Joinable):
                 return unflatten(forward.described.nest, iter(forward.outputs))
             return model(*args, **kwargs)
         refuse_other_tracers()
-        if not self._ran or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+        known, params = count_of_fsdp(), self._compiled.planner.watch.params  # which the call before has looked at
+        if self._checked[0] != known or self._checked[1] is not params or is_in_ddp():
             refuse_wrappers(self, model)
-            self._ran = True
+            self._checked = known, params
         if not self.require_backward_grad_sync:
             teach_accelerate(CompiledModule)
         return self._run(args, kwargs)

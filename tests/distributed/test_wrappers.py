@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,39 +22,50 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
 
 
+used_before = False
+"""Whether a module has run when it is wrapped."""
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    module = cf.compile(model, **options)
+    if used_before:
+        module(torch.randn(3, 6)).sum().backward()
+    return module
+
+
 def shard(module: nn.Module) -> nn.Module:
     fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return module
 
 
 def ddp_around() -> nn.Module:
-    return nn.parallel.DistributedDataParallel(cf.compile(net()))
+    return nn.parallel.DistributedDataParallel(compiled(net()))
 
 
 def ddp_far_around() -> nn.Module:
-    return nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), cf.compile(net())))
+    return nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), compiled(net())))
 
 
 def ddp_inside() -> nn.Module:
     model = net()
-    compiled = cf.compile(model)
+    module = compiled(model)
     model[0] = nn.parallel.DistributedDataParallel(model[0])
-    return compiled
+    return module
 
 
 def fsdp_around() -> nn.Module:
-    return shard(cf.compile(net()))
+    return shard(compiled(net()))
 
 
 def fsdp_far_around() -> nn.Module:
-    return shard(nn.Sequential(nn.Linear(6, 6), cf.compile(net())))
+    return shard(nn.Sequential(nn.Linear(6, 6), compiled(net())))
 
 
 def fsdp_inside() -> nn.Module:
     model = net()
-    compiled = cf.compile(model)
+    module = compiled(model)
     shard(model[0])
-    return compiled
+    return module
 
 
 def flat(module: nn.Module, **options: bool) -> nn.Module:
@@ -61,22 +73,22 @@ def flat(module: nn.Module, **options: bool) -> nn.Module:
 
 
 def flat_around() -> nn.Module:
-    return flat(cf.compile(net()))
+    return flat(compiled(net()))
 
 
 def flat_far_around() -> nn.Module:
-    return flat(nn.Sequential(nn.Linear(6, 6), cf.compile(net())), use_orig_params=True)
+    return flat(nn.Sequential(nn.Linear(6, 6), compiled(net())), use_orig_params=True)
 
 
 def flat_around_dynamo() -> nn.Module:
-    return flat(cf.compile(net(), capture="dynamo"))
+    return flat(compiled(net(), capture="dynamo"))
 
 
 def flat_inside() -> nn.Module:
     model = net()
-    compiled = cf.compile(model)
+    module = compiled(model)
     model[0] = flat(model[0])
-    return compiled
+    return module
 
 
 CASES: dict[Callable[[], nn.Module], str] = {
@@ -93,12 +105,22 @@ CASES: dict[Callable[[], nn.Module], str] = {
 }
 
 
-def refused(number: int) -> None:
+def refused(number: int, later: bool) -> None:
+    global used_before
+    used_before = later
     make, text = list(CASES.items())[number]
+    module = make()
+    if make is ddp_inside and later:
+        module(torch.randn(3, 6))  # which traces the other model; the next call sees what it is
     with pytest.raises(cf.ConfigValueError, match=text):
-        make()(torch.randn(3, 6))
+        module(torch.randn(3, 6))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[make.__name__ for make in CASES])
 def test_it_is_refused(ranks: Ranks, number: int) -> None:
-    ranks.values(refused, number)
+    ranks.values(refused, number, False)
+
+
+@pytest.mark.parametrize("make", [ddp_around, ddp_far_around, ddp_inside, fsdp_around, fsdp_far_around, fsdp_inside])
+def test_it_is_refused_around_a_module_that_has_run(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    ranks.values(refused, list(CASES).index(make), True)
