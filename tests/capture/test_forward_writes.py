@@ -305,3 +305,31 @@ def test_ranks_in_one_process_go_on_from_what_the_forward_has_set() -> None:
         assert _state(net) == _state(other), number
     check = cf.lockstep(world.step.lower(x, x))
     assert torch.equal(check(x, x).loss, check(x, x).loss) and _state(net) == _state(other)
+
+
+class Boxed(nn.Module):
+    """Leaves tensors of the forward in a plain object: where there was none, in place of a number, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.box: Any = types.SimpleNamespace(scale=2.0, inner=Plain())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.line(x) * 2.0
+        self.box.inner.hidden, self.box.inner.last, self.box.inner.both = found, found.sum(), [found, x]
+        return found
+
+
+class Plain:
+    last = 0.0
+
+
+def test_tensors_in_plain_objects_are_taken_back_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    net = Boxed()
+    cf.compile(net)(torch.randn(2, 4)).sum().backward()
+    assert vars(net.box.inner) == {} and net.box.inner.last == 0.0
+    for name in ("hidden", "last", "both"):
+        assert f"stores a tensor in its attribute Boxed.box['inner'].{name} during forward" in caplog.text
+    net(torch.randn(2, 4))
+    assert net.box.inner.hidden.shape == (2, 4)

@@ -13,6 +13,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -128,6 +129,7 @@ class ForwardWrites:
         self._before: dict[tuple[int, Any], tuple[Any, Any, str, str, Any]] = {}
         self._read: dict[tuple[int, Any], tuple[Any, str, str, Any]] = {}
         self._items: dict[int, tuple[Any, str, dict[Any, Any]]] = {}
+        self._left: list[tuple[Any, Any, str, str, Any]] = []
 
     def know(self, value: Any, label: str) -> bool:
         """An object is one that the model had before the trace, as far as one can tell. False if that is not news."""
@@ -153,12 +155,14 @@ class ForwardWrites:
     def taken_back(self, was_read: Callable[[Any, str], bool]) -> tuple[ForwardWrite, ...]:
         """Give attributes the values that they had before the trace, and return the writes that left others.
 
-        A number that is made of what was there, what grows, a tensor of the trace and an object that the forward has
-        made stay as the trace has left them.
+        A number that is made of what was there, what grows and an object that the forward has made stay as the trace
+        has left them, and a tensor of the trace until `without_tensors`.
         """
         found: list[ForwardWrite] = []
         for owner, name, kind, label, before, guarded in list(self._places(was_read)):
             after = _value_of(owner, name, kind)
+            if _is_traced(after) and not _holds_traced(before):
+                self._left.append((owner, name, kind, label, before))
             if (guarded and after is before) or not self._can_be_repeated(after) or _holds_traced(before):
                 continue
             if guarded:
@@ -169,6 +173,15 @@ class ForwardWrites:
             _set(owner, name, kind, before)
         self._forget()
         return tuple(found)
+
+    def without_tensors(self) -> Iterator[str]:
+        """Give attributes of plain objects that hold tensors of the trace what they held before it; yields their
+        labels. Modules have been given theirs by then."""
+        for owner, name, kind, label, before in self._left:
+            if _is_traced(_value_of(owner, name, kind)):
+                _set(owner, name, kind, before)
+                yield label
+        self._left.clear()
 
     def undo(self) -> None:
         """After a trace that has failed, give attributes the values that they had before it. What is said of `tracing`
@@ -205,6 +218,10 @@ class ForwardWrites:
             items = value.values() if isinstance(value, dict) else value
             return all(self._can_be_repeated(item, depth + 1) for item in items)
         return isinstance(value, _REPEATED) and not _holds_traced(value)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple, Mapping)) and _holds_traced(value)
 
 
 def _are_code(*values: Any) -> bool:

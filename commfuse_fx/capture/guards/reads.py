@@ -149,6 +149,8 @@ class Reads:
 
     def finish(self) -> list[Read]:
         """All reads, with the values at the end of the trace. Objects that existed only while tracing are left out."""
+        for label in self._writes.without_tensors():
+            warn_of_stored_tensor(label)
         owner: Any
         for owner in self._made.values():
             self._note_parts(owner)
