@@ -44,13 +44,14 @@ def lower(**options: object) -> cf.Lowered:
 
 
 def test_passes_are_frozen_dataclasses_named_after_their_files() -> None:
-    files = [path for path in FILES.glob("*/*.py") if path.stem != "__init__"]
+    files = [path for path in FILES.glob("*/**/*.py") if path.stem != "__init__"]
     assert sorted(PASSES) == sorted(path.stem for path in files)
     for path in files:
         made = PASSES[path.stem].make
         assert dataclasses.is_dataclass(made)
         assert made.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        assert made.__module__ == f"commfuse_fx.passes.{path.parent.name}.{path.stem}"
+        folders = path.relative_to(FILES).parent.parts
+        assert made.__module__ == ".".join(("commfuse_fx", "passes", *folders, path.stem))
         assert made.__name__ == "".join(word.capitalize() for word in path.stem.split("_"))
 
 

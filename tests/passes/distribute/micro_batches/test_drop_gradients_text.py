@@ -2,7 +2,7 @@
 
 from commfuse_fx.passes.distribute.micro_batches.drop_gradients import DropGradients
 from tests.passes.cases import check
-from tests.passes.distribute.test_hold_rows_text import DOT, INPUTS, REDUCE, SCATTER
+from tests.passes.distribute.micro_batches.test_hold_rows_text import DOT, INPUTS, REDUCE, SCATTER
 
 
 def test_what_nobody_has_added_is_not_reduced() -> None:
