@@ -33,6 +33,9 @@ FUSION_IDS = [
     for half in parts
     for part in (f"{half}.weight", f"{half}.bias")
 ]
+LEAKS_OF_TRITON = re.compile(r"^(?:nanobind: | - leaked | - \.\.\. skipped|See https://nanobind\.).*\n?", re.MULTILINE)
+"""What Triton's bindings say at the end of a process that has imported them, with PyTorch 2.15."""
+
 LOSS = re.compile(r"epoch: (\d+), step: (\d+), loss is (\d+\.\d+)")
 
 
@@ -61,7 +64,7 @@ def start_example(ranks: Ranks, folder: Path, size: int, name: str, *arguments: 
     options = ("--standalone", f"--nproc-per-node={size}", str(ROOT / "examples" / name))
     (done,) = run_programs(ranks, torchrun, *options, *arguments, files=folder, folder=ROOT, size=1)
     assert done.code == 0, done.out + done.err
-    assert done.err == ""
+    assert LEAKS_OF_TRITON.sub("", done.err) == ""
     return done.out
 
 

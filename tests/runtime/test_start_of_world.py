@@ -289,7 +289,6 @@ def spawns(folder: str) -> None:
         os.environ.pop(name, None)
     model = nn.Linear(4, 4)
     step = cf.compile(model, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    step(torch.ones(2, 4), torch.ones(2, 4))
     pickled = [bytes(ForkingPickler.dumps(step)) for _ in range(2)]
     start_processes(child, (f"file://{folder}/ranks", pickled, folder), nprocs=2, start_method="fork")
 
