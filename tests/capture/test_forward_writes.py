@@ -333,3 +333,31 @@ def test_tensors_in_plain_objects_are_taken_back_and_told(caplog: pytest.LogCapt
         assert f"stores a tensor in its attribute Boxed.box['inner'].{name} during forward" in caplog.text
     net(torch.randn(2, 4))
     assert net.box.inner.hidden.shape == (2, 4)
+
+
+def test_functions_that_call_themselves_may_be_attributes() -> None:
+    def doubled(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        return doubled(x * 2.0, times - 1) if times else x
+
+    def even(x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        return odd(x + 1.0, times - 1) if times else x
+
+    def odd(x: torch.Tensor, times: int) -> torch.Tensor:
+        return even(x - 2.0, times - 1) if times else -x
+
+    class Recursive(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.act, self.acts = doubled, [even]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.acts[0](self.act(super().forward(x)))
+            self.act, self.acts[0] = (even, doubled) if self.act is doubled else (doubled, even)
+            return found
+
+    net = Recursive()
+    twin = copy.deepcopy(net)
+    module, x = cf.compile(net), torch.randn(3, 4)
+    for _ in range(3):
+        torch.testing.assert_close(module(x), twin(x))
+    assert net.act is twin.act and net.acts == twin.acts

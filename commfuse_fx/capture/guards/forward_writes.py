@@ -283,7 +283,8 @@ def _holds_traced(value: Any, deeper: int = 3) -> bool:
     if deeper == 0 or isinstance(value, (*CONSTANTS, type)):
         return False
     if isinstance(value, FunctionType):
-        return any(_holds_traced(content_of(cell), 1) for cell in value.__closure__ or ())
+        # A function may be in a cell of its own.
+        return any(_holds_traced(content_of(cell), min(deeper, 2) - 1) for cell in value.__closure__ or ())
     if isinstance(value, (MethodType, nn.Module)):  # a module has stand-ins for its tensors while it is traced
         return False
     if isinstance(value, partial):
