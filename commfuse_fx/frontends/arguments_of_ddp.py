@@ -123,9 +123,11 @@ def refuse_wrappers(compiled: nn.Module, model: nn.Module) -> None:
                 "and reduces gradients itself. Use the compiled module without FSDP"
             )
     for name, param in model.named_parameters():
-        if getattr(param, "_is_flat_param", False) or type(param.data) is not torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # reads no value: those of divided parameters are with all ranks
+            is_flat, kind = getattr(param, "_is_flat_param", False), type(param.data)
+        if is_flat or kind is not torch.Tensor:
             raise ConfigValueError(
-                f"parameter {name} of a compiled module is a {type(param.data).__name__} of FSDP, which divides and "
+                f"parameter {name} of a compiled module is a {kind.__name__} of FSDP, which divides and "
                 "reduces it itself: use the compiled module without FSDP"
             )
     refuse_parts_of_flat_parameters(model)
