@@ -153,6 +153,10 @@ class Ranks:
         assert len(dict.fromkeys([hash("seed"), *(seed for seed, _ in found)])) == 3
         return [value for _, value in found]
 
+    def renew(self) -> None:
+        """The next run has ranks that have run nothing before."""
+        self._stop()
+
     def close(self) -> None:
         self._stop()
         self.servers.close()
