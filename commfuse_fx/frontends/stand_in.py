@@ -142,7 +142,7 @@ class StandIn(nn.Module):
         if name != "module":
             self.module.add_module(name, module)
         elif module is not self.module:
-            self.module = module  # type: ignore[assignment]
+            self.__setattr__("module", module)
 
     # State
 

@@ -26,7 +26,6 @@ from commfuse_fx.kernels.position_random import (
     uniform_at,
 )
 from commfuse_fx.kernels.random_replacements import counter_based
-from commfuse_fx.sharding.rules.ops import random  # noqa: F401  (registers the rules)
 from commfuse_fx.sharding.rules.prove import check_call, describe
 from commfuse_fx.sharding.rules.writing.call import INDEX, Ref, Result, Step, call_of
 from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies

@@ -7,12 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_fx.sharding.rules.ops import (
-    embedding,  # noqa: F401  (registers the rules)
-    matmul,  # noqa: F401  (registers the rules)
-    slicing,  # noqa: F401  (registers the rules)
-    transforms,  # noqa: F401  (registers the rules)
-)
 from commfuse_fx.sharding.rules.prove import check_call, describe
 from commfuse_fx.sharding.rules.writing.call import call_of
 from commfuse_fx.sharding.rules.writing.rule_registry import compute_strategies
