@@ -33,6 +33,8 @@ from commfuse_fx.frontends.trained_model import check_model
 from commfuse_fx.gradients.gradient_parts import zero_gradients
 from commfuse_fx.gradients.parameter_hooks import remove_hooks_of_graphs
 from commfuse_fx.gradients.uneven_batches import note_known
+from commfuse_fx.inspect.explain.explanation import Explanation
+from commfuse_fx.inspect.explain_graphs import GraphsExplanation
 from commfuse_fx.inspect.lowered import Lowered
 from commfuse_fx.machine.step_profile import StepProfile
 from commfuse_fx.runtime.memory.modes import outside_inference_mode
@@ -248,11 +250,10 @@ class CompiledModule(StandIn, Joinable):
         return f"{name}(  # {self._compiled._summary()}{parts}"
 
     @user_frames_only
-    def explain(self, cluster: Any = None, timings: bool = False) -> Any:
+    def explain(self, cluster: Any = None, timings: bool = False) -> Explanation | GraphsExplanation:
         """Say why the graph that runs is as it is: that of the last backward.
 
-        The arguments are those of `Lowered.explain`, and the result is an Explanation. Raises ConfigValueError where
-        none has run yet.
+        The arguments are those of `Lowered.explain`. Raises ConfigValueError where none has run yet.
         """
         return self._compiled.explain(cluster, timings)
 
